@@ -1,0 +1,268 @@
+"""What an engine can be asked, in SGLang's words, and what it answers.
+
+The words and values here are the whole vocabulary between ``rollout`` and any kind of engine:
+real SGLang, the embedded engine, a fake.  Field names follow SGLang 0.5.23's HTTP API
+(``sglang/srt/managers/io_struct.py``); no file but ``engines/client.py`` knows endpoint paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class WorkerType(StrEnum):
+    """What an engine is for within its server."""
+
+    REGULAR = "regular"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODER = "encoder"
+    PLACEHOLDER = "placeholder"
+
+
+class MemoryTag(StrEnum):
+    """A region of device memory that can be released and resumed by itself."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+
+
+class PauseMode(StrEnum):
+    """What a pause does to requests in flight: end them, requeue them, or freeze them."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an engine listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.  Names, defaults and units are SGLang's.
+
+    ``temperature`` 0 is greedy; ``top_k`` -1 means all; ``stop`` strings end the text before
+    them; ``stop_token_ids`` end it after them; ``sampling_seed`` makes one request repeatable
+    where the engine supports it.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON object of ``sampling_params``; what is at its default is left out."""
+        default = _DEFAULT_SAMPLING
+        wire: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                wire[name] = list(value) if isinstance(value, tuple) else value
+        wire["max_new_tokens"] = self.max_new_tokens
+        return wire
+
+
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a completion ended.
+
+    Attributes:
+        kind: ``stop``, ``length`` or ``abort``.
+        matched: the stop string or stop token id that ended it, for ``stop``.
+        message: the engine's words, for ``abort``.
+    """
+
+    kind: str
+    matched: str | int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens ``start`` up to, not including, ``end`` came from weight ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReply:
+    """One completion, whole or (streamed) as far as it has come.
+
+    Attributes:
+        rid: the request's id.
+        text: the completion's text so far.
+        output_ids: its token ids, shape ``[completion_tokens]``.
+        output_logprobs: natural-log probability of each output id, same length; None unless asked.
+        finish_reason: None while a stream goes on.
+        weight_version: version that produced the last token, as text.
+        weight_versions: spans that cover all output tokens, where the engine reports them.
+    """
+
+    rid: str
+    text: str
+    output_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason | None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Answer of ``/model_info``."""
+
+    model_path: str
+    weight_version: str
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Answer of ``/server_info``: what the engine was started with.
+
+    ``enable_memory_saver`` matters: without it SGLang answers release and resume with 200 and
+    frees nothing.
+    """
+
+    version: str
+    engine: str
+    enable_memory_saver: bool
+    enable_weights_cpu_backup: bool
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Answer of ``/v1/loads``, summed over data-parallel ranks.  Stale while SGLang is paused."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """Answer of ``/weights_checker``.
+
+    Attributes:
+        checksum: one digest of all weights of the engine; None for actions without one.
+        tensors: per tensor-parallel rank, name of the tensor -> digest.  Names are the engine's
+            own (fused, sharded); digests of CPU and CUDA engines are not comparable.
+    """
+
+    checksum: str | None
+    tensors: tuple[Mapping[str, str], ...] = ()
+    message: str = ""
+
+
+class Engine(Protocol):
+    """The control protocol of one engine.  Every call has a deadline and raises ``EngineError``.
+
+    No policy lives here: a call that kills the engine is sent if asked for.  See the table of
+    such calls in ``rollout/lifecycle.py``'s callers before using it by hand.
+    """
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None: ...
+    async def continue_generation(self) -> None: ...
+    async def flush_cache(self, timeout_s: float | None = None) -> None: ...
+    async def abort_request(self, rid: str | None = None) -> None: ...
+    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None: ...
+    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None: ...
+    async def begin_weight_update(self) -> None: ...
+    async def end_weight_update(self) -> None: ...
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None: ...
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None: ...
+    async def destroy_weights_update_group(self, group_name: str) -> None: ...
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None: ...
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None: ...
+    async def update_weight_version(
+        self, version: str, *, abort_all_requests: bool = False
+    ) -> None: ...
+    async def weight_version(self) -> str: ...
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport: ...
+    async def load_lora_adapter(self, name: str, path: str) -> None: ...
+    async def load_lora_adapter_from_tensors(
+        self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
+    ) -> None: ...
+    async def unload_lora_adapter(self, name: str) -> None: ...
+    async def model_info(self) -> ModelInfo: ...
+    async def server_info(self) -> ServerInfo: ...
+    async def loads(self) -> Loads: ...
+    async def is_ready(self) -> bool: ...
+    async def is_healthy(self) -> bool: ...
+    async def generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> GenerateReply: ...
+    def stream_generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> AsyncIterator[GenerateReply]: ...
+    async def aclose(self) -> None: ...

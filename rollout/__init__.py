@@ -1,0 +1,1 @@
+"""Rollout orchestration for colocated RL post-training."""
