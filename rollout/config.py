@@ -1,0 +1,271 @@
+"""Settings: YAML, JSON or Python in, one frozen value per part out.
+
+``RolloutConfig`` is the whole; each object is given only its own slice of it.  Unknown keys are
+refused with the nearest known one, and every message names the setting by its dotted path.
+Options meant for the engine itself travel through ``EngineConfig.options`` untouched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engines.protocol import WorkerType
+from rollout.errors import ConfigError
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class EngineKind(StrEnum):
+    """Which inference server an engine is."""
+
+    EMBEDDED = "embedded"
+    SGLANG = "sglang"
+
+
+class WeightUpdate(StrEnum):
+    """What the trainer sends each step."""
+
+    FULL = "full"
+    PARTIAL = "partial"
+    LORA = "lora"
+    FROZEN = "frozen"
+
+
+class _Slice(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineConfig(_Slice):
+    """How one engine of a group is started."""
+
+    kind: EngineKind = EngineKind.EMBEDDED
+    """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs one engine spans (tensor times pipeline parallel); 0 runs it on the CPU."""
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPU cores reserved for one engine in the cluster; also its number of torch threads."""
+    weights_cpu_backup: bool | None = None
+    """Keep a host copy of the weights while released; left out, the release policy decides."""
+    start_timeout_s: Seconds = 300.0
+    """Until the engine must answer as ready; past it, it is killed and its log shown."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Options of the engine itself, in its own names, such as ``max-total-tokens: 20000``."""
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Environment variables added to the engine's own."""
+
+
+class GroupConfig(_Slice):
+    """Engines alike in every setting, which go through the lifecycle together."""
+
+    num_engines: Annotated[int, Field(ge=1)] = 1
+    """How many engines the group starts."""
+    worker_type: WorkerType = WorkerType.REGULAR
+    """What its engines are for; ``placeholder`` reserves its place and starts nothing."""
+    needs_offload: bool = True
+    """Whether it shares its GPUs with the trainer and gives their memory back each step."""
+    min_engines: Annotated[int, Field(ge=0)] | None = None
+    """Fewest engines it may go on with when one fails; left out: 1, or all with ``raise``."""
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _min_engines_fit(self) -> GroupConfig:
+        if self.min_engines is not None and self.min_engines > self.num_engines:
+            raise ValueError(f"min_engines {self.min_engines} is over num_engines")
+        return self
+
+
+class RouterConfig(_Slice):
+    """The one door to a server's engines."""
+
+    host: str = "127.0.0.1"
+    """Address it binds; loopback unless told, since anyone who reaches it can generate."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port it binds; 0 takes a free one, which ``status`` shows."""
+    max_held_requests: Annotated[int, Field(ge=0)] = 4096
+    """Requests parked while the engines are offloaded; one more gets a 503."""
+    hold_timeout_s: Seconds = 600.0
+    """How long a request may stay parked before it gets a 503."""
+    connect_timeout_s: Seconds = 5.0
+    """Until a connection to an engine must stand; past it, another engine is tried."""
+    max_connections: Annotated[int, Field(ge=1)] = 16384
+    """Connections to engines at the same time; each needs a file descriptor."""
+
+
+class LifecycleConfig(_Slice):
+    """Deadlines of the phases, and what happens to an engine that misses one."""
+
+    on_failure: Literal["fence", "raise"] = "fence"
+    """``fence`` goes on without the failed engine; ``raise`` stops the step."""
+    pause_timeout_s: Seconds = 60.0
+    """Until every engine has stopped generating."""
+    flush_timeout_s: Seconds = 60.0
+    """Until nothing is in flight and the caches are empty; waits inside the engine."""
+    release_timeout_s: Seconds = 120.0
+    """Until the memory is given back, backup to the host included."""
+    resume_timeout_s: Seconds = 120.0
+    """Until the memory is there again."""
+    update_timeout_s: Seconds = 600.0
+    """Until one engine holds all of a push."""
+    verify_timeout_s: Seconds = 60.0
+    """Until every engine has shown its weight version."""
+    continue_timeout_s: Seconds = 60.0
+    """Until every engine generates again."""
+    stop_timeout_s: Seconds = 15.0
+    """What engines and router get to end by themselves before they are killed."""
+    lock_timeout_s: Seconds = 900.0
+    """How long a command waits for the one before it; then it is refused with its owner."""
+
+
+class WeightsConfig(_Slice):
+    """How new weights reach the engines."""
+
+    update: WeightUpdate = WeightUpdate.FULL
+    """What a push contains; decides what a release may forget."""
+    bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
+    """Bytes of tensors sent in one call."""
+
+
+class ServerConfig(_Slice):
+    """One model: its groups of engines behind one router."""
+
+    model_path: str
+    """Directory of the Hugging Face checkpoint the engines start from."""
+    groups: Annotated[dict[Name, GroupConfig], Field(min_length=1)]
+    """The groups, by name."""
+    router: RouterConfig = RouterConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+
+class ClusterConfig(_Slice):
+    """Where the actors run."""
+
+    address: str | None = None
+    """Ray address; left out: the cluster of the running job, else a new local one."""
+    namespace: str = "rollout"
+    """Ray namespace the actors are named in."""
+    trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs the trainer uses; offloading groups are placed on the same ones."""
+    placement_timeout_s: Seconds = 60.0
+    """Until the placement group must be granted; past it, what is missing is said."""
+
+
+class RolloutConfig(_Slice):
+    """Everything: one or several servers and the cluster they run on."""
+
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] = "run"
+    """Name of the run; part of actor names and of the log folder."""
+    log_dir: str = "runs"
+    """Folder for the logs of engines; ``<log_dir>/<run_id>`` is made."""
+    servers: Annotated[dict[Name, ServerConfig], Field(min_length=1)]
+    """The servers by name: policy, reference, reward, judge ..."""
+    cluster: ClusterConfig = ClusterConfig()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RolloutConfig:
+        """A config from nested mappings.
+
+        Raises:
+            ConfigError: the first wrong setting, with its path and what would be accepted.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"a config is a mapping with the key 'servers', not {type(values).__name__}"
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise _as_config_error(error) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> RolloutConfig:
+        """A config from a YAML or JSON file.
+
+        Raises:
+            ConfigError: the file is missing, cannot be parsed, or holds a wrong setting.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
+        try:
+            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (yaml.YAMLError, json.JSONDecodeError) as error:
+            raise ConfigError(f"cannot parse config {path}: {error}") from None
+        return cls.from_dict(values)
+
+
+def check_paths(config: RolloutConfig) -> None:
+    """Refuse model directories that are not there, before anything is started.
+
+    Raises:
+        ConfigError: naming the server, the path and what has to be in it.
+    """
+    for name, server in config.servers.items():
+        setting = f"servers.{name}.model_path"
+        path = Path(server.model_path)
+        if not path.is_dir():
+            raise ConfigError(
+                f"{setting}: there is no directory {server.model_path!r}; "
+                "give the folder of a Hugging Face checkpoint",
+                setting=setting,
+                value=server.model_path,
+            )
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"{setting}: {server.model_path!r} has no config.json, so it is not a "
+                "Hugging Face checkpoint",
+                setting=setting,
+                value=server.model_path,
+            )
+
+
+def _as_config_error(error: ValidationError) -> ConfigError:
+    # A mistyped key also shows as a missing one: the typo is the thing to say.
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    location = first["loc"]
+    setting = ".".join(str(part) for part in location if part != "[key]")
+    value = first.get("input")
+    if first["type"] == "extra_forbidden":
+        message = _unknown_key(location)
+    elif first["type"] == "missing":
+        message = f"{setting} is missing"
+    else:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        message = f"{setting or 'config'} = {shown}: {first['msg']}"
+    more = error.error_count() - 1
+    if more:
+        message += f" ({more} more wrong)"
+    return ConfigError(message, setting=setting, value=value)
+
+
+def _unknown_key(location: tuple[int | str, ...]) -> str:
+    *parents, key = (str(part) for part in location)
+    known = list(_slice_at(parents).model_fields)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    where = ".".join(parents) or "the config"
+    return f"unknown key {key!r} in {where}; {hint}"
+
+
+def _slice_at(path: list[str]) -> type[BaseModel]:
+    model: type[BaseModel] = RolloutConfig
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None:  # a name chosen by the user: the key of a dict of slices
+            continue
+        for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                model = candidate
+    return model

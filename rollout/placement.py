@@ -1,0 +1,184 @@
+"""GPUs and nodes -> engine slots.
+
+Always true: the trainer and the groups with ``needs_offload`` share the same leading bundles;
+every other group has bundles of its own.  Bundles are put in order of (node id, lowest GPU id)
+before they are handed out, so that neighbouring ranks share a node (nodes of a simulated cluster
+share one IP address, so an order by address would interleave them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.protocol import WorkerType
+from rollout.config import GroupConfig
+from rollout.errors import PlacementError
+from rollout.types import EngineSlot
+
+
+@dataclass(frozen=True, slots=True)
+class BundleRequest:
+    """Resources of one placement-group bundle: one GPU with its CPU, or the CPUs of an engine."""
+
+    num_gpus: int
+    num_cpus: float
+
+    def resources(self) -> dict[str, float]:
+        """The bundle in Ray's words."""
+        resources = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
+        return {name: amount for name, amount in resources.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A granted bundle: its index in the placement group and where it turned out to be."""
+
+    index: int
+    node_id: str
+    gpu_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to ask the cluster for.
+
+    Attributes:
+        bundles: the GPU bundles first (those shared with the trainer leading), then CPU ones.
+        shared: number of leading bundles that the trainer shares.
+        spans: (server, group, engine index) -> range of positions in the ordered bundles.
+        num_cpus: the same keys -> CPU cores of that engine.
+    """
+
+    bundles: tuple[BundleRequest, ...]
+    shared: int
+    spans: Mapping[tuple[str, str, int], range]
+    num_cpus: Mapping[tuple[str, str, int], float]
+
+    def totals(self) -> dict[str, float]:
+        """All resources together, resource -> amount."""
+        totals: dict[str, float] = {}
+        for bundle in self.bundles:
+            for name, amount in bundle.resources().items():
+                totals[name] = totals.get(name, 0.0) + amount
+        return totals
+
+
+def plan_placement(
+    servers: Mapping[str, Mapping[str, GroupConfig]], *, trainer_gpus: int = 0
+) -> Plan:
+    """Bundles and spans for all groups of all servers.
+
+    A GPU bundle holds one GPU and one CPU; an engine of ``gpus: n`` spans n of them.  A CPU
+    engine has one bundle with its cores.
+    """
+    demands = [
+        ((server, name, index), group)
+        for server, groups in servers.items()
+        for name, group in groups.items()
+        if group.worker_type is not WorkerType.PLACEHOLDER or group.engine.gpus
+        for index in range(group.num_engines)
+    ]
+    on_gpu = [one for one in demands if one[1].engine.gpus]
+    colocated = [one for one in on_gpu if one[1].needs_offload]
+    separate = [one for one in on_gpu if not one[1].needs_offload]
+    spans: dict[tuple[str, str, int], range] = {}
+    # Several offloading servers share the trainer's GPUs with one another too only when they
+    # fit side by side; stacking engines on one GPU is never done silently.
+    position = 0
+    for key, group in colocated:
+        spans[key] = range(position, position + group.engine.gpus)
+        position += group.engine.gpus
+    shared = max(trainer_gpus, position)
+    position = shared
+    for key, group in separate:
+        spans[key] = range(position, position + group.engine.gpus)
+        position += group.engine.gpus
+    bundles = [BundleRequest(num_gpus=1, num_cpus=1.0)] * position
+    for key, group in demands:
+        if not group.engine.gpus:
+            spans[key] = range(len(bundles), len(bundles) + 1)
+            bundles.append(BundleRequest(num_gpus=0, num_cpus=group.engine.cpus))
+    cpus = {key: group.engine.cpus for key, group in demands}
+    return Plan(tuple(bundles), shared, spans, cpus)
+
+
+def assign_slots(plan: Plan, granted: Sequence[Bundle]) -> dict[tuple[str, str], list[EngineSlot]]:
+    """(server, group) -> its slots, from the bundles the cluster granted.
+
+    Raises:
+        PlacementError: bundles are missing, or an engine would straddle two nodes.
+    """
+    if len(granted) != len(plan.bundles):
+        raise PlacementError(
+            f"placement needs {len(plan.bundles)} bundles, {len(granted)} were granted",
+            requested=plan.totals(),
+        )
+    gpu = sorted(
+        (one for one in granted if one.gpu_ids), key=lambda one: (one.node_id, one.gpu_ids)
+    )
+    cpu = [one for one in granted if not one.gpu_ids]
+    ordered = gpu + cpu
+    slots: dict[tuple[str, str], list[EngineSlot]] = {}
+    for (server, group, index), span in plan.spans.items():
+        mine = [ordered[position] for position in span]
+        nodes = sorted({one.node_id for one in mine})
+        engine_id = f"{group}-{index}"
+        if len(nodes) > 1:
+            raise PlacementError(
+                f"engine {engine_id} of server {server} needs {len(mine)} GPUs on one node, "
+                f"but its bundles are on {', '.join(nodes)}"
+            )
+        slots.setdefault((server, group), []).append(
+            EngineSlot(
+                engine_id=engine_id,
+                group=group,
+                index=index,
+                node_id=nodes[0],
+                bundle_indices=tuple(one.index for one in mine),
+                gpu_ids=tuple(gpu_id for one in mine for gpu_id in one.gpu_ids),
+                num_cpus=plan.num_cpus[server, group, index],
+            )
+        )
+    return slots
+
+
+def check_capacity(plan: Plan, available: Mapping[str, float], where: str) -> None:
+    """Refuse a plan that can never be granted.
+
+    Args:
+        available: resource -> amount in all; a resource that is not named is none.
+        where: whose resources these are, for the message.
+
+    Raises:
+        PlacementError: with what is needed and what there is.
+    """
+    for name, amount in plan.totals().items():
+        if amount > available.get(name, 0.0):
+            raise PlacementError(
+                f"placement needs {amount:g} {name}s, {where} has {available.get(name, 0.0):g}",
+                requested=plan.totals(),
+                available=dict(available),
+            )
+
+
+def local_bundles(plan: Plan, gpu_ids: Sequence[int], num_cpus: float) -> list[Bundle]:
+    """Grant a plan on this machine alone, without Ray.
+
+    CPU cores are not counted here: without a cluster nobody else competes for them.
+
+    Raises:
+        PlacementError: there are fewer GPUs than the plan needs.
+    """
+    needed = sum(request.num_gpus for request in plan.bundles)
+    if needed > len(gpu_ids):
+        raise PlacementError(
+            f"placement needs {needed} GPUs, this machine has {len(gpu_ids)}",
+            requested=plan.totals(),
+            available={"GPU": float(len(gpu_ids)), "CPU": num_cpus},
+        )
+    free = iter(gpu_ids)
+    return [
+        Bundle(index, "local", (next(free),) if request.num_gpus else ())
+        for index, request in enumerate(plan.bundles)
+    ]

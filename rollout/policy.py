@@ -1,0 +1,76 @@
+"""What a group may forget when it releases memory, and where it comes back from.
+
+Always true: for every released byte there is a source it comes back from before the group
+serves again; a configuration without one is refused at start-up with the setting that mends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.protocol import MemoryTag
+from rollout.config import GroupConfig, WeightUpdate
+from rollout.errors import ConfigError
+from rollout.lifecycle import Traits
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePolicy:
+    """The decision for one group.
+
+    Attributes:
+        tags: what is released; empty for a group that keeps its GPUs.
+        weights_cpu_backup: the engine keeps a host copy of its weights while released.
+        weights_from: where the weights come back from, in words for ``rollout plan``.
+    """
+
+    tags: tuple[MemoryTag, ...]
+    weights_cpu_backup: bool
+    weights_from: str
+
+
+# What of the weights a push of this kind does not bring, and so must survive a release.
+_NOT_PUSHED = {
+    WeightUpdate.PARTIAL: "the tensors that are not pushed",
+    WeightUpdate.LORA: "the base weights under the adapter",
+    WeightUpdate.FROZEN: "all weights",
+}
+_ALL_TAGS = (MemoryTag.KV_CACHE, MemoryTag.WEIGHTS, MemoryTag.CUDA_GRAPH)
+
+
+def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> ReleasePolicy:
+    """The release policy of one group.
+
+    Args:
+        name: dotted path of the group's settings, for the message.
+
+    Raises:
+        ConfigError: the group would lose weights that nothing brings back.
+    """
+    backup = group.engine.weights_cpu_backup
+    if not group.needs_offload:
+        return ReleasePolicy((), False, "never released")
+    lost = _NOT_PUSHED.get(update)
+    if lost is None:
+        source = "CPU backup, then the push" if backup else "the push (all tensors)"
+        return ReleasePolicy(_ALL_TAGS, bool(backup), source)
+    if backup is False:
+        setting = f"{name}.engine.weights_cpu_backup"
+        raise ConfigError(
+            f"{setting} = False: with weights.update = {update}, {lost} would come back as "
+            "garbage after an offload; set weights_cpu_backup to true (or leave it out), or "
+            "needs_offload to false",
+            setting=setting,
+            value=False,
+        )
+    source = "CPU backup" if update is WeightUpdate.FROZEN else "CPU backup, then the push"
+    return ReleasePolicy(_ALL_TAGS, True, source)
+
+
+def traits(group: GroupConfig, update: WeightUpdate, policy: ReleasePolicy) -> Traits:
+    """How the group goes through the lifecycle table."""
+    return Traits(
+        needs_offload=group.needs_offload,
+        is_frozen=update is WeightUpdate.FROZEN,
+        weights_survive=policy.weights_cpu_backup or not group.needs_offload,
+    )

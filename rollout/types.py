@@ -1,0 +1,204 @@
+"""The words as values: samples, slots, and what a lifecycle phase reports.
+
+All are immutable except ``Sample``, whose reward is filled in after generation.  Lengths that
+must agree are checked when a value is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from engines.protocol import FinishReason, VersionSpan, WorkerType
+
+
+class SampleStatus(StrEnum):
+    """How far a sample has come."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt and one completion.
+
+    Attributes:
+        prompt_ids: token ids of the prompt, shape ``[prompt_length]``.
+        output_ids: token ids of the completion, shape ``[output_length]``.
+        output_logprobs: natural-log probability of each output id under the policy that drew
+            it, shape ``[output_length]``.
+        weight_versions: spans that say which weight version drew which output tokens.
+        finish_reason: why generation ended; None for a failed sample.
+        reward: None until rewarded.
+        error: what went wrong, for a failed sample.
+
+    Raises:
+        ValueError: ``output_ids`` and ``output_logprobs`` differ in length.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None
+    status: SampleStatus = SampleStatus.COMPLETED
+    reward: float | None = None
+    error: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.output_ids) != len(self.output_logprobs):
+            raise ValueError(
+                f"{len(self.output_ids)} output ids but {len(self.output_logprobs)} log-probs; "
+                "a sample is never padded or cut to make them agree"
+            )
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """Siblings: all samples of one prompt in one rollout."""
+
+    prompt_index: int
+    samples: list[Sample]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the samples that have one."""
+        return [sample.reward for sample in self.samples if sample.reward is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSlot:
+    """The place one engine gets.
+
+    Attributes:
+        engine_id: ``<group>-<index>``, unique within a server.
+        node_id: node it runs on; ``local`` outside Ray.
+        bundle_indices: the placement-group bundles it covers, in order; empty outside Ray.
+        gpu_ids: physical GPU ids on that node, in order; empty for a CPU engine.
+        num_cpus: CPU cores it may count on.
+    """
+
+    engine_id: str
+    group: str
+    index: int
+    node_id: str = "local"
+    bundle_indices: tuple[int, ...] = ()
+    gpu_ids: tuple[int, ...] = ()
+    num_cpus: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What one engine did in one phase.
+
+    Attributes:
+        elapsed_s: seconds its call took.
+        failure: why it failed, in words; empty when it did not.
+        freed_bytes: resident memory before minus after, for a release; 0 where not measured.
+        skipped: it had nothing to do (already done, or the phase does not concern it).
+    """
+
+    engine_id: str
+    elapsed_s: float = 0.0
+    failure: str = ""
+    freed_bytes: int = 0
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What one group did for one command.
+
+    Attributes:
+        phase: where the group is now.
+        elapsed_s: seconds from the command to the barrier.
+    """
+
+    group: str
+    command: str
+    phase: str
+    elapsed_s: float
+    engines: tuple[EngineReport, ...] = ()
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(engine.freed_bytes for engine in self.engines)
+
+    @property
+    def failures(self) -> tuple[EngineReport, ...]:
+        return tuple(engine for engine in self.engines if engine.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a server command did, over all its groups.
+
+    Attributes:
+        phase_s: command -> seconds to its barrier (the slowest group).
+        freed_bytes: memory the engines gave back.
+        weight_version: version all serving engines hold.
+    """
+
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    freed_bytes: int = 0
+    weight_version: int = 0
+    reports: tuple[PhaseReport, ...] = ()
+
+    def merged(self, later: StepReport) -> StepReport:
+        """This report followed by ``later``; seconds of the same command add up."""
+        seconds = dict(self.phase_s)
+        for command, elapsed in later.phase_s.items():
+            seconds[command] = seconds.get(command, 0.0) + elapsed
+        return StepReport(
+            seconds,
+            self.freed_bytes + later.freed_bytes,
+            later.weight_version,
+            self.reports + later.reports,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine as its group sees it."""
+
+    engine_id: str
+    url: str
+    state: str
+    weight_version: int | None
+    released: tuple[str, ...]
+    node_id: str
+    pid: int | None = None
+    resident_bytes: int | None = None
+    fenced_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """One group: its phase and its engines."""
+
+    name: str
+    worker_type: WorkerType
+    phase: str
+    needs_offload: bool
+    engines: tuple[EngineStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One rollout server: its groups, its router, and who holds its lifecycle lock."""
+
+    name: str
+    phase: str
+    weight_version: int
+    router_url: str
+    gate: str
+    lock_owner: str
+    groups: tuple[GroupStatus, ...]
