@@ -5,6 +5,7 @@
       EngineRejected      the engine answered, and the answer was no
       EngineNotReady      the process died or never became ready while starting
       EngineHung          no answer within the deadline
+      PortTaken           the port it should listen on is in use
 
 An error here knows one engine and one call.  What a failure means for a group is decided in
 ``rollout``.  Every error survives pickling: the message is the only positional argument and
@@ -109,3 +110,17 @@ class EngineHung(EngineError, TimeoutError):
     ) -> None:
         super().__init__(message, engine=engine, operation=operation)
         self.budget_s = budget_s
+
+
+class PortTaken(EngineError):
+    """The port an engine should listen on is in use.
+
+    Attributes:
+        port: that port; 0 where a whole range is taken.
+    """
+
+    def __init__(
+        self, message: str, *, engine: str = "", operation: str = "start", port: int = 0
+    ) -> None:
+        super().__init__(message, engine=engine, operation=operation)
+        self.port = port

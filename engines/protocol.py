@@ -185,6 +185,21 @@ class WeightsReport:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of an engine's weights, as ``/weights_manifest`` lists it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: for example ``float32``.
+        shape: its full shape, before any sharding.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Engine(Protocol):
     """The control protocol of one engine.  Every call has a deadline and raises ``EngineError``.
 
@@ -245,6 +260,7 @@ class Engine(Protocol):
     async def model_info(self) -> ModelInfo: ...
     async def server_info(self) -> ServerInfo: ...
     async def loads(self) -> Loads: ...
+    async def endpoints(self) -> frozenset[str]: ...
     async def is_ready(self) -> bool: ...
     async def is_healthy(self) -> bool: ...
     async def generate(

@@ -1,0 +1,432 @@
+"""SGLang's HTTP control protocol: one method per endpoint.
+
+No policy: nothing is retried, and a call that kills the engine is sent if asked for.  Every call
+ends within its deadline, with an answer or with an ``EngineError`` that says engine, operation and
+elapsed time.  The only file that knows endpoint paths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import httpx
+
+from engines import wire
+from engines.call import Call
+from engines.protocol import (
+    Endpoint,
+    GenerateReply,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    PauseMode,
+    SamplingParams,
+    ServerInfo,
+    TensorInfo,
+    WeightsReport,
+)
+
+T = TypeVar("T")
+
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that a call may take, by class of call.
+
+    Attributes:
+        control_s: continue, abort, versions, and all questions about the engine.
+        pause_s: pause; in mode ``abort`` it returns when every request has left.
+        flush_margin_s: flush, on top of the time it may wait inside the engine.
+        memory_s: release and resume.
+        update_s: weight and LoRA updates; not paused, they wait for all requests in flight.
+        group_s: making and leaving a weight update group; making one waits for its peers.
+        check_s: ``weights_checker``, which reads all weights.
+        generate_s: one generation from first byte sent to last byte received.
+        ready_s: ``is_ready``, a flag in the engine's front end.
+        health_s: ``is_healthy``, which may send a real request.
+    """
+
+    control_s: float = 30.0
+    pause_s: float = 120.0
+    flush_margin_s: float = 15.0
+    memory_s: float = 120.0
+    update_s: float = 600.0
+    group_s: float = 120.0
+    check_s: float = 300.0
+    generate_s: float = 3600.0
+    ready_s: float = 5.0
+    health_s: float = 25.0
+
+
+_DEFAULT_DEADLINES = Deadlines()
+
+
+class EngineClient:
+    """``protocol.Engine`` over HTTP.  Belongs to the event loop that first uses it.
+
+    Args:
+        engine_id: names the engine in errors; its URL does where there is none.
+        api_key: sent as a bearer token.
+        transport: replaces the network, for tests.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        engine_id: str = "",
+        deadlines: Deadlines = _DEFAULT_DEADLINES,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.engine_id = engine_id
+        self.deadlines = deadlines
+        self._engine = engine_id or endpoint.url
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._control = _open_client(endpoint, headers, transport)
+        # A probe must not wait behind the calls it is to judge, so it has its own connections.
+        self._probes = _open_client(endpoint, headers, transport)
+
+    async def aclose(self) -> None:
+        await self._control.aclose()
+        await self._probes.aclose()
+
+    # Requests in flight
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        await self._order("pause_generation", {"mode": mode}, self.deadlines.pause_s)
+
+    async def continue_generation(self) -> None:
+        await self._order("continue_generation", {}, self.deadlines.control_s)
+
+    async def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Empties the prefix cache.  The engine waits up to ``timeout_s`` to become idle first."""
+        budget_s = (timeout_s or 0.0) + self.deadlines.flush_margin_s
+        query = "" if timeout_s is None else f"?timeout={timeout_s:g}"
+        await self._order("flush_cache", {}, budget_s, query=query)
+
+    async def abort_request(self, rid: str | None = None) -> None:
+        """Aborts all requests, or those whose id *starts with* ``rid``."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._order("abort_request", body, self.deadlines.control_s)
+
+    # Memory
+
+    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        body = {"tags": list(tags)}
+        await self._order("release_memory_occupation", body, self.deadlines.memory_s)
+
+    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        body = {"tags": list(tags)}
+        await self._order("resume_memory_occupation", body, self.deadlines.memory_s)
+
+    # Weights
+
+    async def begin_weight_update(self) -> None:
+        await self._change("begin_weight_update", {}, self.deadlines.control_s)
+
+    async def end_weight_update(self) -> None:
+        await self._change("end_weight_update", {}, self.deadlines.update_s)
+
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        body = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "flush_cache": flush_cache,
+            **_given(load_format=load_format, weight_version=weight_version),
+        }
+        await self._change("update_weights_from_tensor", body, self.deadlines.update_s)
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._change("init_weights_update_group", body, self.deadlines.group_s)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        body = {"group_name": group_name}
+        await self._change("destroy_weights_update_group", body, self.deadlines.group_s)
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            **_given(weight_version=weight_version),
+        }
+        await self._change("update_weights_from_distributed", body, self.deadlines.update_s)
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        body = {
+            "model_path": model_path,
+            "flush_cache": flush_cache,
+            **_given(weight_version=weight_version),
+        }
+        await self._change("update_weights_from_disk", body, self.deadlines.update_s)
+
+    async def update_weight_version(
+        self, version: str, *, abort_all_requests: bool = False
+    ) -> None:
+        body = {"new_version": version, "abort_all_requests": abort_all_requests}
+        await self._change("update_weight_version", body, self.deadlines.control_s)
+
+    async def weight_version(self) -> str:
+        return (await self.model_info()).weight_version
+
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
+        call, response = await self._change(
+            "weights_checker", {"action": action}, self.deadlines.check_s
+        )
+        return call.read(response, lambda r: wire.read_weights_report(r.json()))
+
+    async def weights_manifest(self) -> tuple[TensorInfo, ...]:
+        """The engine's tensors.  Only the embedded engine can say."""
+        return await self._ask("weights_manifest", wire.read_weights_manifest)
+
+    # LoRA
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
+        await self._change("load_lora_adapter", body, self.deadlines.update_s)
+
+    async def load_lora_adapter_from_tensors(
+        self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
+    ) -> None:
+        body = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": list(serialized_named_tensors),
+        }
+        await self._change("load_lora_adapter_from_tensors", body, self.deadlines.update_s)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        await self._change("unload_lora_adapter", {"lora_name": name}, self.deadlines.update_s)
+
+    # Questions
+
+    async def model_info(self) -> ModelInfo:
+        return await self._ask("model_info", wire.read_model_info)
+
+    async def server_info(self) -> ServerInfo:
+        return await self._ask("server_info", wire.read_server_info)
+
+    async def loads(self) -> Loads:
+        return await self._ask("loads", wire.read_loads, path="/v1/loads")
+
+    async def endpoints(self) -> frozenset[str]:
+        """The paths it serves: older engines lack some, ``/begin_weight_update`` among them."""
+        return await self._ask("endpoints", lambda a: frozenset(a["paths"]), path="/openapi.json")
+
+    async def is_ready(self) -> bool:
+        """Whether it takes new requests: up, healthy and not paused.  Cheap."""
+        return await self._probe("is_ready", "/ready", self.deadlines.ready_s)
+
+    async def is_healthy(self) -> bool:
+        """Whether it generates.  On SGLang a real request: not while it is paused."""
+        return await self._probe("is_healthy", "/health", self.deadlines.health_s)
+
+    # Generation
+
+    async def generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> GenerateReply:
+        """One completion.
+
+        Raises:
+            ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion
+                asked for.
+        """
+        body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
+        call, response = await self._post("generate", body, self.deadlines.generate_s)
+        return call.read(response, lambda r: wire.read_generate(r.json()))
+
+    async def stream_generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """One completion as it grows; each reply holds all that came so far.
+
+        Closing the generator early closes the connection, upon which the engine aborts.
+        An engine started with ``--incremental-streaming-output`` is not understood.
+        """
+        body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
+        request = self._control.build_request("POST", "/generate", json=body | {"stream": True})
+        call = Call(self._engine, "generate", self.deadlines.generate_s)
+        async with call.bounded():
+            response = await self._control.send(request, stream=True)
+        # httpx types it as an iterator, but it is a generator and wants closing.
+        chunks = cast(AsyncGenerator[bytes, None], response.aiter_bytes())
+        async with aclosing(response), aclosing(chunks):
+            if not response.is_success:
+                async with call.bounded():
+                    await response.aread()
+                call.accept(response)
+            async with aclosing(wire.sse_payloads(chunks)) as payloads:
+                # Bounded piece by piece: the deadline must not strike in the consumer's code.
+                while (payload := await self._next(call, payloads)) != wire.DONE:
+                    yield _read_streamed(call, payload)
+
+    @staticmethod
+    async def _next(call: Call, payloads: AsyncGenerator[bytes, None]) -> bytes:
+        async with call.bounded():
+            payload = await anext(payloads, None)
+        if payload is None:
+            raise call.unreachable("its stream ended before [DONE]")
+        return payload
+
+    # How a call is made
+
+    async def _order(
+        self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
+    ) -> None:
+        """POSTs where any 2xx means done: the answers are empty, text, or JSON nobody needs."""
+        call, response = await self._post(operation, body, budget_s, query=query)
+        if _said_failure(response):
+            raise call.rejected("failed", status=response.status_code, body=response.text)
+
+    async def _change(
+        self, operation: str, body: Mapping[str, Any], budget_s: float
+    ) -> tuple[Call, httpx.Response]:
+        """POSTs where only ``{"success": true}`` means done."""
+        call, response = await self._post(operation, body, budget_s)
+        if call.read(response, lambda r: r.json()["success"]) is not True:
+            raise call.rejected("failed", status=response.status_code, body=response.text)
+        return call, response
+
+    async def _post(
+        self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
+    ) -> tuple[Call, httpx.Response]:
+        call = Call(self._engine, operation, budget_s)
+        async with call.bounded():
+            response = await self._control.post(f"/{operation}{query}", json=body)
+        call.accept(response)
+        return call, response
+
+    async def _ask(self, operation: str, read: Callable[[Any], T], *, path: str = "") -> T:
+        call = Call(self._engine, operation, self.deadlines.control_s)
+        async with call.bounded():
+            response = await self._control.get(path or f"/{operation}")
+        call.accept(response)
+        return call.read(response, lambda r: read(r.json()))
+
+    async def _probe(self, operation: str, path: str, budget_s: float) -> bool:
+        call = Call(self._engine, operation, budget_s)
+        async with call.bounded():
+            response = await self._probes.get(path)
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return False
+        call.accept(response)
+        return True
+
+
+def _open_client(
+    endpoint: Endpoint, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport | None
+) -> httpx.AsyncClient:
+    if transport is None:
+        transport = httpx.AsyncHTTPTransport(
+            # Idle connections go before the engine's server closes them (uvicorn: 5 s); a call
+            # that meets a closing connection fails without anybody knowing whether it was made.
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+            trust_env=False,
+            verify=False,  # engines speak plain HTTP; spares reading the CA bundle
+        )
+    return httpx.AsyncClient(
+        base_url=endpoint.url,
+        headers=headers,
+        transport=transport,
+        timeout=None,  # every call has its own deadline
+        trust_env=False,
+    )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _generate_body(
+    input_ids: Sequence[int] | None,
+    text: str | None,
+    sampling_params: SamplingParams,
+    rid: str | None,
+    return_logprob: bool,
+) -> dict[str, Any]:
+    if (input_ids is None) == (text is None):
+        raise ValueError("generate takes either input_ids or text")
+    if sampling_params.n != 1:
+        raise ValueError(f"generate makes one completion, not n={sampling_params.n}: call it again")
+    prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
+    body = prompt | {"sampling_params": sampling_params.to_wire()} | _given(rid=rid)
+    return body | {"return_logprob": True} if return_logprob else body
+
+
+def _said_failure(response: httpx.Response) -> bool:
+    try:
+        answer = response.json()
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and answer.get("success") is False
+
+
+def _read_streamed(call: Call, payload: bytes) -> GenerateReply:
+    body = payload.decode(errors="replace")
+    event = call.understand(lambda: json.loads(payload), httpx.codes.OK, body)
+    if isinstance(event, dict) and "error" in event:
+        error = event["error"]
+        status = error.get("code") if isinstance(error, dict) else None
+        raise call.rejected(
+            "failed while streaming",
+            status=status if isinstance(status, int) else httpx.codes.OK,
+            body=body,
+        )
+    return call.understand(lambda: wire.read_generate(event), httpx.codes.OK, body)

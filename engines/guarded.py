@@ -1,0 +1,198 @@
+"""The owner's end of a guard: starts it, tells it, hears it.
+
+Nothing here blocks or awaits; ``EngineProcess`` does the waiting.  The pipe ends are closed on
+exec and the guard also watches the owner's process, so neither another engine of this owner nor a
+forked helper can keep this engine alive.  Dropping the last reference kills the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+NOTE, TERMINATE, KILL = b"n", b"t", b"k"
+TOKEN_VARIABLE = "ENGINE_GUARD_TOKEN"
+_SCRIPT = Path(__file__).with_name("guard.py")
+
+
+class Guarded:
+    """One command under one guard.
+
+    Attributes:
+        guard_pid: None until the guard has reported.
+        pid: the command's own process, leader of its session; None until it is started.
+        exit_status: as ``Popen.returncode``; None while it runs.  -9 also where the guard was
+            killed, since the kernel then kills the command.
+        num_killed: processes that had to be killed, known once it is gone.
+        is_gone: every process of the command is reaped.
+        is_lost: the guard died before it could say so.
+        log_start: length of the log before this command wrote to it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_path: Path,
+        cwd: Path | None = None,
+        cleanup: Sequence[str] = (),
+    ) -> None:
+        self.guard_pid: int | None = None
+        self.pid: int | None = None
+        self.exit_status: int | None = None
+        self.num_killed = 0
+        self.is_gone = False
+        self.is_lost = False
+        self.log_start = 0
+        self._is_confirmed = False
+        self._token = secrets.token_hex(16)
+        self._known: set[psutil.Process] = set()
+        self._unread = b""
+        self._lock = threading.Lock()  # health and control may run in threads of their own
+        order = {
+            "command": list(command),
+            "env": {**env, TOKEN_VARIABLE: self._token},
+            "cwd": None if cwd is None else str(cwd),
+            "cleanup": list(cleanup),
+        }
+        line = json.dumps(order).encode() + b"\n"  # before anything is open that could leak
+        command_read, command_write = os.pipe()
+        report_read, report_write = os.pipe()
+        self._commands = os.fdopen(command_write, "wb", buffering=0)
+        self._reports = os.fdopen(report_read, "rb", buffering=0)
+        os.set_blocking(report_read, False)
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with log_path.open("ab") as log:
+                self.log_start = log.seek(0, os.SEEK_END)
+                self._launcher = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-S", str(_SCRIPT)),
+                        *(str(command_read), str(report_write), str(os.getpid())),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # Not the engine's: an LD_PRELOAD meant for it has no business in the guard.
+                    env=_guard_environment(self._token),
+                    pass_fds=(command_read, report_write),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(command_read)
+            os.close(report_write)
+        self.tell(line)
+
+    def tell(self, command: bytes) -> None:
+        """Passes a command on; a guard that is no more needs none."""
+        try:
+            if not self._commands.closed:
+                self._commands.write(command)
+        except BrokenPipeError:
+            pass
+
+    def hear(self) -> None:
+        """Takes in what the guard reported since the last call."""
+        with self._lock:
+            self._launcher.poll()
+            if self._reports.closed:
+                return
+            while part := self._reports.read(4096):
+                self._unread += part
+            *lines, self._unread = self._unread.split(b"\n")
+            for line in lines:
+                word, *numbers = line.decode().split()
+                self._take(word, [int(number) for number in numbers])
+            if part is not None and self._is_guard_reaped():  # end of file: the guard has exited
+                self.is_gone = self._is_confirmed
+                self.is_lost = not self._is_confirmed
+                if self.is_lost and self.exit_status is None:
+                    self.exit_status = -signal.SIGKILL
+                self._close()
+
+    def _take(self, word: str, numbers: list[int]) -> None:
+        match word:
+            case "started":
+                self.guard_pid, self.pid = numbers
+            case "exited":
+                (self.exit_status,) = numbers
+            case "gone":
+                (self.num_killed,) = numbers
+                self._is_confirmed = True
+
+    def _is_guard_reaped(self) -> bool:
+        """True once no zombie of ours is left; the guard is our child only if we adopt orphans."""
+        if self._launcher.poll() is None:
+            return False
+        if self.guard_pid is None:
+            return True
+        try:
+            return os.waitpid(self.guard_pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            return True
+
+    def processes(self) -> list[psutil.Process]:
+        """The engine's processes at this moment, the guard not among them."""
+        if self.guard_pid is None or self.is_gone or self.is_lost:
+            return []
+        try:
+            return psutil.Process(self.guard_pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def note(self) -> None:
+        """Remembers the engine's processes, here and in the guard, for a clean-up after it."""
+        self.tell(NOTE)
+        self._known |= set(self.processes())
+
+    def sweep(self) -> bool:
+        """For a lost guard: kills what it left; True while anything is.
+
+        Finds the processes noted earlier (psutil compares start times, so a reused pid is safe),
+        those that still carry the token in their environment, and the descendants of both.  What
+        escapes: a process born after the last note that left its parent *and* overwrote its
+        environment, under a guard that somebody killed.
+        """
+        living = False
+        for process in {*self._known, *self._carriers()}:
+            try:
+                below = process.children(recursive=True)
+                self._known.update(below)
+                for each in (process, *below):
+                    if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                        living = True
+                        each.kill()
+            except psutil.Error:
+                continue
+        return living
+
+    def _carriers(self) -> Iterator[psutil.Process]:
+        mark = f"{TOKEN_VARIABLE}={self._token}".encode()
+        for process in psutil.process_iter():
+            try:
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    yield process
+            except OSError:
+                continue
+
+    def _close(self) -> None:
+        self._commands.close()
+        self._reports.close()
+
+
+def _guard_environment(token: str) -> dict[str, str]:
+    names = ("PATH", "LD_LIBRARY_PATH")  # the latter may hold libpython
+    return {TOKEN_VARIABLE: token} | {n: os.environ[n] for n in names if n in os.environ}

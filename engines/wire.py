@@ -1,0 +1,118 @@
+"""SGLang's JSON into the values of ``protocol``, and server-sent events into their payloads.
+
+Plain functions.  An answer of another shape raises ``KeyError``, ``TypeError`` or ``ValueError``,
+which ``client.py`` turns into an error that names the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+from engines.protocol import (
+    FinishReason,
+    GenerateReply,
+    Loads,
+    ModelInfo,
+    ServerInfo,
+    TensorInfo,
+    VersionSpan,
+    WeightsReport,
+)
+
+DONE = b"[DONE]"
+
+
+async def sse_payloads(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """What follows ``data:`` on each line of a stream cut anywhere.
+
+    Lines end at a newline only: text in a payload may hold other characters that
+    ``str.splitlines`` takes for line ends.
+    """
+    unread = bytearray()
+    async for chunk in chunks:
+        unread += chunk
+        *lines, unread = unread.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield bytes(line[5:].strip())
+
+
+def read_generate(answer: Any) -> GenerateReply:
+    meta = answer["meta_info"]
+    reason = meta.get("finish_reason")
+    logprobs = meta.get("output_token_logprobs")
+    version = meta.get("weight_version")
+    return GenerateReply(
+        rid=str(meta["id"]),
+        text=answer.get("text") or "",
+        output_ids=tuple(answer.get("output_ids") or ()),
+        output_logprobs=None if logprobs is None else tuple(_logprob(one[0]) for one in logprobs),
+        finish_reason=None if reason is None else _read_finish_reason(reason),
+        prompt_tokens=meta.get("prompt_tokens", 0),
+        completion_tokens=meta.get("completion_tokens", 0),
+        cached_tokens=meta.get("cached_tokens", 0),
+        weight_version=None if version is None else str(version),
+        weight_versions=tuple(
+            VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
+            for span in meta.get("weight_versions") or ()
+        ),
+    )
+
+
+def _logprob(value: float | None) -> float:
+    """SGLang's JSON writer has no NaN and sends null for it."""
+    return math.nan if value is None else float(value)
+
+
+def _read_finish_reason(reason: Mapping[str, Any]) -> FinishReason:
+    matched = reason.get("matched")
+    if isinstance(matched, list):
+        matched = matched[-1] if matched else None
+    return FinishReason(
+        kind=reason["type"], matched=matched, message=str(reason.get("message") or "")
+    )
+
+
+def read_model_info(answer: Any) -> ModelInfo:
+    return ModelInfo(
+        model_path=answer["model_path"],
+        weight_version=str(answer["weight_version"]),
+        raw=answer,
+    )
+
+
+def read_server_info(answer: Any) -> ServerInfo:
+    """SGLang does not say what it is; other engines put their kind under ``engine``."""
+    return ServerInfo(
+        version=str(answer["version"]),
+        engine=str(answer.get("engine", "sglang")),
+        enable_memory_saver=bool(answer.get("enable_memory_saver", False)),
+        enable_weights_cpu_backup=bool(answer.get("enable_weights_cpu_backup", False)),
+        raw=answer,
+    )
+
+
+def read_loads(answer: Any) -> Loads:
+    ranks = answer["loads"]
+    return Loads(
+        num_running_reqs=sum(rank["num_running_reqs"] for rank in ranks),
+        num_waiting_reqs=sum(rank["num_waiting_reqs"] for rank in ranks),
+        raw=answer,
+    )
+
+
+def read_weights_report(answer: Any) -> WeightsReport:
+    return WeightsReport(
+        checksum=answer.get("per_engine_checksum"),
+        tensors=tuple(dict(rank["checksums"]) for rank in answer.get("ranks") or ()),
+        message=answer.get("message") or "",
+    )
+
+
+def read_weights_manifest(answer: Any) -> tuple[TensorInfo, ...]:
+    return tuple(
+        TensorInfo(name=one["name"], dtype=one["dtype"], shape=tuple(one["shape"]))
+        for one in answer
+    )
