@@ -10,7 +10,7 @@ of what SGLang does when it is asked out of order: see the design notes in CONTR
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -79,7 +79,7 @@ TABLE: tuple[Row, ...] = (
     Row(_P.PAUSED, _C.FLUSH, _P.FLUSHED),
     Row(_P.PAUSED, _C.CONTINUE, _P.SERVING),
     Row(_P.FLUSHED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
-    Row(_P.FLUSHED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED, KEEPING),
+    Row(_P.FLUSHED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
     Row(_P.FLUSHED, _C.CONTINUE, _P.SERVING),
     Row(_P.OFFLOADED, _C.RESUME_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
     Row(_P.WEIGHTS_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED, OFFLOADING),
@@ -118,6 +118,27 @@ def is_repeat(phase: Phase, command: Command) -> bool:
     A second ``update_weights`` is never a repeat: it brings other weights.
     """
     return _ENDS_IN[command] is phase and command is not Command.UPDATE_WEIGHTS
+
+
+def concerns(phase: Phase, command: Command, traits: Traits) -> bool:
+    """Whether ``command`` is the way on for a group in ``phase``, so a transition includes it."""
+    return command in legal_commands(phase, traits)
+
+
+def check_can_offload(phases: Mapping[str, Phase]) -> None:
+    """Refuse an offload that would start in the middle of an onload.
+
+    Raises:
+        LifecycleError: naming the group that is elsewhere.
+    """
+    for name, phase in phases.items():
+        if phase not in (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.OFFLOADED):
+            raise LifecycleError(
+                f"cannot offload: group {name} is {phase}, in the middle of an onload; "
+                "finish that first",
+                command="offload",
+                phase=phase,
+            )
 
 
 def next_phase(phase: Phase, command: Command, traits: Traits) -> Phase:

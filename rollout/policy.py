@@ -67,8 +67,13 @@ def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> Relea
     return ReleasePolicy(_ALL_TAGS, True, source)
 
 
-def traits(group: GroupConfig, update: WeightUpdate, policy: ReleasePolicy) -> Traits:
-    """How the group goes through the lifecycle table."""
+def group_traits(name: str, group: GroupConfig, update: WeightUpdate) -> Traits:
+    """How a group goes through the lifecycle table.
+
+    Raises:
+        ConfigError: as ``release_policy`` does.
+    """
+    policy = release_policy(name, group, update)
     return Traits(
         needs_offload=group.needs_offload,
         is_frozen=update is WeightUpdate.FROZEN,

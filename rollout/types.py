@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from engines.protocol import FinishReason, VersionSpan, WorkerType
+from engines.protocol import Endpoint, FinishReason, VersionSpan, WorkerType
 
 
 class SampleStatus(StrEnum):
@@ -170,7 +170,7 @@ class EngineStatus:
     """One engine as its group sees it."""
 
     engine_id: str
-    url: str
+    endpoint: Endpoint
     state: str
     weight_version: int | None
     released: tuple[str, ...]
