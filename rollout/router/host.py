@@ -1,0 +1,313 @@
+"""The router in a thread of its own.
+
+Always true: gate and proxy are touched only by the router's event loop.  The methods here may be
+awaited on any loop; each returns when the router has done what it was asked, so after
+``set_gate("holding")`` no request is admitted any more.  Work on the caller's loop never delays
+a request, and requests never delay the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from engines.protocol import Endpoint
+from rollout.errors import ConfigError, PhaseTimeout, RolloutError
+from rollout.router.app import router_app
+from rollout.router.gate import ConnectionFailure, Gate, GateState
+from rollout.router.protocol import RouterProtocol
+from rollout.router.proxy import Proxy
+from rollout.router.settings import RouterSettings
+from rollout.router.upstream import Upstream
+from rollout.routing import Member, Policy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_CONTROL_TIMEOUT_S = 10.0
+_CLIENT_KEEPALIVE_S = 75
+_STOP_GRACE_S = 5.0
+
+
+class RouterHost:
+    """Starts, steers and stops one router.
+
+    Args:
+        on_engine_failure: called on the event loop that awaited ``start``, for every request
+            that lost its engine.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        policy: Policy | None = None,
+        on_engine_failure: Callable[[ConnectionFailure], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._on_engine_failure = on_engine_failure
+        self._gate = Gate(
+            max_held=settings.max_held_requests,
+            policy=policy,
+            on_failure=self._pass_failure_on,
+            on_idle=self._wake_drained,
+        )
+        self._data = Upstream(
+            connect_timeout_s=settings.connect_timeout_s,
+            max_connections=settings.max_connections,
+        )
+        self._control = Upstream(
+            connect_timeout_s=settings.connect_timeout_s,
+            max_connections=0,
+            total_timeout_s=_CONTROL_TIMEOUT_S,
+        )
+        self._proxy = Proxy(self._gate, self._data, hold_timeout_s=settings.hold_timeout_s)
+        self._drained: set[asyncio.Future[None]] = set()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._owner: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._server: uvicorn.Server | None = None
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    async def start(self) -> Endpoint:
+        """Bind, serve, and say where.  The gate is closed and there are no engines yet.
+
+        Raises:
+            ConfigError: host and port cannot be bound.
+        """
+        if self._thread is not None:
+            raise RolloutError("a router is started once; make another RouterHost")
+        self._owner = asyncio.get_running_loop()
+        listener = bind(self._settings.host, self._settings.port)
+        endpoint = Endpoint(self._settings.host, listener.getsockname()[1])
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(listener, started),
+            name=f"router-{endpoint.port}",
+            daemon=True,
+        )
+        self._thread.start()
+        await asyncio.wrap_future(started)
+        logger.info("router listens on %s", endpoint.url)
+        return endpoint
+
+    async def stop(self, budget_s: float) -> None:
+        """Refuse what is new, let finish what is in flight up to the budget, cut the rest.
+
+        Raises:
+            PhaseTimeout: the router's thread did not end.
+        """
+        if self._thread is None or self._ended.done():
+            return
+        await self._call(self._close(budget_s))
+        try:
+            await asyncio.wait_for(
+                asyncio.shield(asyncio.wrap_future(self._ended)), budget_s + _STOP_GRACE_S
+            )
+        except TimeoutError:
+            raise PhaseTimeout(
+                f"router did not stop within {budget_s + _STOP_GRACE_S:.0f} s",
+                phase="stop",
+                budget_s=budget_s,
+            ) from None
+        self._thread.join()
+
+    async def _close(self, budget_s: float) -> None:
+        assert self._server is not None
+        self._gate.set_state(GateState.CLOSED, reason="the router is stopping", phase="stop")
+        # uvicorn's annotation says int; it only ever hands it to asyncio.wait_for.
+        self._server.config.timeout_graceful_shutdown = budget_s  # type: ignore[assignment]
+        self._server.should_exit = True
+
+    # -- the lifecycle's side ---------------------------------------------------------------
+
+    async def set_gate(
+        self,
+        state: GateState | str,
+        *,
+        reason: str = "",
+        phase: str = "",
+        weight_version: int | None = None,
+    ) -> None:
+        """Open, hold or close; ``weight_version`` None keeps the one there is."""
+
+        async def apply() -> None:
+            self._gate.set_state(
+                GateState(state), reason=reason, phase=phase, weight_version=weight_version
+            )
+
+        await self._call(apply())
+
+    async def set_members(self, epoch: int, members: Sequence[Member]) -> bool:
+        """The full set of engines; False if ``epoch`` is not newer than the one there is."""
+
+        async def apply() -> bool:
+            return self._gate.set_members(epoch, members)
+
+        return await self._call(apply())
+
+    async def stats(self) -> dict[str, Any]:
+        """What ``GET /engines`` shows."""
+
+        async def read() -> dict[str, Any]:
+            return {**self._gate.stats(), **self._proxy.stats()}
+
+        return await self._call(read())
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until no engine has a request of this router.  Held requests do not count.
+
+        Raises:
+            PhaseTimeout: ``late`` names the engines that still have some, and how many.
+        """
+        await self._call(self._wait_drained(timeout_s))
+
+    async def _wait_drained(self, timeout_s: float) -> None:
+        if not self._gate.in_flight:
+            return
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drained.add(drained)
+        try:
+            await asyncio.wait_for(drained, timeout_s)
+        except TimeoutError:
+            late = {
+                engine_id: f"{num} requests in flight"
+                for engine_id, num in sorted(self._gate.in_flight.by_engine().items())
+            }
+            words = ", ".join(f"{engine_id} has {what}" for engine_id, what in late.items())
+            raise PhaseTimeout(
+                f"router not drained within {timeout_s:.1f} s: {words}",
+                phase="drain",
+                budget_s=timeout_s,
+                late=late,
+            ) from None
+        finally:
+            self._drained.discard(drained)
+
+    # -- within -----------------------------------------------------------------------------
+
+    def _wake_drained(self) -> None:
+        for drained in self._drained:
+            if not drained.done():
+                drained.set_result(None)
+
+    def _pass_failure_on(self, failure: ConnectionFailure) -> None:
+        if self._on_engine_failure is None or self._owner is None or self._owner.is_closed():
+            return
+        self._owner.call_soon_threadsafe(self._on_engine_failure, failure)
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do ``work`` on the router's loop; if the router ends first, say so."""
+        if self._loop is None or self._ended.done():
+            work.close()
+            raise RolloutError("the router is not running")
+        try:
+            call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # its loop was closed since
+            work.close()
+            raise RolloutError("the router is not running") from None
+        self._calls.add(call)
+        if self._ended.done():
+            call.cancel()
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RolloutError("the router stopped before it could answer") from None
+        finally:
+            self._calls.discard(call)
+
+    def _run(self, listener: socket.socket, started: concurrent.futures.Future[None]) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(listener, started))
+        except BaseException as error:
+            logger.exception("router thread failed")
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            listener.close()
+            self._ended.set_result(None)
+            for call in list(self._calls):
+                call.cancel()
+
+    async def _serve(
+        self, listener: socket.socket, started: concurrent.futures.Future[None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+
+        def on_started() -> None:
+            started.set_result(None)
+
+        self._server = _Server(
+            uvicorn.Config(
+                router_app(self._gate, self._proxy, self._data, self._control),
+                http=RouterProtocol,
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                date_header=False,
+                backlog=4096,
+                timeout_keep_alive=_CLIENT_KEEPALIVE_S,
+            ),
+            on_started,
+        )
+        await self._server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, and a word when it has begun to listen."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host`` and ``port``, not yet listening.
+
+    Raises:
+        ConfigError: it is taken, or not an address of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(4096)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"router cannot bind {host}:{port}: {error.strerror or error}; "
+            "give a free port, or 0 for any",
+            setting="router.port",
+            value=port,
+        ) from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,102 @@
+"""Who may get requests: the full set of engines under an epoch.
+
+Always true: the set is the one of the newest epoch pushed, except that an engine whose connection
+failed since then is ``dead``.  Only the owner of the epochs (the rollout server) brings a dead
+engine back, by pushing a newer set that says it serves; it does so after a probe and a weight
+check.  A set that is late (an epoch not newer than the present one) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rollout.routing import Member, MemberState
+
+
+@dataclass(slots=True)
+class _Entry:
+    member: Member
+    serving_since: int
+    num_failures: int = 0
+
+
+class Membership:
+    """The engines, their states and how often their connections failed."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.choosable: tuple[Member, ...] = ()
+        self._entries: dict[str, _Entry] = {}
+
+    def replace(self, epoch: int, members: Sequence[Member]) -> bool:
+        """Take over a full set; False if it is not newer than the one there is.
+
+        Raises:
+            ValueError: two members have the same engine id.
+        """
+        if epoch <= self.epoch:
+            return False
+        entries: dict[str, _Entry] = {}
+        for member in members:
+            if member.engine_id in entries:
+                raise ValueError(f"engine {member.engine_id} is in the set of epoch {epoch} twice")
+            entries[member.engine_id] = self._succeed(member, epoch)
+        self.epoch = epoch
+        self._entries = entries
+        self._choose_again()
+        return True
+
+    def _succeed(self, member: Member, epoch: int) -> _Entry:
+        before = self._entries.get(member.engine_id)
+        if before is None:
+            return _Entry(member, epoch)
+        has_served_on = (
+            before.member.state is MemberState.SERVING
+            and member.state is MemberState.SERVING
+            and before.member.endpoint == member.endpoint
+        )
+        since = before.serving_since if has_served_on else epoch
+        return _Entry(member, since, before.num_failures)
+
+    def fail(self, engine_id: str, epoch: int, because: str) -> bool:
+        """Count a failed connection of a request admitted at ``epoch``; True if it killed.
+
+        A request admitted before the engine was restarted says nothing about the new one: it
+        is counted and the engine stays.
+        """
+        entry = self._entries.get(engine_id)
+        if entry is None:
+            return False
+        entry.num_failures += 1
+        if epoch < entry.serving_since or entry.member.state is not MemberState.SERVING:
+            return False
+        entry.member = replace(entry.member, state=MemberState.DEAD, because=because)
+        self._choose_again()
+        return True
+
+    def _choose_again(self) -> None:
+        self.choosable = tuple(member for member in self if member.is_choosable)
+
+    def __iter__(self) -> Iterator[Member]:
+        return (entry.member for entry in self._entries.values())
+
+    def num_failures(self, engine_id: str) -> int:
+        entry = self._entries.get(engine_id)
+        return entry.num_failures if entry is not None else 0
+
+    def why_none_serves(self) -> str:
+        """For the client that has to be told."""
+        if not self._entries:
+            return "the router has been given no engines"
+        words = [_words(member) for member in self]
+        shown = "; ".join(words[:8])
+        return f"{shown}; and {len(words) - 8} more" if len(words) > 8 else shown
+
+
+def _words(member: Member) -> str:
+    state = member.state.value
+    if member.state is MemberState.SERVING:
+        state = f"a {member.worker_type.value} engine"
+    because = f" ({member.because})" if member.because else ""
+    return f"{member.engine_id} is {state}{because}"
