@@ -1,0 +1,65 @@
+"""``python -m engines.embedded``: check what can be checked cheaply, load the model, serve.
+
+What the person who starts it can mend is one line on standard error and exit status 2, before
+the seconds that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from engines.embedded.config import EngineConfig, parse_args
+
+
+def main() -> None:
+    config = parse_args()
+    check_model_directory(config.model_path)
+    listener = listen(config)
+    # One thread per pool unless told otherwise: engines share machines with each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from engines.embedded.server import serve
+
+    try:
+        serve(config, listener)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        give_up(f"cannot serve {config.model_path}: {first_line}")
+
+
+def check_model_directory(path: str) -> None:
+    if not Path(path).is_dir():
+        give_up(f"model path {path} is not a directory")
+    try:
+        model_config = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        give_up(f"model path {path} has no readable config.json: {error}")
+    if not isinstance(model_config, dict) or "model_type" not in model_config:
+        give_up(f"model path {path}: config.json names no model_type")
+
+
+def listen(config: EngineConfig) -> socket.socket:
+    """Take the port now, so that a taken one is known before the model is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        give_up(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}")
+    return listener
+
+
+def give_up(reason: str) -> NoReturn:
+    print(f"engines.embedded: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The generation thread: transformers' continuous batching, with commands run between steps.
+
+Always true: the scheduler, the KV cache and the weights are touched only by this thread, so
+every command sees a whole step before it and none during it.  The event loop posts commands
+and receives reports; there is no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engines.embedded import attention
+from engines.embedded.cache import RegionCache
+from engines.embedded.config import EngineConfig
+from engines.embedded.errors import Conflict
+from engines.embedded.generation import Generation
+from engines.embedded.memory import Memory
+from engines.embedded.runner import Runner
+from engines.embedded.state import BatchState, Journal
+
+T = TypeVar("T")
+PAGE_SIZE = 16
+_MAX_BATCH_TOKENS = 2048
+
+
+class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
+    """Runs one model.
+
+    Attributes:
+        is_frozen: no step is taken; commands are still run.
+        on_idle: called on the generation thread whenever nothing is in flight.
+        failure: what ended the generation thread; None while it lives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        memory: Memory,
+        config: EngineConfig,
+        journal: Journal,
+        deliver: Callable[[list[Generation]], None],
+    ) -> None:
+        self._memory = memory
+        self._journal = journal
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._posted: deque[Callable[[], None]] = deque()
+        self.is_frozen = False
+        self.on_idle: Callable[[], None] = lambda: None
+        self.failure: BaseException | None = None
+        super().__init__(
+            model=model,
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+            continuous_batching_config=_batching_config(config),
+        )
+        self.output_router = _Failures(journal)
+        self.batch_processor = self._create_batch_processor()
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Use our attention, except for models with sliding windows, which keep ``sdpa``."""
+        text_config = model.config.get_text_config()
+        layer_types = getattr(text_config, "layer_types", None) or ["full_attention"]
+        has_window = getattr(text_config, "layer_types", None) is None and getattr(
+            text_config, "sliding_window", None
+        )
+        if has_window or any(kind != "full_attention" for kind in layer_types):
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+            return
+        ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.forward)
+        model.set_attn_implementation(attention.NAME)
+
+    # What other threads call.
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the generation thread run ``command`` before its next step."""
+        self._posted.append(command)
+        self._wake_up_loop.set()
+
+    def call(self, command: Callable[[], T]) -> Awaitable[T]:
+        """``post`` with an answer."""
+        if self.failure is not None or not self.is_running():
+            raise Conflict(f"the generation thread has ended: {self.failure}")
+        future: Future[T] = Future()
+
+        self.post(lambda: self.settle(future, command))
+        return asyncio.wrap_future(future)
+
+    # What only the generation thread calls.
+
+    def settle(self, future: Future[T], command: Callable[[], T]) -> None:
+        """Run ``command`` into ``future``, unless whoever asked has gone away before it began."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = command()
+        except BaseException as error:  # it belongs to whoever asked, whatever it is
+            self.report()
+            future.set_exception(error)
+        else:
+            self.report()
+            future.set_result(result)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batch_processor.scheduler.active_requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.batch_processor.scheduler.waiting_requests)
+
+    def admit(self, generation: Generation) -> None:
+        self.batch_processor.scheduler.add_waiting_request(
+            BatchState.start(generation, self._journal)
+        )
+
+    def abort(self, rid: str | None, message: str) -> None:
+        """End one request, or with None all, with the tokens they have."""
+        scheduler = self.batch_processor.scheduler
+        rids = [*scheduler.active_requests, *scheduler.waiting_requests] if rid is None else [rid]
+        for one in rids:
+            scheduler.set_request_cancellation(one)
+        for state in scheduler.clear_cancelled_requests():
+            state.generation.abort(message)
+            self._journal.touched.append(state.generation)
+        scheduler.block_new_requests = False
+
+    def retract(self) -> None:
+        """Put all running requests back in the queue and drop their KV."""
+        scheduler = self.batch_processor.scheduler
+        states = [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
+        self.batch_processor.cache.free_all_requests()
+        scheduler.reset()
+        for state in states:
+            scheduler.add_waiting_request(state.create_equivalent_initial_request())
+
+    def flush(self) -> None:
+        """Forget every cached prefix.  No request may hold KV."""
+        self.batch_processor.cache.reset()
+
+    def report(self) -> None:
+        """Tell the event loop what has changed."""
+        if self._journal.touched:
+            touched, self._journal.touched = self._journal.touched, []
+            self._loop.call_soon_threadsafe(self._deliver, touched)
+
+    def used_tokens(self) -> int:
+        """Tokens of the KV cache that requests hold now."""
+        tables = self.batch_processor.cache.cache_allocators.values()
+        return max(
+            PAGE_SIZE * sum(len(blocks) for blocks in list(table.block_table.values()))
+            for table in tables
+        )
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        while self._posted:
+            self._posted.popleft()()
+        if self.background_thread_status.local_status >= BackgroundThreadStatus.HARD_STOP:
+            return False
+        if not self.is_frozen and batch_processor.prepare_next_batch():
+            self._step(batch_processor)
+            self.report()
+            return True
+        self.report()
+        is_idle = not batch_processor.has_pending_requests()
+        if is_idle:
+            self.on_idle()
+        # A queue that could not be scheduled is tried again; an idle one waits to be woken.
+        self._wake_up_loop.wait(None if is_idle or self.is_frozen else 0.02)
+        self._wake_up_loop.clear()
+        return True
+
+    def _step(self, processor: Any) -> None:
+        cache = processor.cache
+        batch = processor.inputs_and_outputs.requests_in_batch
+        if processor.config._attn_implementation == attention.NAME:
+            lengths = [(one.query_length, one.state.position_offset) for one in batch]
+            cache.plan = attention.plan(lengths, cache.device)
+        with torch.inference_mode():
+            processor._generation_step(self.model)
+        if cache.prefix_hits:
+            for one in batch:
+                generation = one.state.generation
+                hits = cache.prefix_hits.pop(generation.rid, 0)
+                if hits and not generation.output_ids:
+                    generation.cached_tokens = hits
+        processor.update_batch()
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+        self.failure = self.background_thread_status.fatal_error or RuntimeError("stopped")
+        self.report()
+        while self._posted:
+            self._posted.popleft()()
+
+    def _create_batch_processor(self) -> Any:
+        if self.batch_processor is not None:
+            return self.batch_processor
+        model, config = self.model, self.continuous_batching_config
+        text_config = model.config.get_text_config()
+        cache = RegionCache(
+            self._memory,
+            config=text_config,
+            continuous_batching_config=config,
+            distributed_helper=self.distributed_helper,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=model._supports_logits_to_keep(),
+        )
+        scheduler = FIFOScheduler(cache, config.safety_margin, config.max_requests_per_batch)
+        processor = ContinuousBatchProcessor(
+            cache=cache,
+            config=text_config,
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self._memory.device,
+            model_dtype=model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        processor.model_runner = Runner(
+            logit_processor=self.logit_processor,
+            cb_config=config,
+            inputs_and_outputs=processor.inputs_and_outputs,
+            cache=cache,
+            do_sample=False,
+            return_logprobs=True,
+        )
+        return processor
+
+
+class _Failures:
+    """Stands where transformers routes outputs.  Ours go by the journal; what is left are
+    requests that failed with the generation thread: they end as aborted."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def deliver_batch(self, outputs: list[Generation]) -> None:
+        """Nothing: each is in the journal already."""
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        state.generation.abort(f"the engine failed: {error}")
+        self._journal.touched.append(state.generation)
+
+
+def _batching_config(config: EngineConfig) -> ContinuousBatchingConfig:
+    """Synchronous steps without CUDA graphs: sampling here is per request, in Python."""
+    return ContinuousBatchingConfig(
+        page_size=PAGE_SIZE,
+        num_blocks=-(-config.max_total_tokens // PAGE_SIZE),
+        max_batch_tokens=max(_MAX_BATCH_TOKENS, config.max_running_requests),
+        max_requests_per_batch=config.max_running_requests,
+        max_blocks_per_request=0,
+        max_memory_percent=1.0,
+        allow_block_sharing=True,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        return_logprobs=True,
+        seed=0,
+    )

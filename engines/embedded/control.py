@@ -1,0 +1,230 @@
+"""SGLang's control endpoints: pauses, memory, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from engines.embedded.engine import Engine
+from engines.embedded.errors import Invalid, Unsupported
+from engines.embedded.serving import json_response, read_json
+from engines.embedded.unpickle import read_payload
+from engines.protocol import MemoryTag, PauseMode
+
+Handler = Callable[[Engine, Request], Awaitable[Response]]
+
+
+def _ok(message: str, **more: Any) -> Response:
+    return json_response({"success": True, "message": message, **more})
+
+
+def _need(raw: dict[str, Any], name: str, kind: type) -> Any:
+    value = raw.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+        raise Invalid(f"{name} must be given, as {kind.__name__}")
+    return value
+
+
+async def pause_generation(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    mode = raw.get("mode", "abort")
+    if mode not in list(PauseMode):
+        raise Invalid(f"mode must be one of {', '.join(PauseMode)}: {mode!r}")
+    await engine.pause(PauseMode(mode))
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(engine: Engine, request: Request) -> Response:
+    await read_json(request)
+    await engine.resume()
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def flush_cache(engine: Engine, request: Request) -> Response:
+    try:
+        timeout_s = float(request.query_params.get("timeout", 0.0))
+    except ValueError:
+        raise Invalid("timeout must be a number of seconds") from None
+    try:
+        await engine.flush(timeout_s)
+    except Invalid as refusal:
+        return PlainTextResponse(f"{refusal}\n", 400)
+    return PlainTextResponse("Cache flushed.\n")
+
+
+async def abort_request(engine: Engine, request: Request) -> Response:
+    """Exact ids only: SGLang also aborts every id that begins with the one given."""
+    raw = await read_json(request)
+    await engine.abort(raw.get("rid"), abort_all=bool(raw.get("abort_all")))
+    return Response(status_code=200)
+
+
+def _tags(raw: dict[str, Any]) -> list[MemoryTag]:
+    names = raw.get("tags")
+    if not names:
+        return list(MemoryTag)
+    if unknown := [name for name in names if name not in list(MemoryTag)]:
+        raise Invalid(f"unknown memory tags {unknown}; known: {', '.join(MemoryTag)}")
+    return [MemoryTag(name) for name in dict.fromkeys(names)]
+
+
+async def release_memory_occupation(engine: Engine, request: Request) -> Response:
+    tags = _tags(await read_json(request, is_optional=True))
+    await engine.run(lambda: engine.gate.release(tags))
+    return json_response(None)
+
+
+async def resume_memory_occupation(engine: Engine, request: Request) -> Response:
+    tags = _tags(await read_json(request, is_optional=True))
+    await engine.run(lambda: engine.gate.resume_memory(tags))
+    return json_response(None)
+
+
+async def begin_weight_update(engine: Engine, request: Request) -> Response:
+    await read_json(request)
+    await engine.run(engine.gate.begin_update)
+    return _ok("Weight update session opened.")
+
+
+async def end_weight_update(engine: Engine, request: Request) -> Response:
+    await read_json(request)
+    await engine.run(engine.gate.end_update)
+    return _ok("Weight update session closed.")
+
+
+def _how(raw: dict[str, Any]) -> dict[str, Any]:
+    version = raw.get("weight_version")
+    return {
+        "flush": raw.get("flush_cache", True) is not False,
+        "version": None if version is None else str(version),
+        "abort_all": bool(raw.get("abort_all_requests")),
+    }
+
+
+async def update_weights_from_tensor(engine: Engine, request: Request) -> Response:
+    command = "update_weights_from_tensor"
+    raw = await read_json(request)
+    engine.gate.require_session(command)
+    payloads = _need(raw, "serialized_named_tensors", list)
+    if len(payloads) != 1 or not isinstance(payloads[0], str):
+        raise Invalid(f"one base64 payload is wanted (tensor parallel size 1): {len(payloads)}")
+    load_format = raw.get("load_format")
+    named = await engine.aside(lambda: read_payload(payloads[0], load_format))
+    engine.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in named)
+    await engine.update(lambda: engine.weights.apply(named), command, **_how(raw))
+    return _ok(f"Updated {len(named)} tensors.")
+
+
+async def update_weights_from_disk(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    await engine.update_from_disk(_need(raw, "model_path", str), **_how(raw))
+    return _ok("Succeeded to update model weights.", num_paused_requests=0)
+
+
+async def init_weights_update_group(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    where = {
+        "master_address": _need(raw, "master_address", str),
+        "master_port": _need(raw, "master_port", int),
+        "rank": _need(raw, "rank_offset", int),
+        "world_size": _need(raw, "world_size", int),
+        "group_name": raw.get("group_name", "weight_update_group"),
+        "backend": raw.get("backend", "nccl"),
+    }
+    await engine.aside(lambda: engine.groups.join(**where))
+    return _ok("Succeeded to initialize custom process group.")
+
+
+async def destroy_weights_update_group(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    name = raw.get("group_name", "weight_update_group")
+    await engine.aside(lambda: engine.groups.leave(name))
+    return _ok("Succeeded to destroy custom process group.")
+
+
+async def update_weights_from_distributed(engine: Engine, request: Request) -> Response:
+    command = "update_weights_from_distributed"
+    raw = await read_json(request)
+    engine.gate.require_session(command)
+    names, shapes = _need(raw, "names", list), _need(raw, "shapes", list)
+    dtypes = [_dtype(name) for name in _need(raw, "dtypes", list)]
+    if not len(names) == len(shapes) == len(dtypes):
+        raise Invalid("names, dtypes and shapes differ in length")
+    engine.weights.check(zip(names, shapes, dtypes, strict=True))
+    group = raw.get("group_name", "weight_update_group")
+    is_bucket = raw.get("load_format") == "flattened_bucket"
+    named = await engine.aside(
+        lambda: engine.groups.receive(names, dtypes, shapes, group_name=group, is_bucket=is_bucket)
+    )
+    await engine.update(lambda: engine.weights.apply(named), command, **_how(raw))
+    return _ok(f"Updated {len(named)} tensors.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise Invalid(f"unknown dtype {name!r}")
+    return dtype
+
+
+async def update_weight_version(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    version = str(raw.get("new_version", ""))
+    if not version:
+        raise Invalid("new_version must be given")
+    await engine.set_version(version, abort_all=raw.get("abort_all_requests", True) is not False)
+    return _ok(f"Weight version updated to {version}", new_version=version)
+
+
+async def weights_checker(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request, is_optional=True)
+    action = raw.get("action", "checksum")
+    weights = engine.weights
+    if action == "checksum":
+        digests, overall = await _with_weights(engine, weights.checksum)
+        rank = {
+            "checksums": digests,
+            "per_gpu_checksum": overall,
+            "parallelism_info": [_ONE_RANK],
+        }
+        return _ok("Success.", ranks=[rank], per_engine_checksum=overall)
+    if action == "snapshot":
+        await _with_weights(engine, weights.snapshot)
+    elif action == "reset_tensors":
+        await _with_weights(engine, weights.reset)
+    elif action == "compare":
+        differs = await _with_weights(engine, weights.compare)
+        if differs is not None:
+            raise Invalid(f"weight {differs!r} differs from the snapshot")
+    else:
+        raise Invalid(f"unsupported action {action!r}")
+    return _ok("Success.")
+
+
+_ONE_RANK = {
+    "role": "target",
+    **{f"{kind}_rank": 0 for kind in ("tp", "dp", "pp")},
+    **{f"{kind}_size": 1 for kind in ("tp", "dp", "pp")},
+    "rank": 0,
+    "size": 1,
+}
+
+
+async def _with_weights(engine: Engine, work: Callable[[], Any]) -> Any:
+    def checked() -> Any:
+        engine.gate.require_weights("weights_checker")
+        return work()
+
+    return await engine.run(checked)
+
+
+async def lora_adapters(engine: Engine, request: Request) -> Response:
+    raise Unsupported("the embedded engine does not serve LoRA adapters yet")
+
+
+async def weights_manifest(engine: Engine, request: Request) -> Response:
+    return json_response(engine.weights.manifest())

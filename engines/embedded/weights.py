@@ -1,0 +1,170 @@
+"""The model's parameters: by which names, checked, overwritten in place, and digested.
+
+Always true: a push is checked whole, every name, shape and kind of dtype, before the first byte
+of the model changes; parameters keep their storage for the life of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.embedded.errors import Invalid
+from engines.embedded.memory import Memory
+from engines.protocol import MemoryTag
+
+Spec = tuple[str, Sequence[int], torch.dtype]
+
+
+def place(model: torch.nn.Module, memory: Memory) -> None:
+    """Move all parameters into the ``weights`` region, one at a time, so that no second copy of
+    the model is ever whole.  Buffers (rotary caches) stay outside and survive a release."""
+    parameters = list(model.parameters())
+    layout = [(parameter.shape, parameter.dtype) for parameter in parameters]
+    for parameter, home in zip(parameters, memory.allocate(MemoryTag.WEIGHTS, layout), strict=True):
+        home.copy_(parameter.data)
+        parameter.data = home
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(memory.device))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Weights:
+    """Parameters of one model under the names its checkpoint has for them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # A tied tensor is listed under its first name, the one save_pretrained keeps.
+        self._tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._tied = {
+            name: parameter.data
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name not in self._tensors
+        }
+        self._snapshot: dict[str, torch.Tensor] = {}
+
+    def manifest(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            for name, tensor in self._tensors.items()
+        ]
+
+    def check(self, specs: Iterable[Spec]) -> None:
+        """Refuse what could not be applied; dtypes may differ within floating point."""
+        count = 0
+        for count, (name, shape, dtype) in enumerate(specs, start=1):
+            mine = self._find(name)
+            if mine is None:
+                raise Invalid(f"unknown weight {name!r}; nothing was updated")
+            if list(shape) != list(mine.shape):
+                raise Invalid(
+                    f"weight {name!r} has shape {list(shape)}, the model's has "
+                    f"{list(mine.shape)}; nothing was updated"
+                )
+            if dtype != mine.dtype and not (dtype.is_floating_point and mine.is_floating_point()):
+                raise Invalid(
+                    f"weight {name!r} is {dtype_name(dtype)}, the model's is "
+                    f"{dtype_name(mine.dtype)}; nothing was updated"
+                )
+        if count == 0:
+            raise Invalid("the update holds no tensors")
+
+    def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Overwrite parameters in place; the caller has checked them.  How many there were."""
+        count = 0
+        for count, (name, tensor) in enumerate(named, start=1):
+            mine = self._find(name)
+            assert mine is not None
+            mine.copy_(tensor)
+        return count
+
+    def _find(self, name: str) -> torch.Tensor | None:
+        tensor = self._tensors.get(name)
+        return self._tied.get(name) if tensor is None else tensor
+
+    def checksum(self) -> tuple[dict[str, str], str]:
+        """xxh3-128 of each tensor's name, dtype, shape and bytes, and of them all together."""
+        from xxhash import xxh3_128
+
+        digests = {}
+        for name, tensor in self._tensors.items():
+            digest = xxh3_128(f"{name}|{dtype_name(tensor.dtype)}|{list(tensor.shape)}|")
+            digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            digests[name] = digest.hexdigest()
+        overall = xxh3_128("".join(digests[name] for name in sorted(digests))).hexdigest()
+        return digests, overall
+
+    def snapshot(self) -> None:
+        """Keep a copy to ``compare`` with: a second copy of the weights, until the next one."""
+        self._snapshot = {name: tensor.cpu().clone() for name, tensor in self._tensors.items()}
+
+    def compare(self) -> str | None:
+        """The first tensor that differs from the snapshot; None if none does."""
+        if not self._snapshot:
+            raise Invalid("no snapshot to compare with: use action snapshot first")
+        for name, tensor in self._tensors.items():
+            before = self._snapshot[name].view(-1).view(torch.uint8)
+            if not torch.equal(before, tensor.cpu().reshape(-1).view(torch.uint8)):
+                return name
+        return None
+
+    def reset(self) -> None:
+        """Fill every parameter with noise, as a release without backup would."""
+        for tensor in self._tensors.values():
+            tensor.normal_()
+
+
+def checkpoint_files(path: str) -> list[Path]:
+    """The safetensors files of a checkpoint directory, or the one file."""
+    place_on_disk = Path(path)
+    if place_on_disk.is_file():
+        return [place_on_disk]
+    files = sorted(place_on_disk.glob("*.safetensors")) if place_on_disk.is_dir() else []
+    if not files:
+        raise Invalid(f"no safetensors at {path}")
+    return files
+
+
+def update_from_disk(weights: Weights, path: str) -> int:
+    """Overwrite the model from a checkpoint, tensor by tensor; headers are checked first."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with ExitStack() as stack:
+            files: list[Any] = [
+                stack.enter_context(safe_open(file, framework="pt"))
+                for file in checkpoint_files(path)
+            ]
+            weights.check(_headers(files))
+            return weights.apply(
+                (name, file.get_tensor(name))
+                for file in files
+                for name in file.keys()  # noqa: SIM118
+            )
+    except (SafetensorError, OSError) as error:
+        raise Invalid(f"cannot read {path}: {error}; nothing was updated") from error
+
+
+def _headers(files: Sequence[Any]) -> Iterator[Spec]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+            part = file.get_slice(name)
+            yield name, part.get_shape(), _SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
