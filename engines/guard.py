@@ -280,9 +280,10 @@ def main(arguments: list[str]) -> None:
         return
     order, commands = received
     guard.cleanup = order["cleanup"]  # type: ignore[assignment]
-    guard.start(order["command"], order["env"], order["cwd"])  # type: ignore[arg-type]
     try:
-        guard.watch(commands)
+        if b"k" not in commands:  # else the owner gave up before there was anything to start
+            guard.start(order["command"], order["env"], order["cwd"])  # type: ignore[arg-type]
+            guard.watch(commands)
     finally:
         guard.end()
 

@@ -81,6 +81,7 @@ class EngineProcess:
                 raise process._not_ready("its guard did not start")
         except BaseException:
             guarded.tell(KILL)
+            await process._wait(process._is_gone, _KILL_S)  # also when cancelled
             raise
         logger.info(
             "engine process started", extra={"engine_id": engine_id, "engine_pid": process.pid}
