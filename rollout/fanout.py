@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rollout.errors import EngineFailure
+from rollout.errors import EngineFailure, PhaseTimeout
 
 T = TypeVar("T")
 
@@ -91,23 +91,54 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def barrier(awaitables: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+async def barrier(
+    awaitables: Mapping[str, Awaitable[T]], *, operation: str = "", budget_s: float | None = None
+) -> dict[str, T]:
     """Wait for all; results by name, or the first error with the others noted on it.
 
     Takes coroutines, tasks and Ray ObjectRefs alike.  All are started before any is awaited, and
     all have ended when this returns or raises.
+
+    Args:
+        budget_s: the deadline for all; None where what is awaited has deadlines of its own.
+
+    Raises:
+        PhaseTimeout: naming those who were late.
     """
-    tasks = {name: asyncio.create_task(_result_of(one)) for name, one in awaitables.items()}
+    tasks = {name: asyncio.create_task(_within(one, budget_s)) for name, one in awaitables.items()}
     await settle(tasks.values())
-    errors = {name: task.exception() for name, task in tasks.items() if not task.cancelled()}
-    failed = [(name, error) for name, error in errors.items() if error is not None]
-    if failed:
-        _, first = failed[0]
-        for name, error in failed[1:]:
-            first.add_note(f"also failed: {name}: {describe(error)}")
-        raise first
-    return {name: task.result() for name, task in tasks.items()}
+    failed = {name: error for name, task in tasks.items() if (error := _error_of(task)) is not None}
+    if not failed:
+        return {name: task.result() for name, task in tasks.items()}
+    late = {name: operation for name, error in failed.items() if isinstance(error, _Late)}
+    if len(late) == len(failed) and budget_s is not None:
+        raise PhaseTimeout(
+            f"{operation} took longer than {budget_s:g} s on {', '.join(late)}",
+            phase=operation,
+            budget_s=budget_s,
+            late=late,
+        )
+    errors = {name: error for name, error in failed.items() if name not in late}
+    name, first = next(iter(errors.items()))
+    for other, error in failed.items():
+        if other != name:
+            first.add_note(f"also failed: {other}: {describe(error)}")
+    raise first
 
 
-async def _result_of(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+class _Late(Exception):
+    """Ours, not something's own ``TimeoutError``."""
+
+
+async def _within(awaitable: Awaitable[T], budget_s: float | None) -> T:
+    try:
+        async with asyncio.timeout(budget_s) as limit:
+            return await awaitable
+    except TimeoutError:
+        if limit.expired():
+            raise _Late("no answer in time") from None
+        raise
+
+
+def _error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    return asyncio.CancelledError() if task.cancelled() else task.exception()

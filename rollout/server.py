@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from engines.protocol import Endpoint, WorkerType
@@ -32,6 +33,10 @@ from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manif
 from rollout.weights.push import WeightPush
 
 logger = logging.getLogger(__name__)
+
+# A group bounds every engine call itself; past this much more, the group itself is lost.
+_GROUP_MARGIN_S = 30.0
+_LOOK_TIMEOUT_S = 15.0
 
 
 class GroupPort(Protocol):
@@ -89,6 +94,7 @@ class RolloutServer:
             for group in self._groups
         }
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
+        self._last_known: dict[str, GroupStatus] = {}
         self._order = 0
         self._epoch = 0
         self._weight_version = 0
@@ -238,7 +244,7 @@ class RolloutServer:
 
     async def status(self) -> ServerStatus:
         """Where everything is.  Answers also while a command runs."""
-        groups = await barrier({name: group.status() for name, group in self._groups.items()})
+        groups = await self._look_at_groups()
         phase = server_phase(self._phases.values())
         return ServerStatus(
             name=self.name,
@@ -250,7 +256,24 @@ class RolloutServer:
             groups=tuple(groups.values()),
         )
 
-    def expected_manifest(self) -> Manifest | None:
+    async def _look_at_groups(self) -> dict[str, GroupStatus]:
+        """The status of each group; one that cannot be asked is shown as last known, fenced."""
+
+        async def look(name: str, group: GroupPort) -> GroupStatus:
+            try:
+                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                    status = await group.status()
+            except Exception as error:  # a lost group must not hide the others
+                known = self._last_known.get(name)
+                if known is None:
+                    raise
+                return _lost(known, describe(error))
+            self._last_known[name] = status
+            return status
+
+        return await barrier({name: look(name, one) for name, one in self._groups.items()})
+
+    async def expected_manifest(self) -> Manifest | None:
         """What a full push must contain; None if the checkpoint does not say."""
         return self._expected
 
@@ -302,7 +325,11 @@ class RolloutServer:
         self._order += 1
         started = asyncio.get_running_loop().time()
         try:
-            reports = await barrier({name: call(self._groups[name], self._order) for name in names})
+            reports = await barrier(
+                {name: call(self._groups[name], self._order) for name in names},
+                operation=command.value,
+                budget_s=self._budget_s(command) + _GROUP_MARGIN_S,
+            )
         except Exception as error:
             await self._after_failure(command, error)
             raise
@@ -319,11 +346,25 @@ class RolloutServer:
 
     async def _after_failure(self, command: Command, error: Exception) -> None:
         """A failed phase leaves the gate shut and says so; groups keep what they reached."""
-        statuses = await barrier({name: group.status() for name, group in self._groups.items()})
-        self._phases = {name: Phase(status.phase) for name, status in statuses.items()}
         if self._gate != "open":
             await self._shut_gate("closed", describe(error), command.value)
         await self._publish_members()
+        self._phases.update(
+            {name: Phase(status.phase) for name, status in self._last_known.items()}
+        )
+
+    def _budget_s(self, command: Command) -> float:
+        budgets = self._config.lifecycle
+        return {
+            Command.PAUSE: budgets.pause_timeout_s,
+            Command.FLUSH: budgets.flush_timeout_s,
+            Command.RELEASE: budgets.release_timeout_s,
+            Command.RESUME_WEIGHTS: budgets.resume_timeout_s,
+            Command.UPDATE_WEIGHTS: budgets.update_timeout_s,
+            Command.VERIFY: budgets.verify_timeout_s,
+            Command.RESUME_KV: budgets.resume_timeout_s,
+            Command.CONTINUE: budgets.continue_timeout_s,
+        }[command]
 
     def _offloading(self) -> list[str]:
         return [name for name, one in self._traits.items() if one.needs_offload]
@@ -364,7 +405,7 @@ class RolloutServer:
         self._gate = state
 
     async def _publish_members(self) -> None:
-        statuses = await barrier({name: group.status() for name, group in self._groups.items()})
+        statuses = await self._look_at_groups()
         self._epoch += 1
         await self._router.set_members(
             self._epoch,
@@ -374,6 +415,15 @@ class RolloutServer:
                 for engine in status.engines
             ],
         )
+
+
+def _lost(status: GroupStatus, because: str) -> GroupStatus:
+    reason = f"its group cannot be reached: {because}"
+    engines = (
+        replace(engine, state="fenced", fenced_because=engine.fenced_because or reason)
+        for engine in status.engines
+    )
+    return replace(status, engines=tuple(engines))
 
 
 def _member(worker_type: WorkerType, engine: EngineStatus) -> Member:

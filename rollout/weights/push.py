@@ -7,6 +7,7 @@ bucket and is reported, because it now holds half of a push and must not serve.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from typing import Any
 from engines.protocol import Engine
 from rollout.fanout import Answer, fan_out
 from rollout.weights.manifest import Manifest
+
+# What a call gets when the deadline has passed: enough to close a session with.
+_LEAST_BUDGET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,10 @@ async def push_weights(
     """Send ``push`` to all targets; answers by engine id.
 
     Args:
-        budget_s: seconds for each call (begin, one bucket, end).
+        budget_s: seconds for the whole push; an engine that is late then is reported.
     """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + budget_s
     answers: dict[str, Answer[None]] = {}
     elapsed = dict.fromkeys(targets, 0.0)
 
@@ -64,7 +70,7 @@ async def push_weights(
         asked = await fan_out(
             {one: _bind(call, targets[one]) for one in wanted},
             operation=operation,
-            budget_s=budget_s,
+            budget_s=max(deadline - clock(), _LEAST_BUDGET_S),
         )
         for engine_id, answer in asked.items():
             elapsed[engine_id] += answer.elapsed_s

@@ -1,0 +1,56 @@
+"""One call of an actor method, with Ray's wrappers peeled off its errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rollout.errors import ActorLost
+
+T = TypeVar("T")
+
+
+class RemoteCall(Generic[T]):
+    """A submitted actor call: await it anywhere, or take its ``object_ref``.
+
+    Giving up on a Ray call does not stop it, so an await that is cancelled cancels the call too.
+    """
+
+    def __init__(self, object_ref: Any, actor: str) -> None:
+        self.object_ref = object_ref
+        self.actor = actor
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            answer: T = await self.object_ref
+            return answer
+        except asyncio.CancelledError:
+            ray.cancel(self.object_ref)
+            raise
+        except RayError as error:
+            raise peel(error, self.actor) from None
+
+
+def peel(error: BaseException, actor: str) -> BaseException:
+    """The error that was raised inside the actor, or ``ActorLost`` if the actor is the trouble."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, RayActorError):
+        # A dead actor and one that cannot be reached look alike here: both may have acted.
+        return ActorLost(f"actor {actor}: {_first_line(error)}", actor=actor)
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return ActorLost(
+            f"actor {actor}: {type(error).__name__}: {_first_line(error)}", actor=actor
+        )
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

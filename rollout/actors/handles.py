@@ -1,0 +1,138 @@
+"""The ports of ``rollout`` in front of Ray actors.
+
+Every method submits its call and returns at once; awaiting the ``RemoteCall`` gives the answer or
+the error as it was raised, without Ray's wrappers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.protocol import Endpoint
+
+from rollout.actors.calls import RemoteCall
+from rollout.routing import Member
+from rollout.types import GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.weights.manifest import Manifest
+from rollout.weights.push import WeightPush
+
+
+class _Port:
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def _call(self, object_ref: Any) -> RemoteCall[Any]:
+        return RemoteCall(object_ref, self._name)
+
+
+class RayGroup(_Port):
+    """A ``GroupPort``."""
+
+    def start(self) -> RemoteCall[GroupStatus]:
+        return self._call(self._actor.start.remote())
+
+    def stop(self) -> RemoteCall[None]:
+        return self._call(self._actor.stop.remote())
+
+    def pause(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.pause.remote(order))
+
+    def flush(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.flush.remote(order))
+
+    def release(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.release.remote(order))
+
+    def resume_weights(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.resume_weights.remote(order))
+
+    def update_weights(self, push: WeightPush, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.update_weights.remote(push, order))
+
+    def verify(self, version: int, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.verify.remote(version, order))
+
+    def resume_kv(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.resume_kv.remote(order))
+
+    def continue_generation(self, order: int) -> RemoteCall[PhaseReport]:
+        return self._call(self._actor.continue_generation.remote(order))
+
+    def status(self) -> RemoteCall[GroupStatus]:
+        return self._call(self._actor.status.remote())
+
+
+class RayRouter(_Port):
+    """A ``RouterPort``."""
+
+    def start(self) -> RemoteCall[Endpoint]:
+        return self._call(self._actor.start.remote())
+
+    def stop(self, budget_s: float) -> RemoteCall[None]:
+        return self._call(self._actor.stop.remote(budget_s))
+
+    def set_gate(
+        self,
+        state: str,
+        *,
+        reason: str = "",
+        phase: str = "",
+        weight_version: int | None = None,
+    ) -> RemoteCall[None]:
+        return self._call(self._actor.set_gate.remote(state, reason, phase, weight_version))
+
+    def set_members(self, epoch: int, members: list[Member]) -> RemoteCall[None]:
+        return self._call(self._actor.set_members.remote(epoch, members))
+
+    def stats(self) -> RemoteCall[dict[str, Any]]:
+        return self._call(self._actor.stats.remote())
+
+
+class RayServer(_Port):
+    """A ``ServerPort``."""
+
+    def start(self) -> RemoteCall[ServerStatus]:
+        return self._call(self._actor.start.remote())
+
+    def stop(self) -> RemoteCall[None]:
+        return self._call(self._actor.stop.remote())
+
+    def offload(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.offload.remote())
+
+    def onload(self, push: WeightPush | None = None) -> RemoteCall[StepReport]:
+        return self._call(self._actor.onload.remote(push))
+
+    def update_and_continue(self, push: WeightPush) -> RemoteCall[StepReport]:
+        return self._call(self._actor.update_and_continue.remote(push))
+
+    def pause_generation(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.pause_generation.remote())
+
+    def flush_cache(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.flush_cache.remote())
+
+    def release_memory_occupation(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.release_memory_occupation.remote())
+
+    def onload_weights(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.onload_weights.remote())
+
+    def update_weights(self, push: WeightPush) -> RemoteCall[StepReport]:
+        return self._call(self._actor.update_weights.remote(push))
+
+    def verify(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.verify.remote())
+
+    def onload_kv(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.onload_kv.remote())
+
+    def continue_generation(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.continue_generation.remote())
+
+    def status(self) -> RemoteCall[ServerStatus]:
+        return self._call(self._actor.status.remote())
+
+    def expected_manifest(self) -> RemoteCall[Manifest | None]:
+        return self._call(self._actor.expected_manifest.remote())

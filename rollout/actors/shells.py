@@ -1,0 +1,176 @@
+"""The actor classes: one object each, methods that forward.
+
+All are async actors.  Errors cross as they are: every error of this library survives pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from engines.launch import EngineSpec, LocalEngine, LocalLauncher
+from engines.protocol import Endpoint
+
+from rollout.actors.handles import RayGroup, RayRouter
+from rollout.actors.launcher import EnginePlacement, RayLauncher
+from rollout.config import RouterConfig, ServerConfig
+from rollout.router.host import RouterHost
+from rollout.routing import Member
+from rollout.server import RolloutServer
+from rollout.server_group import GroupSettings, ServerGroup
+from rollout.types import EngineSlot, GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.weights.manifest import Manifest
+from rollout.weights.push import WeightPush
+
+
+class EngineActor:
+    """Owns the process of one engine on the node where its slot is."""
+
+    def __init__(self) -> None:
+        self._engine: LocalEngine | None = None
+
+    async def launch(self, spec: EngineSpec, host: str) -> tuple[Endpoint, int | None]:
+        self._engine = await LocalLauncher().launch(replace(spec, host=host))
+        return self._engine.endpoint, self._engine.pid
+
+    async def resident_bytes(self) -> int | None:
+        return await self._engine.resident_bytes() if self._engine else None
+
+    async def is_alive(self) -> bool:
+        return self._engine is not None and await self._engine.is_alive()
+
+    async def log_tail(self, lines: int) -> str:
+        return await self._engine.log_tail(lines) if self._engine else ""
+
+    async def stop(self, grace_s: float) -> bool:
+        return await self._engine.stop(grace_s) if self._engine else False
+
+    async def kill(self) -> None:
+        if self._engine:
+            await self._engine.kill()
+
+
+class ServerGroupActor:
+    """A ``ServerGroup`` whose engines are owned by actors on their slots."""
+
+    def __init__(
+        self, settings: GroupSettings, slots: Sequence[EngineSlot], placement: EnginePlacement
+    ) -> None:
+        self._group = ServerGroup(settings, slots, RayLauncher(placement, slots))
+
+    async def start(self) -> GroupStatus:
+        return await self._group.start()
+
+    async def stop(self) -> None:
+        await self._group.stop()
+
+    async def pause(self, order: int) -> PhaseReport:
+        return await self._group.pause(order)
+
+    async def flush(self, order: int) -> PhaseReport:
+        return await self._group.flush(order)
+
+    async def release(self, order: int) -> PhaseReport:
+        return await self._group.release(order)
+
+    async def resume_weights(self, order: int) -> PhaseReport:
+        return await self._group.resume_weights(order)
+
+    async def update_weights(self, push: WeightPush, order: int) -> PhaseReport:
+        return await self._group.update_weights(push, order)
+
+    async def verify(self, version: int, order: int) -> PhaseReport:
+        return await self._group.verify(version, order)
+
+    async def resume_kv(self, order: int) -> PhaseReport:
+        return await self._group.resume_kv(order)
+
+    async def continue_generation(self, order: int) -> PhaseReport:
+        return await self._group.continue_generation(order)
+
+    async def status(self) -> GroupStatus:
+        return await self._group.status()
+
+
+class RouterActor:
+    """A ``RouterHost``: HTTP in a thread of its own, control through actor calls."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._host = RouterHost(config)
+
+    async def start(self) -> Endpoint:
+        return await self._host.start()
+
+    async def stop(self, budget_s: float) -> None:
+        await self._host.stop(budget_s)
+
+    async def set_gate(
+        self, state: str, reason: str, phase: str, weight_version: int | None
+    ) -> None:
+        await self._host.set_gate(state, reason=reason, phase=phase, weight_version=weight_version)
+
+    async def set_members(self, epoch: int, members: list[Member]) -> None:
+        await self._host.set_members(epoch, members)
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._host.stats()
+
+
+class RolloutServerActor:
+    """A ``RolloutServer`` over group and router actors."""
+
+    def __init__(
+        self, name: str, config: ServerConfig, groups: dict[str, Any], router: Any
+    ) -> None:
+        self._server = RolloutServer(
+            name,
+            config,
+            {group: RayGroup(actor, f"{name}/{group}") for group, actor in groups.items()},
+            RayRouter(router, f"{name}/router"),
+        )
+
+    async def start(self) -> ServerStatus:
+        return await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def offload(self) -> StepReport:
+        return await self._server.offload()
+
+    async def onload(self, push: WeightPush | None = None) -> StepReport:
+        return await self._server.onload(push)
+
+    async def update_and_continue(self, push: WeightPush) -> StepReport:
+        return await self._server.update_and_continue(push)
+
+    async def pause_generation(self) -> StepReport:
+        return await self._server.pause_generation()
+
+    async def flush_cache(self) -> StepReport:
+        return await self._server.flush_cache()
+
+    async def release_memory_occupation(self) -> StepReport:
+        return await self._server.release_memory_occupation()
+
+    async def onload_weights(self) -> StepReport:
+        return await self._server.onload_weights()
+
+    async def update_weights(self, push: WeightPush) -> StepReport:
+        return await self._server.update_weights(push)
+
+    async def verify(self) -> StepReport:
+        return await self._server.verify()
+
+    async def onload_kv(self) -> StepReport:
+        return await self._server.onload_kv()
+
+    async def continue_generation(self) -> StepReport:
+        return await self._server.continue_generation()
+
+    async def status(self) -> ServerStatus:
+        return await self._server.status()
+
+    async def expected_manifest(self) -> Manifest | None:
+        return await self._server.expected_manifest()

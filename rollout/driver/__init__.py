@@ -1,0 +1,1 @@
+"""From prompts to sample groups: what a training loop calls each step."""

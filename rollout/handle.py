@@ -1,0 +1,309 @@
+"""What a training loop holds: servers and deployments seen from outside, Ray or not.
+
+Every method starts its call and returns a ``Pending`` at once; nothing blocks until that is
+waited for.  The same classes stand in front of objects in this process and of Ray actors; only
+the ``Caller`` differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rollout.config import RolloutConfig, ServerConfig
+from rollout.deployment import Deployment, ServerPort
+from rollout.errors import LifecycleError
+from rollout.pending import LoopThread, Pending
+from rollout.types import ServerStatus, StepReport
+from rollout.weights.manifest import Manifest
+from rollout.weights.push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import NamedTensors
+
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """How a handle reaches its object: the one difference between in-process and Ray."""
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Start ``method(*args)``; returns at once."""
+        ...
+
+    def ship(self, push: WeightPush) -> WeightPush:
+        """Put the payload of a push where the server can reach it cheaply."""
+        ...
+
+
+class ServerHandle:
+    """One rollout server from outside."""
+
+    def __init__(self, name: str, config: ServerConfig, target: ServerPort, caller: Caller) -> None:
+        self.name = name
+        self._config = config
+        self._target = target
+        self._caller = caller
+        self._url = ""
+        self._version = 0
+        self._expected: Manifest | None = None
+        self._has_expected = False
+
+    @property
+    def url(self) -> str:
+        """Base URL of the router: ``/generate``, ``/v1/...`` go here."""
+        if not self._url:
+            self._url = self.status().result().router_url
+        return self._url
+
+    @property
+    def weight_version(self) -> int:
+        """The version published last through this handle."""
+        return self._version
+
+    # -- whole transitions ------------------------------------------------------------------
+
+    def offload(self) -> Pending[StepReport]:
+        """Pause, flush and release, each a barrier over all groups."""
+        return self._caller.call(self._target.offload)
+
+    def onload(
+        self, named_tensors: NamedTensors | None = None, *, version: int | None = None
+    ) -> Pending[StepReport]:
+        """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
+
+        Args:
+            named_tensors: full tensors by checkpoint name; None pushes nothing.
+            version: the weight version they make; one more than the last if left out.
+        """
+        push = None if named_tensors is None else self.make_push(named_tensors, version)
+        return self.onload_push(push)
+
+    def onload_push(self, push: WeightPush | None) -> Pending[StepReport]:
+        """``onload`` with a push that was made before."""
+        return self._caller.call(self._target.onload, self._shipped(push))
+
+    def sync_weights(
+        self, named_tensors: NamedTensors, *, version: int | None = None
+    ) -> Pending[StepReport]:
+        """New weights while serving: pause, flush, update, verify, continue; nothing released."""
+        push = self.prepare(named_tensors, version)
+        return self._caller.call(self._target.update_and_continue, push)
+
+    def offloaded(
+        self, weights: Callable[[], NamedTensors] | None = None, *, version: int | None = None
+    ) -> OffloadWindow:
+        """``with server.offloaded():`` the GPUs are the trainer's; also ``async with``.
+
+        Args:
+            weights: called when the block ends, for the tensors to push.
+        """
+        return OffloadWindow(self, weights, version)
+
+    # -- the explicit verbs -----------------------------------------------------------------
+
+    def pause_generation(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.pause_generation)
+
+    def flush_cache(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.flush_cache)
+
+    def release_memory_occupation(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.release_memory_occupation)
+
+    def onload_weights(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.onload_weights)
+
+    def update_weights(
+        self, named_tensors: NamedTensors, *, version: int | None = None
+    ) -> Pending[StepReport]:
+        push = self.prepare(named_tensors, version)
+        return self._caller.call(self._target.update_weights, push)
+
+    def verify(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.verify)
+
+    def onload_kv(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.onload_kv)
+
+    def continue_generation(self) -> Pending[StepReport]:
+        return self._caller.call(self._target.continue_generation)
+
+    def status(self) -> Pending[ServerStatus]:
+        """Phase, engines, versions, gate; answers also while a command runs."""
+        return self._caller.call(self._target.status)
+
+    # -- pushes -----------------------------------------------------------------------------
+
+    def make_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
+        """Copy tensors into a push.  Done here and now, so the trainer may then free them.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
+        from rollout.weights.tensors import make_push
+
+        if not self._has_expected:
+            self._expected = self._caller.call(self._target.expected_manifest).result()
+            self._has_expected = True
+        return make_push(
+            named_tensors,
+            version=self._version + 1 if version is None else version,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            expected=self._expected,
+        )
+
+    def prepare(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
+        """``make_push``, shipped: ready to be given to the server."""
+        push = self._shipped(self.make_push(named_tensors, version))
+        assert push is not None
+        return push
+
+    def _shipped(self, push: WeightPush | None) -> WeightPush | None:
+        if push is None:
+            return None
+        self._version = max(self._version, push.version)
+        return self._caller.ship(push)
+
+
+class OffloadWindow:
+    """The time between offload and onload, as a context manager, sync and async.
+
+    If the block raises, nothing is onloaded: the engines stay as they are, the gate stays shut,
+    and the error goes on.  ``report`` holds the figures of both transitions afterwards.
+    """
+
+    def __init__(
+        self,
+        server: ServerHandle,
+        weights: Callable[[], NamedTensors] | None,
+        version: int | None,
+    ) -> None:
+        self._server = server
+        self._weights = weights
+        self._version = version
+        self._push: WeightPush | None = None
+        self.report = StepReport()
+
+    def push(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+        """Copy these tensors now; they are sent when the block ends.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+            LifecycleError: the block has already pushed.
+        """
+        if self._push is not None:
+            raise LifecycleError("this offload window already has a push", command="push")
+        chosen = self._version if version is None else version
+        self._push = self._server.make_push(named_tensors, chosen)
+
+    def _finish(self) -> Pending[StepReport]:
+        if self._weights is not None:
+            self.push(self._weights())
+        return self._server.onload_push(self._push)
+
+    def __enter__(self) -> OffloadWindow:
+        self.report = self._server.offload().result()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.report = self.report.merged(self._finish().result())
+
+    async def __aenter__(self) -> OffloadWindow:
+        self.report = await self._server.offload()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.report = self.report.merged(await self._finish())
+
+
+class DeploymentHandle(Mapping[str, ServerHandle]):
+    """All servers of a run, by name; a context manager that stops them at its end.
+
+    Args:
+        on_close: undoes what ``launch`` did besides the servers, after they have stopped.
+        placement_group: Ray's, whose leading ``cluster.trainer_gpus`` bundles the trainer shares;
+            None without Ray.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        servers: Mapping[str, ServerHandle],
+        deployment: Deployment,
+        loop: LoopThread,
+        on_close: Callable[[], None] = lambda: None,
+        placement_group: Any = None,
+    ) -> None:
+        self.config = config
+        self.placement_group = placement_group
+        self._servers = dict(servers)
+        self._deployment = deployment
+        self._loop = loop
+        self._on_close = on_close
+        self._closed = False
+
+    def __getitem__(self, name: str) -> ServerHandle:
+        return self._servers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._servers)
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    def start(self) -> Pending[dict[str, ServerStatus]]:
+        """Start all servers."""
+        return self._loop.submit(self._deployment.start())
+
+    def offload(self) -> Pending[dict[str, StepReport]]:
+        """Offload all servers as one transaction."""
+        return self._loop.submit(self._deployment.offload())
+
+    def onload(
+        self, weights: Mapping[str, NamedTensors] | None = None
+    ) -> Pending[dict[str, StepReport]]:
+        """Onload all servers as one transaction, pushing ``weights`` by server name."""
+        pushes = {
+            name: self._servers[name].prepare(tensors) for name, tensors in (weights or {}).items()
+        }
+        return self._loop.submit(self._deployment.onload(pushes))
+
+    def status(self) -> Pending[dict[str, ServerStatus]]:
+        """Where every server is."""
+        return self._loop.submit(self._deployment.status())
+
+    def stop(self) -> None:
+        """Stop everything that ``launch`` started, and wait until it is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._loop.submit(self._deployment.stop()).result()
+        finally:
+            self._on_close()
+            self._loop.close()
+
+    def __enter__(self) -> DeploymentHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,135 @@
+"""Everything in this process: the servers on one event loop, the engines as child processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.launch import EngineLauncher, LocalLauncher
+from engines.protocol import WorkerType
+from rollout.config import RolloutConfig, check_paths
+from rollout.deployment import Deployment
+from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.pending import LoopThread, Pending
+from rollout.placement import assign_slots, local_bundles, plan_placement
+from rollout.router.host import RouterHost
+from rollout.server import RolloutServer
+from rollout.server_group import GroupSettings, ServerGroup
+from rollout.types import EngineSlot
+from rollout.weights.push import WeightPush
+
+
+class LocalCaller:
+    """Calls objects on an event loop of this process."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
+        return self._loop.submit(method(*args))
+
+    def ship(self, push: WeightPush) -> WeightPush:
+        return push
+
+
+def group_settings(config: RolloutConfig, server: str, group: str) -> GroupSettings:
+    """The slice of ``config`` that one group needs."""
+    of_server = config.servers[server]
+    return GroupSettings(
+        name=group,
+        path=f"servers.{server}.groups.{group}",
+        model_path=of_server.model_path,
+        log_dir=str(Path(config.log_dir).absolute() / config.run_id / server),
+        group=of_server.groups[group],
+        update=of_server.weights.update,
+        lifecycle=of_server.lifecycle,
+    )
+
+
+def started_groups(config: RolloutConfig, server: str) -> list[str]:
+    """Names of the groups that start engines; placeholders only keep their place."""
+    return [
+        name
+        for name, group in config.servers[server].groups.items()
+        if group.worker_type is not WorkerType.PLACEHOLDER
+    ]
+
+
+def build_servers(
+    config: RolloutConfig, launcher: EngineLauncher, gpu_ids: Sequence[int]
+) -> dict[str, RolloutServer]:
+    """The servers of ``config`` as objects; nothing is started.
+
+    Raises:
+        ConfigError: a model directory is missing or a release would lose weights.
+        PlacementError: there are fewer GPUs than the engines need.
+    """
+    check_paths(config)
+    plan = plan_placement(
+        {name: server.groups for name, server in config.servers.items()},
+        trainer_gpus=config.cluster.trainer_gpus,
+    )
+    slots = assign_slots(plan, local_bundles(plan, gpu_ids, float(os.cpu_count() or 1)))
+    return {
+        name: RolloutServer(
+            name,
+            server,
+            {
+                group: ServerGroup(
+                    group_settings(config, name, group), _of(slots, name, group), launcher
+                )
+                for group in started_groups(config, name)
+            },
+            RouterHost(server.router),
+        )
+        for name, server in config.servers.items()
+    }
+
+
+def _of(
+    slots: dict[tuple[str, str], list[EngineSlot]], server: str, group: str
+) -> list[EngineSlot]:
+    return slots[server, group]
+
+
+def visible_gpus() -> list[int]:
+    """GPU ids of this machine that ``CUDA_VISIBLE_DEVICES`` allows, as NVIDIA's driver lists them.
+
+    Needs no CUDA library: the driver shows each GPU under ``/proc/driver/nvidia/gpus``.
+    """
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [int(part) for part in allowed.split(",") if part.strip().isdigit()]
+    listed = Path("/proc/driver/nvidia/gpus")
+    return list(range(len(list(listed.iterdir())))) if listed.is_dir() else []
+
+
+def launch_local(
+    config: RolloutConfig, *, launcher: EngineLauncher | None = None
+) -> DeploymentHandle:
+    """Start all servers of ``config`` in this process; returns when they serve.
+
+    Raises:
+        ConfigError, PlacementError: before anything is started.
+        PhaseFailed: an engine did not start; nothing is left running.
+    """
+    servers = build_servers(config, launcher or LocalLauncher(), visible_gpus())
+    loop = LoopThread("rollout")
+    caller = LocalCaller(loop)
+    handle = DeploymentHandle(
+        config,
+        {
+            name: ServerHandle(name, config.servers[name], server, caller)
+            for name, server in servers.items()
+        },
+        Deployment(servers),
+        loop,
+    )
+    try:
+        handle.start().result()
+    except BaseException:
+        handle.stop()
+        raise
+    return handle

@@ -1,0 +1,107 @@
+"""The answer to a call that has been started and may be waited for later, by thread or by task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def _unchanged(error: BaseException) -> BaseException:
+    return error
+
+
+class Pending(Generic[T]):
+    """A call under way.  Wait with ``result()`` in a thread or ``await`` in a coroutine.
+
+    Attributes:
+        object_ref: the Ray ObjectRef behind it; None for a call in this process.
+    """
+
+    def __init__(
+        self,
+        future: Future[T],
+        *,
+        object_ref: Any = None,
+        translate: Callable[[BaseException], BaseException] = _unchanged,
+    ) -> None:
+        self._future = future
+        self._translate = translate
+        self.object_ref = object_ref
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """The answer, or the error the call ended with.
+
+        Raises:
+            TimeoutError: it was not there within ``timeout_s``; the call goes on.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeout:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"no answer within {timeout_s:g} s; the call goes on") from None
+        except Exception as error:
+            raise self._translate(error) from None
+
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            # Shielded: whoever stops waiting does not stop the call.
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        except Exception as error:
+            raise self._translate(error) from None
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for callers that have none."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, awaitable: Awaitable[T]) -> Pending[T]:
+        """Start ``awaitable`` on the loop; returns at once."""
+        return Pending(asyncio.run_coroutine_threadsafe(_as_coroutine(awaitable), self.loop))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what still runs and end the thread."""
+        if self.loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def _as_coroutine(awaitable: Awaitable[T]) -> Coroutine[Any, Any, T]:
+    async def wait() -> T:
+        return await awaitable
+
+    return wait()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()
