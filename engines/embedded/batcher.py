@@ -33,12 +33,13 @@ from engines.embedded.memory import Memory
 from engines.embedded.runner import Runner
 from engines.embedded.state import BatchState, Journal
 
+_make_generation_config: Any = GenerationConfig  # untyped in transformers
 T = TypeVar("T")
 PAGE_SIZE = 16
 _MAX_BATCH_TOKENS = 2048
 
 
-class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
+class Batcher(ContinuousBatchingManager):
     """Runs one model.
 
     Attributes:
@@ -65,11 +66,11 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self.failure: BaseException | None = None
         super().__init__(
             model=model,
-            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+            generation_config=_make_generation_config(do_sample=False, eos_token_id=-1),
             continuous_batching_config=_batching_config(config),
         )
-        self.output_router = _Failures(journal)
-        self.batch_processor = self._create_batch_processor()
+        self.output_router: Any = _Failures(journal)
+        self.batch_processor: Any = self._create_batch_processor()
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Use our attention, except for models with sliding windows, which keep ``sdpa``."""
@@ -210,7 +211,8 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
             return self.batch_processor
-        model, config = self.model, self.continuous_batching_config
+        model: Any = self.model
+        config: Any = self.continuous_batching_config
         text_config = model.config.get_text_config()
         cache = RegionCache(
             self._memory,

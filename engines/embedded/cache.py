@@ -17,7 +17,7 @@ from engines.embedded.memory import Memory
 from engines.protocol import MemoryTag
 
 
-class RegionCache(PagedAttentionCache):  # type: ignore[misc]
+class RegionCache(PagedAttentionCache):
     """Paged cache in a region.
 
     Attributes:

@@ -126,7 +126,7 @@ class Engine:
         except TimeoutError:
             num_in_flight = await self.batcher.call(lambda: self.gate.situation().num_in_flight)
             raise Invalid(
-                f"Flush cache failed: {num_in_flight} requests still in flight after {timeout_s:g} s."
+                f"Flush cache failed: {num_in_flight} requests are in flight after {timeout_s:g} s."
             ) from None
         finally:
             self.batcher.post(lambda: self.gate.cancel(job))

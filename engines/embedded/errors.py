@@ -32,6 +32,6 @@ class Unsupported(Refusal):
 
 
 def body(message: str, status: int, kind: str) -> dict[str, object]:
-    """The JSON body of every error: SGLang's ``error`` object and its ``success``/``message`` pair."""
+    """The JSON of every error: SGLang's ``error`` object and its ``success``, ``message``."""
     error = {"message": message, "type": kind, "code": status}
     return {"success": False, "message": message, "error": error}

@@ -30,7 +30,8 @@ def join(
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Any:
     """Join (as rank 0: open) a group beside torch's default one.  Trainers may use it too."""
-    from torch.distributed import Backend, PrefixStore, distributed_c10d, rendezvous
+    from torch.distributed import distributed_c10d
+    from torch.distributed.rendezvous import rendezvous
 
     timeout = timedelta(seconds=timeout_s)
     address = f"tcp://{master_address}:{master_port}"
@@ -40,8 +41,8 @@ def join(
         world_size,
         rank,
         [],
-        Backend(backend),
-        PrefixStore(group_name, store),
+        distributed_c10d.Backend(backend),
+        distributed_c10d.PrefixStore(group_name, store),
         group_name=group_name,  # type: ignore[arg-type]
         timeout=timeout,
     )
@@ -96,7 +97,7 @@ class UpdateGroups:
         if is_bucket:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             parts = [flat]
-            pieces = flat.split(sizes)
+            pieces = torch.split(flat, sizes)
             tensors = [
                 piece.view(dtype).view(*shape)
                 for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)

@@ -19,8 +19,9 @@ def load(config: EngineConfig) -> tuple[Any, Text, Memory]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     device = _device(config.device)
     memory = Memory(
         device,

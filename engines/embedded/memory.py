@@ -8,6 +8,7 @@ written after its documentation and has not been run (no GPU where this was writ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import prod
 from typing import Any, Protocol
 
@@ -56,15 +57,14 @@ class SaverRegion:
     """A tag on CUDA: allocations of torch_memory_saver.  Not run yet, see the module's words."""
 
     def __init__(self, tag: MemoryTag, layout: Layout, *, backup: bool) -> None:
-        from torch_memory_saver import torch_memory_saver
-
+        saver: Any = import_module("torch_memory_saver").torch_memory_saver
         # "torch" hooks a memory pool of torch's own and so needs no LD_PRELOAD at start.
-        torch_memory_saver.hook_mode = "torch"
-        self._saver: Any = torch_memory_saver
+        saver.hook_mode = "torch"
+        self._saver = saver
         self._tag = tag.value
         self._backup = backup
         self._is_released = False
-        with torch_memory_saver.region(tag=self._tag, enable_cpu_backup=backup):
+        with saver.region(tag=self._tag, enable_cpu_backup=backup):
             self.tensors = [
                 torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in layout
             ]

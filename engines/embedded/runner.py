@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from engines.embedded.sampler import sample
 
 
-class Runner(ModelRunner):  # type: ignore[misc]
+class Runner(ModelRunner):
     """Draws each row by its own request's parameters instead of one set for the whole batch."""
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """``scores`` is ``[1, rows, vocabulary]``; rows past the last new token are padding."""
-        generations = [
-            one.state.generation
-            for one in self.inputs_and_outputs.requests_in_batch
-            if one.has_new_token
-        ]
+        batch: Any = self.inputs_and_outputs
+        generations = [one.state.generation for one in batch.requests_in_batch if one.has_new_token]
         count = len(generations)
         if count:
             tokens, logprobs = sample(scores[0, :count], generations)

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -79,7 +80,7 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
     os._exit(0)
 
 
-def _loop_factory() -> object:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     import uvloop
 
     return uvloop.new_event_loop

