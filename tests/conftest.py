@@ -1,0 +1,75 @@
+"""What holds for the whole run: it leaves no process and no shared memory behind."""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+# Set before the first test: what a test starts inherits it, however often it is reparented.
+MARK = "ROLLOUT_TEST_RUN"
+# What was told to stop in the last test may still be on its way out.
+GRACE_S = 20.0
+
+
+def processes_of(run_id: str) -> dict[int, str]:
+    """What the run that set ``run_id`` started, at any remove: pid and command line."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.pid in children or process.environ().get(MARK) == run_id
+            command = " ".join(process.cmdline())
+            is_over = process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        # The tracker serves multiprocessing inside this process, and ends with it.
+        is_tracker = "multiprocessing.resource_tracker" in command
+        if is_ours and not is_tracker and not is_over and process.pid != os.getpid():
+            found[process.pid] = command
+    return found
+
+
+def used_by_others(name: str, run_id: str) -> bool:
+    """Whether a process that is not of this run has the shared memory open or mapped."""
+    ours = {os.getpid(), *processes_of(run_id)}
+    path = str(SHARED_MEMORY / name)
+    for process in psutil.process_iter():
+        if process.pid in ours:
+            continue
+        try:
+            if path in Path(f"/proc/{process.pid}/maps").read_text():
+                return True
+            descriptors = Path(f"/proc/{process.pid}/fd").iterdir()
+            if any(os.path.realpath(descriptor) == path for descriptor in descriptors):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def left_behind(run_id: str, shared_memory_before: set[str]) -> list[str]:
+    """What this run started or made and is still there, each with its name."""
+    left = [f"process {pid}: {line[:200]}" for pid, line in processes_of(run_id).items()]
+    if SHARED_MEMORY.is_dir():
+        new = sorted(set(os.listdir(SHARED_MEMORY)) - shared_memory_before)
+        left += [f"{SHARED_MEMORY / name}" for name in new if not used_by_others(name, run_id)]
+    return left
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail the run, naming them, if processes or shared memory of its own outlive it."""
+    run_id = uuid.uuid4().hex
+    os.environ[MARK] = run_id
+    before = set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := left_behind(run_id, before)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -1,0 +1,47 @@
+"""The workflow file is the one its template gives, and runs targets that the Makefile has."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = ROOT / ".github/workflows"
+
+
+@pytest.fixture
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", WORKFLOWS / "generate.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_workflow_is_what_its_template_gives(generate: ModuleType) -> None:
+    assert generate.GENERATED.read_text() == generate.render(), (
+        ".github/workflows/tests.yml is stale: run `make workflows` and commit what it writes"
+    )
+
+
+def test_every_supported_python_has_a_test_job(generate: ModuleType) -> None:
+    jobs = yaml.safe_load(generate.render())["jobs"]
+    assert [job for job in jobs if job.startswith("test-")] == [
+        "test-3-11",
+        "test-3-12",
+        "test-3-13",
+    ]
+
+
+def test_no_mark_of_the_template_is_left(generate: ModuleType) -> None:
+    assert re.findall(r"@\w+@", generate.render()) == []
+
+
+def test_jobs_run_targets_that_the_makefile_has(generate: ModuleType) -> None:
+    targets = set(re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = set(re.findall(r"run: make ([\w-]+)", generate.render()))
+    assert {"check", "test"} <= called <= targets
