@@ -7,6 +7,7 @@ forked helper can keep this engine alive.  Dropping the last reference kills the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -98,11 +99,9 @@ class Guarded:
 
     def tell(self, command: bytes) -> None:
         """Passes a command on; a guard that is no more needs none."""
-        try:
-            if not self._commands.closed:
-                self._commands.write(command)
-        except BrokenPipeError:
-            pass
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            while command and not self._commands.closed:
+                command = command[self._commands.write(command) :]
 
     def hear(self) -> None:
         """Takes in what the guard reported since the last call."""

@@ -97,6 +97,13 @@ async def test_the_environment_is_the_one_given_and_the_directory_too(spawn: Spa
     assert process.log_tail() == f"blue  {tmp_path}"
 
 
+async def test_an_environment_larger_than_a_pipe_arrives_whole(spawn: Spawn):
+    env = {"PATH": "/usr/bin:/bin"} | {f"LONG_{i}": "x" * 100_000 for i in range(4)}
+    process = await spawn("env | wc -c", env=env)
+    await eventually(lambda: not process.is_alive())
+    assert int(process.log_tail()) > 400_000
+
+
 async def test_a_ready_engine_is_told_at_once(spawn: Spawn):
     process = await spawn(FOREVER)
     await process.wait_until_ready(yes, 10)
