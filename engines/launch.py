@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engines.client import EngineClient
-from engines.embedded import command as embedded
+from engines.embedded.command import build_command as embedded_command
 from engines.errors import EngineNotReady
 from engines.ports import reserve_port
 from engines.process import EngineProcess
@@ -141,7 +141,7 @@ class LocalLauncher:
         return LocalEngine(endpoint, process)
 
 
-_COMMANDS = {"embedded": embedded.build_command}
+_COMMANDS = {"embedded": embedded_command}
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:

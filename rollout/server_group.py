@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.client import EngineClient
+from engines.client import Deadlines, EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, PauseMode
 from rollout import lifecycle
@@ -38,9 +38,19 @@ logger = logging.getLogger(__name__)
 Connect = Callable[[Endpoint, str], Engine]
 
 
-def connect_http(endpoint: Endpoint, engine_id: str) -> Engine:
-    """The client every real engine is driven with."""
-    return EngineClient(endpoint, engine_id=engine_id)
+def connect_http(budgets: LifecycleConfig) -> Connect:
+    """The client every real engine is driven with; its deadlines are those of the phases."""
+    deadlines = Deadlines(
+        control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
+        pause_s=budgets.pause_timeout_s,
+        memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
+        update_s=budgets.update_timeout_s,
+    )
+
+    def connect(endpoint: Endpoint, engine_id: str) -> Engine:
+        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+
+    return connect
 
 
 @dataclass(slots=True)
@@ -86,7 +96,7 @@ class ServerGroup:
         settings: GroupSettings,
         slots: Sequence[EngineSlot],
         launcher: EngineLauncher,
-        connect: Connect = connect_http,
+        connect: Connect | None = None,
     ) -> None:
         """Decide the release policy; nothing is started.
 
@@ -97,7 +107,7 @@ class ServerGroup:
         self._settings = settings
         self._slots = tuple(slots)
         self._launcher = launcher
-        self._connect = connect
+        self._connect = connect or connect_http(settings.lifecycle)
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
         self._members: dict[str, _Member] = {}

@@ -14,6 +14,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvicorn
@@ -75,7 +76,7 @@ class RouterHost:
         self._owner: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     # -- start and stop ---------------------------------------------------------------------
@@ -111,7 +112,8 @@ class RouterHost:
         """
         if self._thread is None or self._ended.done():
             return
-        await self._call(self._close(budget_s))
+        with suppress(RolloutError):  # another stop was quicker
+            await self._call(self._close(budget_s))
         try:
             await asyncio.wait_for(
                 asyncio.shield(asyncio.wrap_future(self._ended)), budget_s + _STOP_GRACE_S
@@ -127,9 +129,7 @@ class RouterHost:
     async def _close(self, budget_s: float) -> None:
         assert self._server is not None
         self._gate.set_state(GateState.CLOSED, reason="the router is stopping", phase="stop")
-        # uvicorn's annotation says int; it only ever hands it to asyncio.wait_for.
-        self._server.config.timeout_graceful_shutdown = budget_s  # type: ignore[assignment]
-        self._server.should_exit = True
+        self._server.stop_within(budget_s)
 
     # -- the lifecycle's side ---------------------------------------------------------------
 
@@ -206,7 +206,8 @@ class RouterHost:
     def _pass_failure_on(self, failure: ConnectionFailure) -> None:
         if self._on_engine_failure is None or self._owner is None or self._owner.is_closed():
             return
-        self._owner.call_soon_threadsafe(self._on_engine_failure, failure)
+        with suppress(RuntimeError):  # it was closed just now
+            self._owner.call_soon_threadsafe(self._on_engine_failure, failure)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work`` on the router's loop; if the router ends first, say so."""
@@ -238,7 +239,9 @@ class RouterHost:
         except BaseException as error:
             logger.exception("router thread failed")
             if not started.done():
-                started.set_exception(error)
+                why = RolloutError(f"the router could not start: {type(error).__name__}: {error}")
+                why.__cause__ = error
+                started.set_exception(why)
         finally:
             listener.close()
             self._ended.set_result(None)
@@ -273,15 +276,26 @@ class RouterHost:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, and a word when it has begun to listen."""
+    """uvicorn, which says when it listens and stops when told, not at its next tick."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._stopping.wait()
+
+    def stop_within(self, budget_s: float) -> None:
+        # The annotation says int, but it only ever reaches asyncio.wait_for; with 0 that would
+        # not even look whether anything still runs.
+        self.config.timeout_graceful_shutdown = max(budget_s, 0.01)  # type: ignore[assignment]
+        self._stopping.set()
 
 
 def bind(host: str, port: int) -> socket.socket:

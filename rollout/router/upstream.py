@@ -20,6 +20,7 @@ from rollout.router.transport import Request
 KEEPALIVE_S = 4.0
 _MAX_HEAD_BYTES = 1 << 16
 _CHUNKED_FROM_BYTES = 1 << 20
+_NEVER_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -106,7 +107,7 @@ class Upstream:
                 describe(error),
                 engine=engine_id,
                 operation=request.target,
-                maybe_executed=not isinstance(error, aiohttp.ClientConnectorError),
+                maybe_executed=not isinstance(error, _NEVER_CONNECTED),
             ) from error
         if not 200 <= response.status <= 599:
             response.close()
