@@ -263,6 +263,7 @@ class RouterHost:
                 ws="none",
                 lifespan="on",
                 access_log=False,
+                proxy_headers=False,
                 log_config=None,
                 log_level="warning",
                 server_header=False,

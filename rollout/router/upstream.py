@@ -7,6 +7,7 @@ than SGLang keeps its side (5 s), so that an idle connection is not closed under
 from __future__ import annotations
 
 import io
+import re
 
 import aiohttp
 from multidict import CIMultiDict
@@ -20,6 +21,7 @@ from rollout.router.transport import Request
 KEEPALIVE_S = 4.0
 _MAX_HEAD_BYTES = 1 << 16
 _CHUNKED_FROM_BYTES = 1 << 20
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _NEVER_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -109,14 +111,19 @@ class Upstream:
                 operation=request.target,
                 maybe_executed=not isinstance(error, _NEVER_CONNECTED),
             ) from error
-        if not 200 <= response.status <= 599:
+        if problem := _problem(response):
             response.close()
-            raise EngineUnreachable(
-                f"answered with status {response.status}",
-                engine=engine_id,
-                operation=request.target,
-            )
+            raise EngineUnreachable(problem, engine=engine_id, operation=request.target)
         return UpstreamReply(engine_id, response)
+
+
+def _problem(response: aiohttp.ClientResponse) -> str:
+    """Why a head that aiohttp's lenient parser took cannot be passed on; empty if it can."""
+    if not 200 <= response.status <= 599:
+        return f"answered with status {response.status}"
+    if _CONTROL.search(b"".join([value for _, value in response.raw_headers])):
+        return "answered with control characters in a header"
+    return ""
 
 
 def _as_text(headers: Headers) -> CIMultiDict[str]:
