@@ -1,0 +1,20 @@
+"""A fake SGLang in memory, with the real one's failure semantics.
+
+For tests of whatever drives engines: a ``FakeLauncher`` starts ``FakeEngine``s whose calls can be
+held at a gate, made to fail, or robbed of their answer.  It needs neither torch nor a socket.
+"""
+
+from engines.fake.engine import FakeEngine
+from engines.fake.faults import Call, Gate
+from engines.fake.launcher import FakeLauncher, FakeRunningEngine
+from engines.fake.weights import FakeTensor, pack_tensors
+
+__all__ = [
+    "Call",
+    "FakeEngine",
+    "FakeLauncher",
+    "FakeRunningEngine",
+    "FakeTensor",
+    "Gate",
+    "pack_tensors",
+]

@@ -1,0 +1,586 @@
+"""One fake engine: SGLang 0.5.23's control protocol over a few sets and flags.
+
+Always true:
+- a call that ends the real engine ends this one: its connection drops, and every later call
+  raises ``EngineUnreachable``;
+- a call returns or raises only when the engine has really done, or really not done, what it was
+  asked, unless its answer was to be lost;
+- time passes only where the event loop's clock does.
+
+Not here: how long things take, HTTP, and what several ranks do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from engines.errors import EngineRejected, EngineUnreachable
+from engines.fake.faults import Call, Faults, Gate
+from engines.fake.requests import Request
+from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, unpack_tensors
+from engines.protocol import (
+    Endpoint,
+    GenerateReply,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    PauseMode,
+    SamplingParams,
+    ServerInfo,
+    TensorInfo,
+    WeightsReport,
+)
+
+_DEFAULT_SAMPLING = SamplingParams()
+_NOWHERE = Endpoint("127.0.0.1", 1)
+_NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
+_HEALTH_TIMEOUT_S = 20.0
+_SESSION_PATHS = frozenset({"/begin_weight_update", "/end_weight_update"})
+
+
+class FakeEngine:
+    """``protocol.Engine`` in memory.
+
+    Args:
+        tensors: the model's tensors.
+        needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
+        token_s: seconds each token takes.
+
+    Attributes:
+        calls: every call that reached it, in order.
+        dead_because: what ended it; empty while it lives.
+        released: tags whose memory is given back.
+        paused: the mode of the pause; None while it serves.
+        in_flight: admitted requests, by id.
+        num_held: requests that arrived in a pause and got no answer yet.
+        is_cache_stale: the prefix cache holds entries of older weights.
+        num_closed: how often a client of it was closed.
+    """
+
+    def __init__(
+        self,
+        engine_id: str = "fake-0",
+        *,
+        endpoint: Endpoint = _NOWHERE,
+        model_path: str = "/models/fake",
+        tensors: Sequence[TensorInfo] = DEFAULT_TENSORS,
+        weight_version: str = "0",
+        memory_saver: bool = True,
+        weights_cpu_backup: bool = False,
+        needs_session: bool = True,
+        token_s: float = 0.0,
+        vocab_size: int = 1000,
+        memory_bytes: int = 3_000,
+    ) -> None:
+        self.engine_id = engine_id
+        self.endpoint = endpoint
+        self.calls: list[Call] = []
+        self.dead_because = ""
+        self.released: set[MemoryTag] = set()
+        self.paused: PauseMode | None = None
+        self.in_flight: dict[str, Request] = {}
+        self.num_held = 0
+        self.is_cache_stale = False
+        self.num_closed = 0
+        self.weights = FakeWeights.initial(tensors)
+        self.adapters: dict[str, str] = {}
+        self._version = weight_version
+        self._model_path = model_path
+        self._memory_saver = memory_saver
+        self._backup = weights_cpu_backup
+        self._needs_session = needs_session
+        self._token_s = token_s
+        self._vocab_size = vocab_size
+        self._memory_bytes = memory_bytes
+        self._is_updating = False
+        self._is_wedged = False
+        self._groups: set[str] = set()
+        self._snapshot: dict[str, str] = {}
+        self._num_requests = 0
+        self._faults = Faults()
+        self._changed = asyncio.Event()
+
+    # For tests: faults in, facts out
+
+    def hold(self, operation: str) -> Gate:
+        """Hold every call of ``operation`` before it does anything, until the gate is opened.
+
+        A generation is held when it has been admitted: it counts as in flight.
+        """
+        gate = self._faults.gates[operation] = Gate(self._notify)
+        return gate
+
+    def fail_next(self, operation: str, error: BaseException) -> None:
+        """The next call of ``operation`` raises ``error`` and does nothing."""
+        self._faults.failures.setdefault(operation, []).append(error)
+
+    def lose_next_answer(self, operation: str) -> None:
+        """The next call of ``operation`` takes effect, and its connection breaks."""
+        self._faults.losses[operation] = self._faults.losses.get(operation, 0) + 1
+
+    def die(self, because: str) -> None:
+        """End it; calls that wait for an answer get a broken connection."""
+        self.dead_because = self.dead_because or because
+        self._notify()
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.dead_because)
+
+    @property
+    def weights_are_garbage(self) -> bool:
+        """Whether any tensor's contents were lost and not written again."""
+        return bool(self.weights.lost)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a weight update session is open."""
+        return self._is_updating
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory it holds: a third of the whole per tag."""
+        if self.is_dead:
+            return 0
+        released = self.released if self._memory_saver else set()
+        return self._memory_bytes - len(released) * (self._memory_bytes // len(MemoryTag))
+
+    def operations(self) -> list[str]:
+        """Names of the calls it got, in order."""
+        return [call.operation for call in self.calls]
+
+    # Requests in flight
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        async with self._call("pause_generation", mode=mode):
+            if mode is PauseMode.ABORT and self.paused is PauseMode.IN_PLACE and self.in_flight:
+                self._is_wedged = True
+                await self._until(lambda: False)
+            self.paused = mode
+            self._notify()
+            if mode is PauseMode.ABORT:
+                self._abort("")
+                await self._until(lambda: not self.in_flight)
+
+    async def continue_generation(self) -> None:
+        async with self._call("continue_generation"):
+            self.paused = None
+            self._notify()
+
+    async def flush_cache(self, timeout_s: float | None = None) -> None:
+        async with self._call("flush_cache", timeout_s=timeout_s):
+            if timeout_s is None:
+                is_idle = not self._num_holding_kv
+            else:
+                is_idle = await self._until(lambda: not self.in_flight, timeout_s)
+            if not is_idle:
+                raise self._rejected(
+                    "flush_cache", f"Flush cache failed: {len(self.in_flight)} requests in flight"
+                )
+            self.is_cache_stale = False
+
+    async def abort_request(self, rid: str | None = None) -> None:
+        async with self._call("abort_request", rid=rid):
+            self._abort(rid or "")
+
+    # Memory
+
+    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        async with self._call("release_memory_occupation", tags=tuple(tags)):
+            wanted = set(tags) or set(MemoryTag)
+            if self._num_holding_kv:
+                self._assert(False, f"release while {len(self.in_flight)} requests run")
+            if self._memory_saver:
+                self._assert(not wanted & self.released, "release of a tag twice")
+                self.released |= wanted
+
+    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        async with self._call("resume_memory_occupation", tags=tuple(tags)):
+            wanted = set(tags) or set(MemoryTag)
+            if self._memory_saver:
+                self._assert(wanted <= self.released, "resume of a tag that is not released")
+                self.released -= wanted
+                if MemoryTag.WEIGHTS in wanted and not self._backup:
+                    self.weights.lose()
+
+    # Weights
+
+    async def begin_weight_update(self) -> None:
+        async with self._call("begin_weight_update"):
+            if self._is_updating:
+                raise self._rejected("begin_weight_update", "a weight update is already open")
+            self._is_updating = True
+
+    async def end_weight_update(self) -> None:
+        async with self._call("end_weight_update"):
+            if not self._is_updating:
+                raise self._rejected("end_weight_update", "no weight update is open")
+            self._is_updating = False
+
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        operation = "update_weights_from_tensor"
+        async with self._call(operation, flush_cache=flush_cache, weight_version=weight_version):
+            self._require_session(operation)
+            self._assert(bool(serialized_named_tensors), "too few payloads")
+            pairs = unpack_tensors(serialized_named_tensors[0])
+            await self._write(operation, pairs, flush_cache, weight_version)
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        async with self._call("init_weights_update_group", group_name=group_name):
+            self._groups.add(group_name)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        async with self._call("destroy_weights_update_group", group_name=group_name):
+            self._require_group("destroy_weights_update_group", group_name)
+            self._groups.remove(group_name)
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        operation = "update_weights_from_distributed"
+        async with self._call(operation, flush_cache=flush_cache, weight_version=weight_version):
+            self._require_session(operation)
+            self._require_group(operation, group_name)
+            # No numbers travel to a fake: what came is told by its version.
+            pairs = [(name, f"{name}@{weight_version}") for name in names]
+            await self._write(operation, pairs, flush_cache, weight_version)
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        operation = "update_weights_from_disk"
+        async with self._call(operation, model_path=model_path, weight_version=weight_version):
+            await self._write(operation, [], flush_cache, weight_version)
+            self.weights.load_checkpoint(model_path)
+            self._model_path = model_path
+
+    async def update_weight_version(
+        self, version: str, *, abort_all_requests: bool = False
+    ) -> None:
+        async with self._call("update_weight_version", version=version):
+            if abort_all_requests:
+                self._abort("")
+            self._version = version
+
+    async def weight_version(self) -> str:
+        async with self._call("weight_version"):
+            return self._version
+
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
+        async with self._call("weights_checker", action=action):
+            self._require_weights("check weights")
+            if action == "snapshot":
+                self._snapshot = dict(self.weights.digests)
+            elif action == "compare":
+                if self._snapshot != self.weights.digests:
+                    raise self._rejected("weights_checker", "weights differ from the snapshot")
+            elif action == "reset_tensors":
+                self.weights.lose()
+            elif action == "checksum":
+                return WeightsReport(self.weights.checksum(), (dict(self.weights.digests),))
+            else:
+                raise self._rejected("weights_checker", f"unknown action {action!r}")
+            return WeightsReport(None)
+
+    async def weights_manifest(self) -> tuple[TensorInfo, ...]:
+        async with self._call("weights_manifest"):
+            return tuple(self.weights.tensors.values())
+
+    # LoRA
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        async with self._call("load_lora_adapter", name=name):
+            self._load_adapter("load_lora_adapter", name, path)
+
+    async def load_lora_adapter_from_tensors(
+        self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
+    ) -> None:
+        async with self._call("load_lora_adapter_from_tensors", name=name):
+            self._load_adapter("load_lora_adapter_from_tensors", name, "tensors")
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        async with self._call("unload_lora_adapter", name=name):
+            if self.adapters.pop(name, None) is None:
+                raise self._rejected("unload_lora_adapter", f"no adapter {name!r} is loaded")
+
+    # Questions
+
+    async def model_info(self) -> ModelInfo:
+        async with self._call("model_info"):
+            return ModelInfo(self._model_path, self._version)
+
+    async def server_info(self) -> ServerInfo:
+        async with self._call("server_info"):
+            return ServerInfo("0.5.23", "fake", self._memory_saver, self._backup)
+
+    async def loads(self) -> Loads:
+        async with self._call("loads"):
+            return Loads(num_running_reqs=len(self.in_flight), num_waiting_reqs=self.num_held)
+
+    async def endpoints(self) -> frozenset[str]:
+        async with self._call("endpoints"):
+            paths = frozenset({"/generate", "/pause_generation", "/update_weights_from_tensor"})
+            return paths | _SESSION_PATHS if self._needs_session else paths
+
+    async def is_ready(self) -> bool:
+        async with self._call("is_ready"):
+            return self.paused is None
+
+    async def is_healthy(self) -> bool:
+        """A real request: it waits in a pause, and then says no."""
+        async with self._call("is_healthy"):
+            return await self._until(lambda: self.paused is None, _HEALTH_TIMEOUT_S)
+
+    # Generation
+
+    async def generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> GenerateReply:
+        prompt = _prompt_ids(input_ids, text)
+        async with self._admitted(prompt, sampling_params, rid, return_logprob) as request:
+            while not request.is_over:
+                await self._step(request)
+            return request.reply()
+
+    async def stream_generate(
+        self,
+        *,
+        input_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        rid: str | None = None,
+        return_logprob: bool = False,
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """One reply per token, and a last one that says why it ended."""
+        prompt = _prompt_ids(input_ids, text)
+        async with self._admitted(prompt, sampling_params, rid, return_logprob) as request:
+            while not request.is_over:
+                await self._step(request)
+                yield request.reply()
+
+    async def aclose(self) -> None:
+        self.num_closed += 1
+
+    # How a call is made
+
+    @asynccontextmanager
+    async def _call(self, operation: str, **arguments: Any) -> AsyncIterator[None]:
+        await self._arrive(operation, arguments)
+        await self._pass_gate(operation)
+        try:
+            if self._is_wedged and operation.endswith("_generation"):
+                await self._until(lambda: False)
+            yield
+        except Fatal as error:
+            self.die(str(error))
+            raise self._broken(operation) from None
+        except _Died:
+            raise self._broken(operation) from None
+        if self._faults.loses_answer(operation):
+            raise self._broken(operation)
+
+    async def _arrive(self, operation: str, arguments: Mapping[str, Any]) -> None:
+        self.calls.append(Call(operation, arguments, asyncio.get_running_loop().time()))
+        if self.is_dead:
+            raise EngineUnreachable(
+                f"engine {self.engine_id}: {operation} cannot connect: {self.dead_because}",
+                engine=self.engine_id,
+                operation=operation,
+                maybe_executed=False,
+            )
+        if (error := self._faults.next_failure(operation)) is not None:
+            raise error
+
+    async def _pass_gate(self, operation: str, is_over: Callable[[], bool] = bool) -> None:
+        gate = self._faults.gates.get(operation)
+        if gate is None or gate.is_open:
+            return
+        gate.entered.set()
+        gate.num_waiting += 1
+        try:
+            await self._until(lambda: gate.is_open or is_over())
+        except _Died:
+            raise self._broken(operation) from None
+        finally:
+            gate.num_waiting -= 1
+
+    async def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until ``is_so``; False if it was not within ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (self.is_dead or is_so()):
+                    await self._changed.wait()
+        except TimeoutError:
+            return is_so()
+        if self.is_dead:
+            raise _Died
+        return True
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # What ends or refuses a call
+
+    def _assert(self, holds: bool, because: str) -> None:
+        if not holds:
+            raise Fatal(because)
+
+    def _broken(self, operation: str) -> EngineUnreachable:
+        because = self.dead_because or "its answer was lost"
+        return EngineUnreachable(
+            f"engine {self.engine_id}: {operation}: connection broke: {because}",
+            engine=self.engine_id,
+            operation=operation,
+        )
+
+    def _rejected(self, operation: str, body: str) -> EngineRejected:
+        return EngineRejected(
+            f"engine {self.engine_id}: {operation} answered 400: {body}",
+            engine=self.engine_id,
+            operation=operation,
+            status=400,
+            body=body,
+        )
+
+    def _require_session(self, operation: str) -> None:
+        if self._needs_session and not self._is_updating:
+            raise self._rejected(operation, "weights are updated only after begin_weight_update")
+
+    def _require_group(self, operation: str, group_name: str) -> None:
+        if group_name not in self._groups:
+            raise self._rejected(operation, f"no weight update group {group_name!r}")
+
+    def _require_weights(self, what: str) -> None:
+        self._assert(MemoryTag.WEIGHTS not in self.released, f"{what} while weights are released")
+
+    # What calls do
+
+    @property
+    def _num_holding_kv(self) -> int:
+        return 0 if self.paused is PauseMode.RETRACT else len(self.in_flight)
+
+    def _abort(self, prefix: str) -> None:
+        for rid, request in self.in_flight.items():
+            if rid.startswith(prefix):
+                request.is_aborted = True
+        self._notify()
+
+    def _load_adapter(self, operation: str, name: str, source: str) -> None:
+        if name in self.adapters:
+            raise self._rejected(operation, f"adapter {name!r} is already loaded")
+        self._require_weights("load an adapter")
+        self.adapters[name] = source
+
+    async def _write(
+        self,
+        operation: str,
+        pairs: Sequence[tuple[str, Any]],
+        flush_cache: bool,
+        weight_version: str | None,
+    ) -> None:
+        self._require_weights("update")
+        # Not paused, an update waits for all requests in flight.
+        await self._until(lambda: self.paused is not None or not self.in_flight)
+        self.weights.write(pairs)
+        self._version = weight_version or self._version
+        self.is_cache_stale = not flush_cache
+        if flush_cache and self._num_holding_kv:
+            self.is_cache_stale = True
+            raise self._rejected(operation, "weights changed, but the cache was not flushed")
+
+    @asynccontextmanager
+    async def _admitted(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, rid: str | None, logprobs: bool
+    ) -> AsyncIterator[Request]:
+        await self._arrive("generate", {"rid": rid})
+        try:
+            await self._wait_for_continue()
+            request = self._admit(prompt, sampling, rid, logprobs)
+            try:
+                await self._pass_gate("generate", lambda: request.is_aborted)
+                yield request
+            finally:
+                del self.in_flight[request.rid]
+                self._notify()
+        except Fatal as error:
+            self.die(str(error))
+            raise self._broken("generate") from None
+        except _Died:
+            raise self._broken("generate") from None
+        if self._faults.loses_answer("generate"):
+            raise self._broken("generate")
+
+    async def _wait_for_continue(self) -> None:
+        self.num_held += 1
+        try:
+            await self._until(lambda: self.paused is None)
+        finally:
+            self.num_held -= 1
+
+    def _admit(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, rid: str | None, logprobs: bool
+    ) -> Request:
+        self._num_requests += 1
+        request = Request(
+            rid or f"{self.engine_id}/{self._num_requests}", prompt, sampling, logprobs
+        )
+        if request.rid in self.in_flight:
+            raise self._rejected("generate", f"request id {request.rid!r} is in flight")
+        self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
+        inside = all(0 <= token < self._vocab_size for token in prompt)
+        self._assert(inside, "a token id outside the vocabulary")
+        self.in_flight[request.rid] = request
+        self._notify()
+        return request
+
+    async def _step(self, request: Request) -> None:
+        """One token, or the end of the request."""
+        frozen = (PauseMode.RETRACT, PauseMode.IN_PLACE)
+        if self._token_s:
+            await self._until(lambda: request.is_aborted, self._token_s)
+        await self._until(lambda: request.is_aborted or self.paused not in frozen)
+        if not request.is_aborted:
+            request.add_token(self._version, self._vocab_size)
+
+
+class _Died(Exception):
+    """The engine ended while a call of it waited."""
+
+
+def _prompt_ids(input_ids: Sequence[int] | None, text: str | None) -> tuple[int, ...]:
+    if (input_ids is None) == (text is None):
+        raise ValueError("generate takes either input_ids or text")
+    return tuple((text or "").encode()) if input_ids is None else tuple(input_ids)
