@@ -16,7 +16,7 @@ children first.  Should somebody kill the guard itself, the kernel kills the eng
 started is then found by the owner, see ``guarded.Guarded.sweep``.
 
 In:  one line of JSON (``command``, ``env``, ``cwd``, ``cleanup``), then single bytes: ``n`` note
-     the processes and files there are, ``t`` SIGTERM to the engine's process group, ``k`` kill all.
+     the processes and shared memory, ``t`` SIGTERM to the engine's process group, ``k`` kill all.
 Out: ``started GUARD_PID ENGINE_PID``, ``exited STATUS``, ``gone NUM_KILLED``, one line each.
 """
 
@@ -31,12 +31,17 @@ import signal
 import sys
 import time
 
+TYPE_CHECKING = False  # typing would be the largest import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_GRACE_S = 0.5
 """What an engine that exited by itself left running gets this long to notice."""
 
+_SHARED_MEMORY = "/dev/shm/"
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -115,7 +120,7 @@ class Guard:
 
     def must_go(self, commands: bytes) -> bool:
         if b"n" in commands:
-            self.note()
+            self.note(_mapped_files)
         if b"t" in commands and self.exit_status is None:
             os.killpg(self.engine_pid, signal.SIGTERM)
         return b"k" in commands
@@ -137,7 +142,7 @@ class Guard:
 
     def end(self) -> None:
         """Kills whatever is left and says so when nothing is."""
-        self.note()
+        self.note(_open_files)
         not_before = time.monotonic() + (0 if self.exit_status is None else LEFTOVER_GRACE_S)
         killed: set[int] = set()
         pause_s = 0.002
@@ -153,14 +158,14 @@ class Guard:
         self.remove_files()
         self.report(f"gone {len(killed)}")
 
-    def note(self) -> None:
-        """Remembers the processes there are and the shared memory they hold open."""
+    def note(self, files_of: Callable[[int], list[str]]) -> None:
+        """Remembers the processes there are and the shared memory they hold."""
         if not self.cleanup:
             return
         pids = _descendants(os.getpid())
         self.seen_pids.update(pids)
         for pid in pids:
-            self.seen_files.update(_open_files(pid, "/dev/shm/"))
+            self.seen_files.update(files_of(pid))
 
     def remove_files(self) -> None:
         """Removes what the dead left: names with a ``{pid}`` of theirs, other names if held open.
@@ -241,8 +246,8 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _open_files(pid: int, prefix: str) -> list[str]:
-    """Paths under ``prefix`` that ``pid`` holds open."""
+def _open_files(pid: int) -> list[str]:
+    """Shared memory that ``pid`` holds open.  Quick enough for the moment of a kill."""
     try:
         fds = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -253,9 +258,26 @@ def _open_files(pid: int, prefix: str) -> list[str]:
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
         except OSError:
             continue
-        if target.startswith(prefix):
+        if target.startswith(_SHARED_MEMORY):
             found.append(target)
     return found
+
+
+def _mapped_files(pid: int) -> list[str]:
+    """Shared memory that ``pid`` holds open or mapped, named semaphores among it.
+
+    A process with a GPU has tens of thousands of mappings, so this is for quiet moments.
+    """
+    try:
+        with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+            mapped = [
+                _SHARED_MEMORY + line.rstrip("\n").partition(_SHARED_MEMORY)[2]
+                for line in file
+                if _SHARED_MEMORY in line
+            ]
+    except OSError:
+        return []
+    return mapped + _open_files(pid)
 
 
 def _kill(pid: int) -> None:

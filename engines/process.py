@@ -59,7 +59,7 @@ class EngineProcess:
             env: the whole environment; None for a copy of this process's own.
             cleanup: glob patterns of files to remove when the engine is gone.  ``{pid}`` stands
                 for each of its processes; a pattern without it removes only files in /dev/shm
-                that the engine was seen to hold open (once ready, or when killed).
+                that the engine was seen to hold (when it became ready, or when killed).
 
         Raises:
             EngineNotReady: the guard could not start.  A command that cannot be run is an engine

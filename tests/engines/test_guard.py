@@ -1,6 +1,7 @@
 """No process of an engine outlives its owner, however the owner or the guard ends."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -227,12 +228,22 @@ def test_shared_memory_left_behind_is_removed_and_only_that(owner: Owner):
 
 
 def test_shared_memory_of_an_engine_that_died_by_itself_is_removed(owner: Owner):
-    path = Path(f"/dev/shm/rr-test-{os.getpid()}-loads")
-    script = f"exec 7> {path}; : > there; while [ ! -e die ]; do sleep 0.02; done; kill -9 $$"
-    owner.spawn(script, cleanup=[str(path)])
+    tag = f"/dev/shm/rr-test-{os.getpid()}"
+    script = f"""
+import mmap, os, signal, time
+held = open("{tag}-held", "wb")
+with open("{tag}-mapped", "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+open("there", "w").close()
+while not os.path.exists("die"):
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    owner.spawn(shlex.join(["exec", sys.executable, "-S", "-c", script]), cleanup=[f"{tag}-*"])
     eventually((owner.directory / "engine-0" / "there").exists)
     owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
     assert owner.ask("print('noted', flush=True)") == "noted"
-    assert path.exists()
+    assert len(list(Path("/dev/shm").glob(f"{Path(tag).name}-*"))) == 2
     (owner.directory / "engine-0" / "die").touch()
-    eventually(lambda: not path.exists())
+    eventually(lambda: not list(Path("/dev/shm").glob(f"{Path(tag).name}-*")))

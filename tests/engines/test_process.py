@@ -72,6 +72,7 @@ async def test_a_spawned_engine_runs_until_killed(spawn: Spawn):
 
 async def test_killing_twice_and_killing_the_dead_is_nothing(spawn: Spawn):
     process = await spawn("exit 3")
+    await eventually(lambda: not process.is_alive())
     await process.kill()
     await process.kill()
     assert await process.stop() is False
