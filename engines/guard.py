@@ -266,17 +266,17 @@ def _open_files(pid: int) -> list[str]:
 def _mapped_files(pid: int) -> list[str]:
     """Shared memory that ``pid`` holds open or mapped, named semaphores among it.
 
-    A process with a GPU has tens of thousands of mappings, so this is for quiet moments.
+    A process with a GPU has tens of thousands of mappings, so this is for quiet moments.  Found
+    by inode, since the C library maps a semaphore before it gives it its name.
     """
+    inodes: set[int] = set()
     try:
         with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
-            mapped = [
-                _SHARED_MEMORY + line.rstrip("\n").partition(_SHARED_MEMORY)[2]
-                for line in file
-                if _SHARED_MEMORY in line
-            ]
+            inodes.update(int(line.split(None, 5)[4]) for line in file if _SHARED_MEMORY in line)
     except OSError:
         return []
+    with os.scandir(_SHARED_MEMORY) as entries:
+        mapped = [entry.path for entry in entries if entry.inode() in inodes]
     return mapped + _open_files(pid)
 
 

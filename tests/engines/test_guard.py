@@ -235,6 +235,7 @@ held = open("{tag}-held", "wb")
 with open("{tag}-mapped", "w+b") as file:
     file.truncate(4096)
     mapped = mmap.mmap(file.fileno(), 4096)
+os.rename("{tag}-mapped", "{tag}-renamed")
 open("there", "w").close()
 while not os.path.exists("die"):
     time.sleep(0.02)
