@@ -17,7 +17,8 @@ started is then found by the owner, see ``guarded.Guarded.sweep``.
 
 In:  one line of JSON (``command``, ``env``, ``cwd``, ``cleanup``), then single bytes: ``n`` note
      the processes and shared memory, ``t`` SIGTERM to the engine's process group, ``k`` kill all.
-Out: ``started GUARD_PID ENGINE_PID``, ``exited STATUS``, ``gone NUM_KILLED``, one line each.
+Out: ``started GUARD_PID ENGINE_PID``, ``noted``, ``exited STATUS``, ``gone NUM_KILLED``, one line
+     each.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Guard:
     def must_go(self, commands: bytes) -> bool:
         if b"n" in commands:
             self.note(_mapped_files)
+            self.report("noted")
         if b"t" in commands and self.exit_status is None:
             os.killpg(self.engine_pid, signal.SIGTERM)
         return b"k" in commands

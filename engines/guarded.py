@@ -33,6 +33,7 @@ class Guarded:
         pid: the command's own process, leader of its session; None until it is started.
         exit_status: as ``Popen.returncode``; None while it runs.  -9 also where the guard was
             killed, since the kernel then kills the command.
+        is_noted: the guard has done what ``note`` asked.
         num_killed: processes that had to be killed, known once it is gone.
         is_gone: every process of the command is reaped.
         is_lost: the guard died before it could say so.
@@ -51,6 +52,7 @@ class Guarded:
         self.guard_pid: int | None = None
         self.pid: int | None = None
         self.exit_status: int | None = None
+        self.is_noted = False
         self.num_killed = 0
         self.is_gone = False
         self.is_lost = False
@@ -126,6 +128,8 @@ class Guarded:
         match word:
             case "started":
                 self.guard_pid, self.pid = numbers
+            case "noted":
+                self.is_noted = True
             case "exited":
                 (self.exit_status,) = numbers
             case "gone":

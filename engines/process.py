@@ -27,6 +27,7 @@ Probe = Callable[[], Awaitable[bool]]
 _TAIL_BYTES = 64 * 1024
 _GUARD_START_S = 30.0
 _KILL_S = 10.0
+_NOTE_S = 5.0
 
 
 class EngineProcess:
@@ -122,19 +123,22 @@ class EngineProcess:
                 while self.is_alive():
                     try:
                         if await probe():
-                            self._guarded.note()
-                            return
+                            break
                     except EngineError as error:
                         last_answer = str(error)
                     await asyncio.sleep(interval_s)
+                else:
+                    elapsed_s = time.monotonic() - started
+                    raise self._not_ready(
+                        f"exited with status {self.exit_status} after {elapsed_s:.1f} s"
+                    )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise self._not_ready(
                 f"not ready after {deadline_s:g} s (last probe: {last_answer})"
             ) from None
-        elapsed_s = time.monotonic() - started
-        raise self._not_ready(f"exited with status {self.exit_status} after {elapsed_s:.1f} s")
+        await self._note()
 
     async def stop(self, grace_s: float = 10.0) -> bool:
         """SIGTERM to the process group, after ``grace_s`` SIGKILL to all that is left.
@@ -200,6 +204,11 @@ class EngineProcess:
         if self._guarded.is_lost:
             return not self._guarded.sweep()
         return self._guarded.is_gone
+
+    async def _note(self) -> None:
+        """Lets the guard see what there is to clean up while the engine surely lives."""
+        self._guarded.note()
+        await self._wait(lambda: self._guarded.is_noted or not self.is_alive(), _NOTE_S)
 
     async def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
         """Polls, for a pipe reader would tie the process to one event loop."""
