@@ -75,7 +75,11 @@ class Gate:
             generation.refusal = refusal
             self._journal.touched.append(generation)
         else:
-            self._batcher.admit(generation)
+            if generation.params.max_new_tokens == 0:
+                generation.finish_reason = {"type": "length", "length": 0}
+                self._journal.touched.append(generation)
+            else:
+                self._batcher.admit(generation)
 
     def abort(self, rid: str) -> None:
         """End one request, held or in flight.  Unknown ids are ignored, as SGLang does."""

@@ -28,11 +28,12 @@ def sample(
     if torch.isnan(logits).any():  # weights lost in a release: answer garbage, as SGLang does
         torch.nan_to_num_(logits)
     _forbid_early_stops(logits, generations)
+    temperatures = [generation.params.temperature or 1.0 for generation in generations]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
     if all(generation.params.is_greedy for generation in generations):
         tokens = logits.argmax(dim=-1)
     else:
-        temperatures = [generation.params.temperature or 1.0 for generation in generations]
-        logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
         tokens = _draw(logits, generations)
     if not any(generation.return_logprob for generation in generations):
         return tokens, None

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import random
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -28,6 +30,14 @@ class Server(uvicorn.Server):
     for an answer (a paused engine would never give it)."""
 
     engine: Engine
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's own, does not raise the signal again after a clean end."""
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self.handle_exit, sig, None)
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.engine.batcher.post(lambda: self.engine.gate.abort_all(and_held=True))

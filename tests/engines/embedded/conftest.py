@@ -1,0 +1,64 @@
+"""Engines shared by all tests of the run; each test hands them back serving, at version 0."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.embedded.asking import Asker, Server, connected
+
+
+def tiny(path: Path, **options: Any) -> Path:
+    from engines.embedded.tiny import make_tiny_model
+
+    return make_tiny_model(path, **options)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "first": tiny(root / "first", hidden_size=256),
+        "second": tiny(root / "second", hidden_size=256, seed=1),
+        "other_shape": tiny(root / "other_shape", hidden_size=128),
+        "qwen": tiny(
+            root / "qwen",
+            architecture="qwen3",
+            hidden_size=512,
+            num_layers=4,
+            tie_embeddings=True,
+        ),
+    }
+
+
+@pytest.fixture(scope="session")
+def servers(
+    models: dict[str, Path],
+) -> Iterator[dict[str, Server]]:
+    """Two engines, started side by side since that is the slow part."""
+    plain = Server(models["first"], "--enable-memory-saver")
+    backed = Server(
+        models["qwen"],
+        *("--enable-memory-saver", "--enable-weights-cpu-backup"),
+    )
+    try:
+        yield {"plain": plain.wait_until_ready(), "backed": backed.wait_until_ready()}
+    finally:
+        plain.stop()
+        backed.stop()
+
+
+@pytest.fixture
+async def engine(servers: dict[str, Server], models: dict[str, Path]) -> AsyncIterator[Asker]:
+    """The llama engine with a memory saver and no backup."""
+    async with connected(servers["plain"]) as asker:
+        yield asker
+
+
+@pytest.fixture
+async def backed(servers: dict[str, Server]) -> AsyncIterator[Asker]:
+    """The qwen3 engine, which backs its weights up."""
+    async with connected(servers["backed"]) as asker:
+        yield asker

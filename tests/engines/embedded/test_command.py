@@ -1,0 +1,33 @@
+"""The command line that launchers build, read back by the engine's own parser."""
+
+from __future__ import annotations
+
+import pytest
+from engines.embedded.command import build_command
+from engines.embedded.config import parse_args
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint
+
+HERE = Endpoint("127.0.0.1", 1234)
+
+
+def spec(**options: object) -> EngineSpec:
+    return EngineSpec(
+        "e-0", "embedded", "/models/m", "/logs/e-0.log", num_cpus=1.5, options=options
+    )
+
+
+def test_a_spec_becomes_flags_the_engine_understands() -> None:
+    command = build_command(spec(max_total_tokens=64, **{"random-seed": 3}), HERE)
+    config = parse_args(command[command.index("engines.embedded") + 1 :])
+    assert (config.model_path, config.port, config.weight_version) == ("/models/m", 1234, "0")
+    assert (config.max_total_tokens, config.random_seed, config.num_threads) == (64, 3, 2)
+    assert config.enable_memory_saver
+    assert not config.enable_weights_cpu_backup
+    assert config.device == "cpu"
+
+
+@pytest.mark.parametrize("name", ["port", "model-path", "no_such_option"])
+def test_an_option_that_is_ours_or_nobodys_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name.replace("-", "_")):
+        build_command(spec(**{name: 1}), HERE)
