@@ -8,7 +8,7 @@ account for.  Not a TaskGroup for that reason.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -60,18 +60,31 @@ async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
         raise cancelled
 
 
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Carry ``work`` to its end, even when cancelled meanwhile; then pass that on."""
+    task = asyncio.create_task(work)
+    try:
+        await settle([task])
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio would log it as forgotten
+        raise
+    return task.result()
+
+
 async def _ask_one(
     engine_id: str, ask: Callable[[], Awaitable[T]], operation: str, budget_s: float
 ) -> Answer[T]:
     clock = asyncio.get_running_loop().time
     started = clock()
+    limit = asyncio.timeout(budget_s)
     try:
-        async with asyncio.timeout(budget_s):
+        async with limit:
             value = await ask()
     # BaseException: a call that was cancelled from below must count as failed, not as answered.
     except BaseException as error:
         elapsed = clock() - started
-        if isinstance(error, TimeoutError) and elapsed >= budget_s:
+        if isinstance(error, TimeoutError) and limit.expired():
             reason = f"{operation} took longer than {budget_s:g} s"
         else:
             reason = f"{operation} failed after {elapsed:.1f} s: {describe(error)}"

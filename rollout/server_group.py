@@ -7,6 +7,7 @@ Always true:
   nor hold memory the trainer is about to use;
 - what each engine has released is recorded per memory tag, and nothing is released or resumed
   twice: SGLang dies of that;
+- no engine generates with memory released, or with weights that changed and were not verified;
 - the phase moves on only if enough engines are left; else it stays where it was.
 
 ``ServerGroup`` knows nothing of Ray; every method is a coroutine.
@@ -27,13 +28,15 @@ from engines.protocol import Endpoint, Engine, MemoryTag, PauseMode
 from rollout import lifecycle
 from rollout.config import GroupConfig, LifecycleConfig, WeightUpdate
 from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
-from rollout.fanout import Answer, describe, fan_out
+from rollout.fanout import Answer, describe, fan_out, finish
 from rollout.lifecycle import Command, Phase
 from rollout.policy import group_traits, release_policy
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 logger = logging.getLogger(__name__)
+
+_TAIL_TIMEOUT_S = 5.0
 
 Connect = Callable[[Endpoint, str], Engine]
 
@@ -55,7 +58,11 @@ def connect_http(budgets: LifecycleConfig) -> Connect:
 
 @dataclass(slots=True)
 class _Member:
-    """One engine and all that is known of it."""
+    """One engine and all that is known of it.
+
+    Attributes:
+        is_proved: its weights were verified after they were last changed.
+    """
 
     slot: EngineSlot
     process: RunningEngine
@@ -63,6 +70,7 @@ class _Member:
     has_session: bool
     weight_version: int | None
     released: set[MemoryTag] = field(default_factory=set)
+    is_proved: bool = True
     fenced_because: str = ""
 
     @property
@@ -123,29 +131,34 @@ class ServerGroup:
             PhaseFailed: an engine did not start; the ones that did are stopped again.
         """
         budget_s = self._settings.group.engine.start_timeout_s + 30.0
-        answers = await fan_out(
-            {slot.engine_id: self._starter(slot) for slot in self._slots},
-            operation="start",
-            budget_s=budget_s,
-        )
-        for engine_id, answer in answers.items():
-            if answer.value is not None:
-                self._members[engine_id] = answer.value
-        failures = [one.failure for one in answers.values() if one.failure is not None]
-        if failures:
+        try:
+            answers = await fan_out(
+                {slot.engine_id: self._starter(slot) for slot in self._slots},
+                operation="start",
+                budget_s=budget_s,
+            )
+            failures = [one.failure for one in answers.values() if one.failure is not None]
+            if failures:
+                raise PhaseFailed(
+                    _told("start", self.name, failures), phase="start", failures=failures
+                )
+            if len(self._members) < len(self._slots):
+                raise PhaseFailed(f"group {self.name}: stopped while it started", phase="start")
+        except BaseException:
             await self.stop()
-            raise PhaseFailed(_told("start", self.name, failures), phase="start", failures=failures)
+            raise
+        self._members = {slot.engine_id: self._members[slot.engine_id] for slot in self._slots}
         return await self.status()
 
-    def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[_Member]]:
-        async def start() -> _Member:
+    def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
+        async def start() -> None:
             process = await self._launcher.launch(self._spec(slot))
             engine = self._connect(process.endpoint, slot.engine_id)
             try:
-                return await self._admit(slot, process, engine)
+                self._members[slot.engine_id] = await self._admit(slot, process, engine)
             except BaseException:
-                await engine.aclose()
                 await process.kill()
+                await engine.aclose()
                 raise
 
         return start
@@ -190,15 +203,18 @@ class ServerGroup:
         self._members = {}
 
         async def end(member: _Member) -> None:
-            await member.engine.aclose()
-            if await member.process.stop(grace_s):
-                logger.warning("engine %s had to be killed", member.engine_id)
+            try:
+                if await member.process.stop(grace_s):
+                    logger.warning("engine %s had to be killed", member.engine_id)
+            finally:
+                await member.engine.aclose()
 
-        await fan_out(
+        answers = await fan_out(
             {member.engine_id: _calling(end, member) for member in members},
             operation="stop",
             budget_s=grace_s + 30.0,
         )
+        _log_failures(answers)
 
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
@@ -250,9 +266,11 @@ class ServerGroup:
         started = _now()
         self._check_order(order)
         target = lifecycle.next_phase(self._phase, command, self._traits)
+        self._refuse(command, self._without_weights())
         members = self._unfenced()
         for member in members:
             member.weight_version = None
+            member.is_proved = False
         answers = await push_weights(
             push,
             {
@@ -264,7 +282,7 @@ class ServerGroup:
         for member in members:
             if answers[member.engine_id].failure is None:
                 member.weight_version = push.version
-        return await self._conclude(command, target, answers, started)
+        return await finish(self._conclude(command, target, answers, started))
 
     async def verify(self, version: int, order: int | None = None) -> PhaseReport:
         """Prove that every engine holds ``version``, by asking it."""
@@ -276,9 +294,18 @@ class ServerGroup:
             held = await member.engine.weight_version()
             if held != str(version):
                 raise LifecycleError(f"it reports weight version {held!r}, not '{version}'")
+            member.is_proved = True
+
+        def nobody_holds_it() -> str:
+            held = {member.weight_version for member in self._unfenced()}
+            return f"weight version {version} reached no engine" if version not in held else ""
 
         return await self._command(
-            Command.VERIFY, verify, self._settings.lifecycle.verify_timeout_s, order
+            Command.VERIFY,
+            verify,
+            self._settings.lifecycle.verify_timeout_s,
+            order,
+            why_not=nobody_holds_it,
         )
 
     async def resume_kv(self, order: int | None = None) -> PhaseReport:
@@ -291,13 +318,32 @@ class ServerGroup:
         """Let the engines generate again."""
 
         async def go_on(member: _Member) -> None:
-            if member.released:
-                raise LifecycleError(f"{', '.join(sorted(member.released))} still released")
             await member.engine.continue_generation()
 
         return await self._command(
-            Command.CONTINUE, go_on, self._settings.lifecycle.continue_timeout_s, order
+            Command.CONTINUE,
+            go_on,
+            self._settings.lifecycle.continue_timeout_s,
+            order,
+            why_not=self._unfit_to_serve,
         )
+
+    # A phase that failed half-way leaves engines apart from one another, which the table does
+    # not show: these look at the engines themselves.
+
+    def _unfit_to_serve(self) -> str:
+        for member in self._unfenced():
+            if member.released:
+                return f"engine {member.engine_id} has {_tags(member)} released"
+            if not member.is_proved:
+                return f"the weights of engine {member.engine_id} were not verified"
+        return ""
+
+    def _without_weights(self) -> str:
+        for member in self._unfenced():
+            if MemoryTag.WEIGHTS in member.released:
+                return f"engine {member.engine_id} has {_tags(member)} released"
+        return ""
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -333,18 +379,34 @@ class ServerGroup:
         act: Callable[[_Member], Awaitable[Any]],
         budget_s: float,
         order: int | None,
+        *,
+        why_not: Callable[[], str] = str,
     ) -> PhaseReport:
         started = _now()
         self._check_order(order)
         if lifecycle.is_repeat(self._phase, command):
             return self._report(command, {}, started)
         target = lifecycle.next_phase(self._phase, command, self._traits)
-        answers = await fan_out(
-            {member.engine_id: _calling(act, member) for member in self._unfenced()},
-            operation=command.value,
-            budget_s=budget_s,
-        )
-        return await self._conclude(command, target, answers, started)
+        self._refuse(command, why_not())
+
+        async def carry_out() -> PhaseReport:
+            answers = await fan_out(
+                {member.engine_id: _calling(act, member) for member in self._unfenced()},
+                operation=command.value,
+                budget_s=budget_s,
+            )
+            return await self._conclude(command, target, answers, started)
+
+        # Cancelled in between, the engines would be in a phase that the group knows nothing of.
+        return await finish(carry_out())
+
+    def _refuse(self, command: Command, why_not: str) -> None:
+        if why_not:
+            raise LifecycleError(
+                f"group {self.name}: cannot {command} while {self._phase}: {why_not}",
+                command=command,
+                phase=self._phase,
+            )
 
     async def _resume(
         self, command: Command, tags: Sequence[MemoryTag], order: int | None
@@ -367,8 +429,13 @@ class ServerGroup:
         started: float,
     ) -> PhaseReport:
         failures = [one.failure for one in answers.values() if one.failure is not None]
-        for failure in failures:
-            await self._fence(self._members[failure.engine_id], str(failure))
+        if answers and not self._members:
+            raise PhaseFailed(
+                f"group {self.name}: {command} ended because the group was stopped",
+                phase=command.value,
+                failures=failures,
+            )
+        await self._fence(failures)
         left = len(self._unfenced())
         if left < self._min_engines() or (failures and self._raises()):
             raise PhaseFailed(
@@ -382,14 +449,23 @@ class ServerGroup:
         logger.info("group %s: %s -> %s in %.3f s", self.name, command, target, report.elapsed_s)
         return report
 
-    async def _fence(self, member: _Member, reason: str) -> None:
-        member.fenced_because = reason
-        logger.error("fenced: %s\n%s", reason, await _tail(member.process))
-        await member.engine.aclose()
-        try:
-            await member.process.kill()
-        except Exception as error:  # the fence stands even if the kill must be told
-            logger.error("engine %s could not be killed: %s", member.engine_id, describe(error))
+    async def _fence(self, failures: Sequence[EngineFailure]) -> None:
+        for failure in failures:
+            self._members[failure.engine_id].fenced_because = str(failure)
+
+        async def end(member: _Member) -> None:
+            logger.error("fenced: %s\n%s", member.fenced_because, await _tail(member.process))
+            try:
+                await member.process.kill()
+            finally:
+                await member.engine.aclose()
+
+        answers = await fan_out(
+            {one.engine_id: _calling(end, self._members[one.engine_id]) for one in failures},
+            operation="kill",
+            budget_s=self._settings.lifecycle.stop_timeout_s + 30.0,
+        )
+        _log_failures(answers)  # the fence stands all the same
 
     def _report(
         self, command: Command, answers: Mapping[str, Answer[Any]], started: float
@@ -448,9 +524,20 @@ def _told(command: str, group: str, failures: Sequence[EngineFailure]) -> str:
     return f"group {group}: {command} failed: {told}"
 
 
+def _tags(member: _Member) -> str:
+    return ", ".join(sorted(member.released))
+
+
+def _log_failures(answers: Mapping[str, Answer[Any]]) -> None:
+    for answer in answers.values():
+        if answer.failure is not None:
+            logger.error("%s", answer.failure)
+
+
 async def _tail(process: RunningEngine) -> str:
     try:
-        return await process.log_tail()
+        async with asyncio.timeout(_TAIL_TIMEOUT_S):
+            return await process.log_tail()
     except Exception as error:  # a missing log must not hide the failure it would explain
         return f"(no log: {describe(error)})"
 

@@ -1,0 +1,205 @@
+"""Groups, servers and pushes over fake engines, ready to be driven."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
+from engines.fake.weights import DEFAULT_TENSORS
+from engines.protocol import Endpoint, TensorInfo
+from rollout.config import LifecycleConfig, ServerConfig, WeightUpdate
+from rollout.routing import Member
+from rollout.server import RolloutServer
+from rollout.server_group import GroupSettings, ServerGroup
+from rollout.types import EngineSlot
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.push import WeightPush
+
+TENSOR_NAMES = tuple(tensor.name for tensor in DEFAULT_TENSORS)
+
+
+def slots(group: str, num: int) -> list[EngineSlot]:
+    return [EngineSlot(f"{group}-{index}", group, index) for index in range(num)]
+
+
+def server_config(
+    groups: Mapping[str, Mapping[str, Any]],
+    *,
+    update: str = "full",
+    lifecycle: Mapping[str, Any] | None = None,
+    model_path: str = "/nowhere",
+) -> ServerConfig:
+    return ServerConfig.model_validate(
+        {
+            "model_path": model_path,
+            "groups": groups,
+            "lifecycle": lifecycle or {},
+            "weights": {"update": update},
+        }
+    )
+
+
+def make_group(
+    num_engines: int = 2,
+    *,
+    name: str = "main",
+    update: str = "full",
+    lifecycle: Mapping[str, Any] | None = None,
+    launcher: FakeLauncher | None = None,
+    **group: Any,
+) -> tuple[ServerGroup, FakeLauncher]:
+    """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
+    launcher = launcher or FakeLauncher()
+    config = server_config({name: {"num_engines": num_engines, **group}}, update=update)
+    settings = GroupSettings(
+        name=name,
+        path=f"servers.policy.groups.{name}",
+        model_path="/nowhere",
+        log_dir="/nowhere",
+        group=config.groups[name],
+        update=WeightUpdate(update),
+        lifecycle=LifecycleConfig.model_validate(lifecycle or {}),
+    )
+    made = ServerGroup(settings, slots(name, num_engines), launcher, launcher.connect)
+    return made, launcher
+
+
+async def started_group(*args: Any, **kwargs: Any) -> tuple[ServerGroup, list[FakeEngine]]:
+    """A group that serves, and its engines."""
+    group, launcher = make_group(*args, **kwargs)
+    await group.start()
+    return group, [process.engine for process in launcher.processes.values()]
+
+
+def manifest(tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> Manifest:
+    return Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in tensors)
+
+
+def push(version: int, names: Sequence[str] = TENSOR_NAMES, *, num_buckets: int = 1) -> WeightPush:
+    """New contents for ``names``, all distinct from those of other versions."""
+    tensors = [one for one in DEFAULT_TENSORS if one.name in names]
+    buckets = [
+        pack_tensors(
+            {one.name: FakeTensor(one.shape, version) for one in tensors[part::num_buckets]}
+        )
+        for part in range(num_buckets)
+    ]
+    return WeightPush(version, manifest(tensors), buckets)
+
+
+def write_checkpoint(folder: Path, tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> str:
+    """A checkpoint that names ``tensors``; its path."""
+    header = {
+        one.name: {"dtype": "F32", "shape": list(one.shape), "data_offsets": [0, 0]}
+        for one in tensors
+    }
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+@dataclass
+class RecordingRouter:
+    """A ``RouterPort`` that only remembers; ``gates`` starts with how a router starts: closed."""
+
+    gates: list[dict[str, Any]] = field(default_factory=lambda: [{"state": "closed"}])
+    members: list[Member] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    num_stops: int = 0
+    start_error: Exception | None = None
+
+    async def start(self) -> Endpoint:
+        if self.start_error is not None:
+            raise self.start_error
+        return Endpoint("127.0.0.1", 30000)
+
+    async def stop(self, budget_s: float) -> None:
+        self.num_stops += 1
+
+    async def set_gate(self, state: str, **why: Any) -> None:
+        self.gates.append({"state": state, **why})
+
+    async def set_members(self, epoch: int, members: list[Member]) -> None:
+        self.epochs.append(epoch)
+        self.members = members
+
+    async def stats(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def gate(self) -> str:
+        return self.gates[-1]["state"]
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {member.engine_id: member.state.value for member in self.members}
+
+
+@dataclass
+class ServerBench:
+    """A server, its router and its engines."""
+
+    server: RolloutServer
+    router: RecordingRouter
+    launcher: FakeLauncher
+    groups: dict[str, ServerGroup]
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [process.engine for process in self.launcher.processes.values()]
+
+    def __getitem__(self, engine_id: str) -> FakeEngine:
+        return self.launcher[engine_id]
+
+
+# One group that shares its GPUs with the trainer, one that keeps its own.
+TWO_GROUPS: dict[str, dict[str, Any]] = {
+    "shared": {"num_engines": 2},
+    "apart": {"num_engines": 1, "needs_offload": False},
+}
+
+
+def make_server(
+    folder: Path,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    update: str = "full",
+    lifecycle: Mapping[str, Any] | None = None,
+) -> ServerBench:
+    """A server that is not started, over a checkpoint with the fake's tensors."""
+    config = server_config(
+        groups or TWO_GROUPS,
+        update=update,
+        lifecycle=lifecycle,
+        model_path=write_checkpoint(folder),
+    )
+    launcher = FakeLauncher()
+    made = {
+        name: ServerGroup(
+            GroupSettings(
+                name=name,
+                path=f"servers.policy.groups.{name}",
+                model_path=config.model_path,
+                log_dir=str(folder),
+                group=group,
+                update=config.weights.update,
+                lifecycle=config.lifecycle,
+            ),
+            slots(name, group.num_engines),
+            launcher,
+            launcher.connect,
+        )
+        for name, group in config.groups.items()
+    }
+    router = RecordingRouter()
+    return ServerBench(RolloutServer("policy", config, made, router), router, launcher, made)
+
+
+async def started_server(folder: Path, *args: Any, **kwargs: Any) -> ServerBench:
+    bench = make_server(folder, *args, **kwargs)
+    await bench.server.start()
+    return bench
