@@ -14,8 +14,8 @@ DEV_EXTRAS := $(RUN_EXTRAS),dev
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
-BENCHMARKS := $(foreach name,embedded lifecycle router weights recovery rollout,\
-	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name)))
+BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout,\
+	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name))))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -68,7 +68,7 @@ constraints: TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 constraints: build/pins/bin/python ## take the newest versions that pyproject.toml admits
 	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS)]'
 	{ sed -n '/^#/p' constraints.txt; \
-	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > build/pins/constraints.txt
+	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)
 
 $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
