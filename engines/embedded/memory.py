@@ -34,10 +34,13 @@ class Region(Protocol):
 class ArenaRegion:
     """A tag on CPU: views into one arena."""
 
-    def __init__(self, layout: Layout, *, backup: bool) -> None:
+    def __init__(self, layout: Layout, *, backup: bool, populate: bool) -> None:
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in layout]
         self._arena = Arena(sum(aligned(size) for size in sizes))
         self._backup = backup
+        self._populate = populate
+        if populate:
+            self._arena.populate()
         self.tensors = [
             torch.frombuffer(self._arena.take(size), dtype=torch.uint8).view(dtype).view(shape)
             for size, (shape, dtype) in zip(sizes, layout, strict=True)
@@ -47,7 +50,10 @@ class ArenaRegion:
         self._arena.release(backup=self._backup)
 
     def resume(self) -> bool:
-        return self._arena.resume()
+        has_contents = self._arena.resume()
+        if self._populate:
+            self._arena.populate()
+        return has_contents
 
     def resident_bytes(self) -> int:
         return self._arena.resident_bytes()
@@ -114,7 +120,9 @@ class Memory:
         backup = self._weights_backup and tag is MemoryTag.WEIGHTS
         region: Region
         if self.device.type == "cpu":
-            region = ArenaRegion(layout, backup=backup)
+            # A KV pool is taken up front, as SGLang takes its: to run out of memory is then an
+            # error of the start or of the onload, not of some request in the middle of a rollout.
+            region = ArenaRegion(layout, backup=backup, populate=tag is MemoryTag.KV_CACHE)
         elif self._saver:
             region = SaverRegion(tag, layout, backup=backup)
         else:

@@ -177,7 +177,8 @@ def test_the_engine_has_ordinary_signals_and_no_pipes_of_ours(owner: Owner):
     eventually(path.exists)
     blocked, ignored, *fds = path.read_text().splitlines()
     assert int(blocked.split()[1], 16) == 0
-    assert int(ignored.split()[1], 16) == 0
+    # 32 and 33 are the C library's own; started under make they come ignored, whatever we do.
+    assert int(ignored.split()[1], 16) & ~0x180000000 == 0
     assert fds == ["0", "1", "2", "3"]  # 3 is the listing itself
 
 

@@ -1,0 +1,149 @@
+"""Colocated GRPO on a laptop: the whole loop, in one command.
+
+A local Ray cluster, two embedded engines behind a router, and a trainer that learns two-digit
+addition by reinforcement.  Engines and trainer take turns with the memory: each step is
+
+    rollout -> pause -> flush -> release -> train -> resume weights -> push -> verify
+            -> resume KV cache -> continue
+
+    python examples/colocated_grpo.py            # about two minutes on two cores
+    python examples/colocated_grpo.py --skip-push  # engines never see a new weight: no climb
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import rollout
+import torch
+from rollout.driver.evaluation import eval_metrics
+
+from arithmetic import (
+    MAX_NEW_TOKENS,
+    Problem,
+    encode,
+    make_splits,
+    make_warm_started_model,
+    reward,
+)
+from grpo import GrpoTrainer
+from report import Report
+
+
+def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
+    """One server, the policy, with two engines that give their memory back each step."""
+    engine = {
+        "kind": args.engine,
+        "cpus": 1,
+        # Without a push the weights must survive the release, or the step is refused.
+        "weights_cpu_backup": args.skip_push,
+        "options": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
+    }
+    return rollout.RolloutConfig.from_dict(
+        {
+            "run_id": f"colocated-grpo-{args.seed}",
+            "log_dir": str(args.out / "logs"),
+            "servers": {
+                "policy": {
+                    "model_path": str(model_path),
+                    "groups": {"main": {"num_engines": args.engines, "engine": engine}},
+                }
+            },
+        }
+    )
+
+
+def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
+    return [
+        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
+        for problem in problems
+    ]
+
+
+def judge(sample: rollout.Sample) -> float:
+    return reward("", sample.output_ids, sample.metadata["answer"])
+
+
+def train(args: argparse.Namespace, model_path: Path, report: Report) -> None:
+    """Steps of rollout, training and push, with an evaluation after each."""
+    splits = make_splits(args.seed)
+    held_out = prompts(splits.held_out)
+    sampling = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
+    greedy = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+    trainer = GrpoTrainer(model_path, seed=args.seed)
+    trainer.offload()
+    torch.manual_seed(args.seed)
+
+    with (
+        rollout.launch(config(args, model_path), backend=args.backend) as deployment,
+        rollout.Driver(deployment["policy"].url, judge) as driver,
+    ):
+        policy = deployment["policy"]
+
+        def evaluate(step: int) -> dict[str, float]:
+            groups = driver.rollout(step, held_out, group_size=1, sampling=greedy).result()
+            return eval_metrics("addition", [group.samples[0] for group in groups])
+
+        report.begin(evaluate(0))
+        for step in range(1, args.steps + 1):
+            start = (step - 1) * args.prompts % len(splits.train)
+            batch = prompts((splits.train * 2)[start : start + args.prompts])
+
+            with report.timed("rollout"):
+                groups = driver.rollout(
+                    step, batch, group_size=args.group_size, sampling=sampling
+                ).result()
+
+            with policy.offloaded() as window:
+                with report.timed("train"):
+                    trainer.onload()
+                    metrics = trainer.step([group.samples for group in groups])
+                if not args.skip_push:
+                    window.push(trainer.state_dict(), version=step)
+                trainer.offload()
+
+            with report.timed("eval"):
+                scores = evaluate(step)
+            report.step(step, metrics["reward"], scores, window.report)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20, help="training steps")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
+    parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
+    parser.add_argument("--engine", default="embedded", help="kind of the engines")
+    parser.add_argument("--backend", default="ray", choices=["ray", "local"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip-push", action="store_true", help="never push: a negative control")
+    parser.add_argument("--model", type=Path, help="start from this directory, make none")
+    parser.add_argument("--out", type=Path, default=Path("runs/colocated_grpo"))
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+
+    report = Report(args.out / "colocated_grpo", args.steps)
+    model_path = args.model or args.out / f"model-{args.seed}"
+    if args.model is None:
+        with report.note("making and warm-starting a tiny Qwen3 model"):
+            started = time.monotonic()
+            make_warm_started_model(model_path, args.seed)
+        report.say(f"warm start took {time.monotonic() - started:.1f} s")
+    with report:
+        train(args, model_path, report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: engines, router and cluster are stopped")
+    except rollout.RolloutError as error:
+        sys.exit(f"colocated_grpo: {error}")

@@ -1,0 +1,73 @@
+"""The example as a user runs it: it learns, it depends on the push, and it leaves nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import program, wait_until
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(240)]
+EXAMPLE = "examples/colocated_grpo.py"
+MIB = 1024 * 1024
+
+
+def arguments(model: Path, out: Path, *more: str) -> list[str]:
+    return [EXAMPLE, "--model", str(model), "--out", str(out), *more]
+
+
+@pytest.mark.ray
+def test_accuracy_climbs_and_engine_memory_is_freed_each_step(
+    warm_started: Path, tmp_path: Path
+) -> None:
+    with program(*arguments(warm_started, tmp_path, "--steps", "8")) as example:
+        assert example.finish(200) == 0, example.output
+        assert wait_until(lambda: not example.descendants(), 20), example.descendants()
+    figures = json.loads((tmp_path / "colocated_grpo.json").read_text())
+    steps = figures["steps"]
+    assert figures["before"]["eval/addition"] < 0.5
+    assert figures["eval"]["eval/addition"] > 0.8
+    assert [step["weight_version"] for step in steps] == list(range(1, 9))
+    assert all(step["freed_bytes"] > 100 * MIB for step in steps)
+    assert (tmp_path / "colocated_grpo.png").stat().st_size > 10_000
+    assert "[EVAL RESULT] eval 8: {'eval/addition':" in example.output
+
+
+def test_accuracy_does_not_climb_when_the_push_is_skipped(
+    warm_started: Path, tmp_path: Path
+) -> None:
+    more = ("--steps", "8", "--skip-push", "--backend", "local")
+    with program(*arguments(warm_started, tmp_path, *more)) as example:
+        assert example.finish(200) == 0, example.output
+    figures = json.loads((tmp_path / "colocated_grpo.json").read_text())
+    assert {step["weight_version"] for step in figures["steps"]} == {0}
+    accuracies = [step["accuracy"] for step in figures["steps"]]
+    assert max(accuracies) - figures["before"]["eval/addition"] < 0.05, accuracies
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_sigkill_of_the_driver_leaves_no_engine(
+    backend: str, warm_started: Path, tmp_path: Path
+) -> None:
+    with program(*arguments(warm_started, tmp_path, "--backend", backend)) as example:
+        example.wait_for("step  1", 120)
+        assert len(example.descendants("engines.embedded")) >= 2
+        example.process.kill()
+        assert wait_until(lambda: not example.descendants("engines."), 30), example.descendants()
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_ctrl_c_ends_everything_with_one_line(
+    backend: str, warm_started: Path, tmp_path: Path
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    with program(*arguments(warm_started, tmp_path, "--backend", backend)) as example:
+        example.wait_for("step  2", 120)
+        os.killpg(example.process.pid, signal.SIGINT)
+        assert example.finish(60) != 0
+        assert "Traceback" not in example.output
+        assert "interrupted" in example.output
+        assert wait_until(lambda: not example.descendants(), 20), example.descendants()
+    assert set(os.listdir("/dev/shm")) <= shared_memory
