@@ -188,9 +188,8 @@ class Batcher(ContinuousBatchingManager):
     def _step(self, processor: Any) -> None:
         cache = processor.cache
         batch = processor.inputs_and_outputs.requests_in_batch
-        if processor.config._attn_implementation == attention.NAME:
-            lengths = [(one.query_length, one.state.position_offset) for one in batch]
-            cache.plan = attention.plan(lengths, cache.device)
+        if cache.is_bucketed:
+            cache.plan_step(batch)
         with torch.inference_mode():
             processor._generation_step(self.model)
         if cache.prefix_hits:

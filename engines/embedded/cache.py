@@ -6,13 +6,15 @@ costs nothing, and then given the tensor of the region: nothing is allocated twi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from engines.embedded.attention import Bucket
+from engines.embedded.attention import NAME, Bucket, Member, plan
 from engines.embedded.memory import Memory
 from engines.protocol import MemoryTag
 
@@ -21,7 +23,8 @@ class RegionCache(PagedAttentionCache):
     """Paged cache in a region.
 
     Attributes:
-        plan: this step's attention buckets (see ``attention``).
+        is_bucketed: attention is ours (see ``attention``).
+        plan: this step's attention buckets.
         prefix_hits: request id -> tokens of its prompt found in the cache, until collected.
     """
 
@@ -39,8 +42,29 @@ class RegionCache(PagedAttentionCache):
                 self.cache_tensor,
                 self.pool,
             )
+        self.is_bucketed = self.config._attn_implementation == NAME
         self.plan: list[Bucket] = []
         self.prefix_hits: dict[str, int] = {}
+
+    def plan_step(self, batch: Sequence[FutureRequestState]) -> None:
+        """Plan the attention of a step, once for all layers."""
+        (allocator,) = self.cache_allocators.values()
+        stride = allocator.block_physical_stride // allocator.tokens_per_page
+        members = [
+            Member(
+                one.query_length,
+                one.state.position_offset,
+                [block * stride for block in allocator.block_table[one.state.request_id]],
+            )
+            for one in batch
+        ]
+        self.plan = plan(members, allocator.tokens_per_page, torch.device(self.device))
+
+    def pages_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each ``[pages, page_size, kv_heads, head_dim]``."""
+        allocator: Any = self.layer_to_allocator[layer]
+        pages: tuple[torch.Tensor, torch.Tensor] = allocator.get_cache_for_block_table(layer)
+        return pages
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         matched: int = super().search_prefix_match(request_id, prompt_ids)

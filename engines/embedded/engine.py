@@ -62,11 +62,11 @@ class Engine:
     def is_alive(self) -> bool:
         return self.batcher.failure is None and self.batcher.is_running()
 
-    def stop(self) -> None:
-        """End every request, then the generation thread."""
+    def stop(self, grace_s: float) -> None:
+        """End every request, then the generation thread, if its step ends in time."""
         if self.is_alive:
             self.batcher.post(lambda: self.gate.abort_all(and_held=True))
-            self.batcher.stop(block=True, timeout=5.0, hard_stop=True)
+            self.batcher.stop(block=True, timeout=grace_s, hard_stop=True)
 
     # Requests.
 

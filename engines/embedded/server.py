@@ -9,12 +9,13 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
 import uvicorn
+import uvloop
 
 from engines.embedded.app import make_app
 from engines.embedded.config import EngineConfig
@@ -80,17 +81,10 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
             time.monotonic() - began,
         )
         await server.serve(sockets=[listener])
+        engine.stop(_GRACE_S)
 
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run())
-    finally:
-        # Threads of torch and of a rendezvous may not be joinable; nothing is left to save.
-        logging.shutdown()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    logging.shutdown()
+    # A thread in a long step or in a rendezvous cannot be joined, and nothing is left to save.
     os._exit(0)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    return uvloop.new_event_loop
