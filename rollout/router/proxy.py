@@ -64,6 +64,7 @@ class Proxy:
             elif client.has_started:
                 await client.cut(is_flushed=False)
             else:
+                client.unwatch()
                 await _refuse(client, Refusal("the router is stopping", GateState.CLOSED))
         finally:
             client.unwatch()
@@ -104,7 +105,12 @@ class Proxy:
             return decision
         loop = asyncio.get_running_loop()
         decided: asyncio.Future[Admission | Refusal] = loop.create_future()
-        decision.on_decision = decided.set_result
+
+        def decide(outcome: Admission | Refusal) -> None:
+            if not decided.done():  # cancelled just now: ``leave`` below gives it back
+                decided.set_result(outcome)
+
+        decision.on_decision = decide
         timer = loop.call_later(self._hold_timeout_s, self._gate.expire, decision)
         try:
             return await decided
