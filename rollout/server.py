@@ -177,6 +177,8 @@ class RolloutServer:
                 where they were already updated.
         """
         async with self._lock.held("onload"):
+            if push is not None:
+                self._check_push(push)
             report = await self._onload_weights(self._concerned(Command.RESUME_WEIGHTS))
             if push is not None:
                 report = report.merged(await self._update_weights(push))
@@ -185,6 +187,7 @@ class RolloutServer:
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights for engines that are not offloaded: pause, flush, update, verify, go on."""
         async with self._lock.held("update_and_continue"):
+            self._check_push(push)
             report = await self._pause(self._concerned(Command.PAUSE))
             report = report.merged(await self._flush(self._concerned(Command.FLUSH)))
             report = report.merged(await self._update_weights(push))
@@ -330,7 +333,7 @@ class RolloutServer:
                 operation=command.value,
                 budget_s=self._budget_s(command) + _GROUP_MARGIN_S,
             )
-        except Exception as error:
+        except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
             raise
         for name, report in reports.items():
@@ -344,11 +347,18 @@ class RolloutServer:
             reports=tuple(reports.values()),
         )
 
-    async def _after_failure(self, command: Command, error: Exception) -> None:
+    async def _after_failure(self, command: Command, error: BaseException) -> None:
         """A failed phase leaves the gate shut and says so; groups keep what they reached."""
+        cancelled = isinstance(error, asyncio.CancelledError)
+        reason = f"{command} was cancelled" if cancelled else describe(error)
+        steps = [self._publish_members]
         if self._gate != "open":
-            await self._shut_gate("closed", describe(error), command.value)
-        await self._publish_members()
+            steps.insert(0, lambda: self._shut_gate("closed", reason, command.value))
+        for step in steps:
+            try:
+                await step()
+            except Exception as more:  # must not hide the failure that is being told
+                logger.error("server %s: after a failed %s: %s", self.name, command, describe(more))
         self._phases.update(
             {name: Phase(status.phase) for name, status in self._last_known.items()}
         )
@@ -370,9 +380,9 @@ class RolloutServer:
         return [name for name, one in self._traits.items() if one.needs_offload]
 
     def _unverified(self) -> list[str]:
-        """Groups with something to prove: one that was only paused still holds what it held."""
-        still = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED)
-        return [name for name, phase in self._phases.items() if phase not in still]
+        """Groups with something to prove: not those only paused, nor those that have proved it."""
+        proved = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.VERIFIED, Phase.KV_ONLOADED)
+        return [name for name, phase in self._phases.items() if phase not in proved]
 
     def _concerned(self, command: Command) -> list[str]:
         return [
@@ -390,6 +400,8 @@ class RolloutServer:
                 f"weight version {push.version} is not newer than {self._weight_version}, "
                 "which the engines were given last"
             )
+        if not push.buckets:
+            raise WeightMismatch(f"the push of weight version {push.version} holds no tensors")
         if self._expected is not None:
             check_push(push.manifest, self._expected, must_be_complete=update is WeightUpdate.FULL)
 

@@ -36,7 +36,9 @@ from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 logger = logging.getLogger(__name__)
 
+# Together less than what the server grants a group on top of a phase's own budget.
 _TAIL_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 20.0
 
 Connect = Callable[[Endpoint, str], Engine]
 
@@ -463,7 +465,7 @@ class ServerGroup:
         answers = await fan_out(
             {one.engine_id: _calling(end, self._members[one.engine_id]) for one in failures},
             operation="kill",
-            budget_s=self._settings.lifecycle.stop_timeout_s + 30.0,
+            budget_s=_KILL_TIMEOUT_S,
         )
         _log_failures(answers)  # the fence stands all the same
 

@@ -128,5 +128,5 @@ def _read_header(file: Path) -> list[TensorSpec]:
             for name, entry in header.items()
             if name != "__metadata__"
         ]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightMismatch(f"{file} is not a safetensors file: {error}") from None

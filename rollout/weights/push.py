@@ -80,9 +80,10 @@ async def push_weights(
     def going() -> list[str]:
         return [engine_id for engine_id in targets if engine_id not in answers]
 
-    await ask("begin_weight_update", going(), _begin)
-    begun = going()
+    begun = list(targets)
     try:
+        await ask("begin_weight_update", begun, _begin)
+        begun = going()
         for index, bucket in enumerate(push.buckets):
             payload = bucket if isinstance(bucket, bytes) else await bucket
             is_last = index == len(push.buckets) - 1

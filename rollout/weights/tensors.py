@@ -46,11 +46,11 @@ def make_push(
                 f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=str(name)
             )
     if expected is not None:
-        known = {tensor.data_ptr() for name, tensor in pairs if name in expected.tensors}
+        known = {_memory_of(tensor) for name, tensor in pairs if name in expected.tensors}
         pairs = [
             (name, tensor)
             for name, tensor in pairs
-            if name in expected.tensors or tensor.data_ptr() not in known
+            if name in expected.tensors or not tensor.nbytes or _memory_of(tensor) not in known
         ]
     manifest = Manifest.of(
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -58,6 +58,11 @@ def make_push(
     )
     buckets = tuple(_serialize(bucket) for bucket in _split(pairs, bucket_bytes))
     return WeightPush(version=version, manifest=manifest, buckets=buckets)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tied tensors; not for a view that only starts where another tensor does."""
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _split(

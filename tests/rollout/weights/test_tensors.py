@@ -1,0 +1,94 @@
+"""Named tensors to manifest and buckets.  Needs torch."""
+
+import io
+import pickle
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.protocol import TensorInfo
+from rollout.errors import WeightMismatch
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.push import PushTarget, push_weights
+
+torch = pytest.importorskip("torch")
+from rollout.weights.tensors import make_push  # noqa: E402  only where there is torch
+
+pytestmark = pytest.mark.embedded
+
+
+def unpickled(bucket: bytes) -> dict:
+    return dict(pickle.load(io.BytesIO(bucket)))
+
+
+def test_the_manifest_names_every_tensor_with_dtype_and_shape() -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    push = make_push(tensors, version=3, bucket_bytes=1000)
+    assert push.version == 3
+    assert push.manifest == Manifest.of(
+        [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,))]
+    )
+
+
+def test_buckets_stay_under_the_limit_unless_one_tensor_is_larger() -> None:
+    tensors = {
+        "a": torch.zeros(10),
+        "b": torch.zeros(15),
+        "c": torch.zeros(100),
+        "d": torch.zeros(1),
+    }
+    push = make_push(tensors, version=1, bucket_bytes=100)
+    assert [list(unpickled(bucket)) for bucket in push.buckets] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_view_is_sent_as_itself_and_not_with_all_its_storage() -> None:
+    whole = torch.arange(100_000, dtype=torch.float32)
+    push = make_push({"a": whole[7:9]}, version=1, bucket_bytes=1000)
+    assert len(push.buckets[0]) < 2000
+    assert torch.equal(unpickled(push.buckets[0])["a"], torch.tensor([7.0, 8.0]))
+
+
+def test_a_transposed_tensor_and_a_parameter_arrive_with_the_same_numbers() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    tensors = {"t": matrix.t(), "p": torch.nn.Parameter(matrix)}
+    sent = unpickled(make_push(tensors, version=1, bucket_bytes=1000).buckets[0])
+    assert torch.equal(sent["t"], matrix.t())
+    assert not sent["p"].requires_grad
+
+
+def test_a_tied_tensor_is_sent_once_under_the_name_the_model_has() -> None:
+    embed = torch.zeros(2, 2)
+    expected = Manifest.of([TensorSpec("embed.weight", "float32", (2, 2))])
+    tensors = {"lm_head.weight": embed, "embed.weight": embed, "extra": torch.ones(1)}
+    push = make_push(tensors, version=1, bucket_bytes=1000, expected=expected)
+    assert list(push.manifest.tensors) == ["embed.weight", "extra"]
+
+
+def test_a_name_that_occurs_twice_is_refused() -> None:
+    pairs = [("a", torch.zeros(1)), ("a", torch.zeros(1))]
+    with pytest.raises(WeightMismatch, match="'a' is pushed twice"):
+        make_push(pairs, version=1, bucket_bytes=1000)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(WeightMismatch, match="'a' is a list, not a tensor"):
+        make_push({"a": [1.0]}, version=1, bucket_bytes=1000)
+
+
+def test_what_only_starts_at_the_same_address_is_not_taken_for_tied() -> None:
+    fused = torch.zeros(6, 2)
+    expected = Manifest.of([TensorSpec("fused", "float32", (6, 2))])
+    tensors = {"fused": fused, "view": fused[:2], "none": torch.zeros(0)}
+    push = make_push(tensors, version=1, bucket_bytes=1000, expected=expected)
+    assert list(push.manifest.tensors) == ["fused", "view", "none"]
+
+
+async def test_a_fake_engine_takes_a_real_push() -> None:
+    tensors = (TensorInfo("a", "float32", (2, 3)), TensorInfo("b", "float32", (4,)))
+    engine = FakeEngine(tensors=tensors)
+    engine.weights.lose()
+    push = make_push({"a": torch.ones(2, 3), "b": torch.ones(4)}, version=1, bucket_bytes=20)
+    answers = await push_weights(push, {"fake": PushTarget(engine)}, budget_s=10)
+    assert answers["fake"].failure is None
+    assert len(push.buckets) == 2
+    assert not engine.weights_are_garbage
