@@ -21,6 +21,7 @@ from pathlib import Path
 import rollout
 import torch
 from rollout.driver.evaluation import eval_metrics
+from transformers.utils import logging as transformers_logging
 
 from arithmetic import (
     MAX_NEW_TOKENS,
@@ -127,6 +128,7 @@ def main() -> None:
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
 
     report = Report(args.out / "colocated_grpo", args.steps)
     model_path = args.model or args.out / f"model-{args.seed}"

@@ -37,12 +37,14 @@ class Program:
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.output = ""
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
+        with self.process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put(None)
 
     def wait_for(self, text: str, timeout_s: float) -> None:
@@ -92,6 +94,7 @@ class Program:
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
         self.process.wait(10)
+        self._reader.join(10)
 
 
 @contextmanager
