@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from engines.protocol import Endpoint, WorkerType
 from rollout import lifecycle
 from rollout.config import ServerConfig, WeightUpdate
-from rollout.errors import WeightMismatch
+from rollout.errors import LifecycleError, WeightMismatch
 from rollout.fanout import barrier, describe
 from rollout.lifecycle import Command, Phase, server_phase
 from rollout.lock import CommandLock
@@ -127,21 +127,22 @@ class RolloutServer:
         return await self.status()
 
     async def stop(self) -> None:
-        """Stop router and engines, in this order, within ``stop_timeout_s`` each."""
+        """Stop router and engines within ``stop_timeout_s``; what is late is killed."""
         await self._stop_all()
 
     async def _stop_all(self) -> None:
         # No lock: a stop must work while a command hangs.
         self._gate = "closed"
         budget_s = self._config.lifecycle.stop_timeout_s
-        for step in (
-            lambda: self._router.stop(budget_s),
-            lambda: barrier({name: group.stop() for name, group in self._groups.items()}),
-        ):
-            try:
-                await step()
-            except Exception as error:  # the next step must run even if this one failed
-                logger.error("server %s: while stopping: %s", self.name, describe(error))
+        parts: dict[str, Awaitable[Any]] = {}
+        if self._endpoint is not None:
+            parts["router"] = self._router.stop(budget_s)
+            self._endpoint = None
+        parts |= {name: group.stop() for name, group in self._groups.items()}
+        try:
+            await barrier(parts)
+        except Exception as error:  # who stops wants an end, not an error
+            logger.error("server %s: while stopping: %s", self.name, describe(error))
 
     def _check_start_versions(self, statuses: Mapping[str, GroupStatus]) -> None:
         for status in statuses.values():
@@ -333,6 +334,8 @@ class RolloutServer:
                 operation=command.value,
                 budget_s=self._budget_s(command) + _GROUP_MARGIN_S,
             )
+        except LifecycleError:
+            raise  # refused before anything was sent: gate and phases are as they were
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
             raise

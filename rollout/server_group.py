@@ -28,7 +28,7 @@ from engines.protocol import Endpoint, Engine, MemoryTag, PauseMode
 from rollout import lifecycle
 from rollout.config import GroupConfig, LifecycleConfig, WeightUpdate
 from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
-from rollout.fanout import Answer, describe, fan_out, finish
+from rollout.fanout import Answer, describe, fan_out, finish, settle
 from rollout.lifecycle import Command, Phase
 from rollout.policy import group_traits, release_policy
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
@@ -121,6 +121,8 @@ class ServerGroup:
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
         self._members: dict[str, _Member] = {}
+        self._launching: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
         self._phase = Phase.SERVING
         self._last_order = 0
 
@@ -132,6 +134,7 @@ class ServerGroup:
         Raises:
             PhaseFailed: an engine did not start; the ones that did are stopped again.
         """
+        self._is_stopped = False
         budget_s = self._settings.group.engine.start_timeout_s + 30.0
         try:
             answers = await fan_out(
@@ -139,13 +142,13 @@ class ServerGroup:
                 operation="start",
                 budget_s=budget_s,
             )
+            if self._is_stopped:
+                raise PhaseFailed(f"group {self.name}: stopped while it started", phase="start")
             failures = [one.failure for one in answers.values() if one.failure is not None]
             if failures:
                 raise PhaseFailed(
                     _told("start", self.name, failures), phase="start", failures=failures
                 )
-            if len(self._members) < len(self._slots):
-                raise PhaseFailed(f"group {self.name}: stopped while it started", phase="start")
         except BaseException:
             await self.stop()
             raise
@@ -154,16 +157,23 @@ class ServerGroup:
 
     def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
         async def start() -> None:
-            process = await self._launcher.launch(self._spec(slot))
-            engine = self._connect(process.endpoint, slot.engine_id)
-            try:
-                self._members[slot.engine_id] = await self._admit(slot, process, engine)
-            except BaseException:
-                await process.kill()
-                await engine.aclose()
-                raise
+            # A task of its own, so that a stop need not wait until the start is over.
+            task = asyncio.create_task(self._launch(slot), name=f"launch:{slot.engine_id}")
+            self._launching.add(task)
+            task.add_done_callback(self._launching.discard)
+            await task
 
         return start
+
+    async def _launch(self, slot: EngineSlot) -> None:
+        process = await self._launcher.launch(self._spec(slot))
+        engine = self._connect(process.endpoint, slot.engine_id)
+        try:
+            self._members[slot.engine_id] = await self._admit(slot, process, engine)
+        except BaseException:
+            await process.kill()
+            await engine.aclose()
+            raise
 
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> _Member:
         info = await engine.server_info()
@@ -201,6 +211,11 @@ class ServerGroup:
     async def stop(self) -> None:
         """End all engines: a bounded polite try, then the kill."""
         grace_s = self._settings.lifecycle.stop_timeout_s
+        self._is_stopped = True
+        launching = list(self._launching)
+        for task in launching:
+            task.cancel()
+        await settle(launching)
         members = list(self._members.values())
         self._members = {}
 

@@ -169,7 +169,7 @@ async def test_continue_by_hand_is_refused_before_the_kv_cache_is_back(tmp_path:
     await bench.server.verify()
     with pytest.raises(LifecycleError, match=r"cannot continue while verified; .* resume_kv"):
         await bench.server.continue_generation()
-    assert bench.router.gate == "closed"
+    assert bench.router.gate == "holding"  # a refused command sends nobody away who waits
     assert not any(engine.is_dead for engine in bench.engines)
 
 
@@ -521,7 +521,7 @@ async def test_full_weights_do_not_serve_again_without_a_push(tmp_path: Path) ->
     with pytest.raises(LifecycleError, match="cannot verify while weights_onloaded"):
         await bench.server.onload()
     assert engines_that_got(bench, "continue_generation") == set()
-    assert bench.router.gate == "closed"
+    assert bench.router.gate == "holding"
     await bench.server.onload(push(1))
     assert not any(engine.weights_are_garbage for engine in bench.engines)
     assert bench.router.gate == "open"
