@@ -334,8 +334,6 @@ class RolloutServer:
                 operation=command.value,
                 budget_s=self._budget_s(command) + _GROUP_MARGIN_S,
             )
-        except LifecycleError:
-            raise  # refused before anything was sent: gate and phases are as they were
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
             raise
@@ -351,11 +349,14 @@ class RolloutServer:
         )
 
     async def _after_failure(self, command: Command, error: BaseException) -> None:
-        """A failed phase leaves the gate shut and says so; groups keep what they reached."""
+        """A failed phase leaves the gate shut and says so; groups keep what they reached.
+
+        A command that was refused leaves the gate as it is, but other groups may have obeyed it.
+        """
         cancelled = isinstance(error, asyncio.CancelledError)
         reason = f"{command} was cancelled" if cancelled else describe(error)
         steps = [self._publish_members]
-        if self._gate != "open":
+        if self._gate != "open" and not isinstance(error, LifecycleError):
             steps.insert(0, lambda: self._shut_gate("closed", reason, command.value))
         for step in steps:
             try:

@@ -373,6 +373,23 @@ async def test_an_onload_in_place_of_the_rest_of_an_offload_serves_no_empty_engi
     assert bench.router.gate == "closed"
 
 
+async def test_a_command_that_only_one_group_refused_is_known_to_have_moved_the_other(
+    tmp_path: Path,
+) -> None:
+    groups = {"shared": {"num_engines": 2, "min_engines": 1}, "apart": {"needs_offload": False}}
+    bench = await started_server(tmp_path, groups, lifecycle=RAISE)
+    bench["shared-0"].fail_next("release_memory_occupation", BROKEN)
+    with pytest.raises(PhaseFailed):
+        await bench.server.offload()
+    with pytest.raises(LifecycleError, match=r"engine shared-1 has .* released"):
+        await bench.server.continue_generation()
+    assert bench["apart-0"].paused is None
+    await bench.server.offload()
+    assert bench["apart-0"].paused is not None
+    await bench.server.onload(push(1))
+    assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
+
+
 @pytest.mark.parametrize("failing", ["resume_memory_occupation", "continue_generation"])
 async def test_an_onload_after_a_half_failure_goes_on_where_each_group_is(
     tmp_path: Path, failing: str

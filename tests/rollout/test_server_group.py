@@ -277,6 +277,7 @@ async def test_an_engine_whose_client_cannot_be_closed_is_killed_all_the_same(mo
 async def test_full_weights_without_a_backup_need_a_push_before_anything_else() -> None:
     group, (engine,) = await started_group(1)
     await offload(group)
+    assert (await group.status()).engines[0].weight_version is None
     await group.resume_weights()
     assert engine.weights_are_garbage
     with pytest.raises(LifecycleError, match="cannot verify while weights_onloaded"):
