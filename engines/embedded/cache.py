@@ -48,7 +48,8 @@ class RegionCache(PagedAttentionCache):
 
     def plan_step(self, batch: Sequence[FutureRequestState]) -> None:
         """Plan the attention of a step, once for all layers."""
-        (allocator,) = self.cache_allocators.values()
+        allocator: Any = self.layer_to_allocator[0]
+        self._clear_new_blocks(allocator, batch)
         stride = allocator.block_physical_stride // allocator.tokens_per_page
         members = [
             Member(
@@ -59,6 +60,21 @@ class RegionCache(PagedAttentionCache):
             for one in batch
         ]
         self.plan = plan(members, allocator.tokens_per_page, torch.device(self.device))
+
+    def _clear_new_blocks(self, allocator: Any, batch: Sequence[FutureRequestState]) -> None:
+        """Zero the blocks that this step writes first.  Reading by whole pages also copies what
+        an earlier request left behind the newest token; masked it does no harm unless it is NaN
+        (lost weights, an overflow), which no mask stops."""
+        size = allocator.tokens_per_page
+        new: list[int] = []
+        for one in batch:
+            num_keys = one.state.position_offset
+            num_past = num_keys - one.query_length
+            if -(-num_keys // size) > -(-num_past // size):
+                table = allocator.block_table[one.state.request_id]
+                new += table[-(-num_past // size) :]
+        if new:
+            allocator._copy_view.index_fill_(0, torch.tensor(new, device=self.device), 0)
 
     def pages_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[pages, page_size, kv_heads, head_dim]``."""

@@ -72,10 +72,12 @@ class Engine:
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Have these answered; each ``wait`` returns as they get on."""
-        for generation in generations:
-            if generation.rid in self.live:
-                raise Invalid(f"Duplicate request ID detected: {generation.rid}")
-            self.live[generation.rid] = generation
+        new = {generation.rid: generation for generation in generations}
+        if twice := self.live.keys() & new.keys():
+            raise Invalid(f"Duplicate request ID detected: {', '.join(sorted(twice))}")
+        if len(new) < len(generations):
+            raise Invalid("Duplicate request IDs within the batch")
+        self.live.update(new)
         for generation in generations:
             self.batcher.post(lambda generation=generation: self.gate.admit(generation))  # type: ignore[misc]
 

@@ -28,7 +28,15 @@ from engines.embedded.serving import (
 from engines.embedded.text import StreamText
 
 # Fields of SGLang's request that ask for something else than text from text.
-_UNSUPPORTED = ("input_embeds", "image_data", "video_data", "audio_data", "lora_path")
+_UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "lora_path",
+    "top_logprobs_num",
+    "token_ids_logprob",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ def read(engine: Engine, raw: dict[str, Any]) -> Job:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise Unsupported(f"{name} is not supported by the embedded engine")
-    if (raw.get("logprob_start_len") or -1) >= 0 and raw.get("return_logprob"):
+    if raw.get("return_logprob") and raw.get("logprob_start_len") not in (None, -1):
         raise Unsupported("logprob_start_len: log-probabilities of prompts are not computed")
     prompts, is_batch = _prompts(engine, raw)
     count = len(prompts)

@@ -86,11 +86,27 @@ def read_chat(engine: Engine, raw: dict[str, Any]) -> Job:
     messages = raw.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Invalid("messages must be a list of at least one message")
+    if raw.get("top_logprobs"):
+        raise Unsupported("top_logprobs are not computed by the embedded engine")
     options = {"tools": raw.get("tools"), **(raw.get("chat_template_kwargs") or {})}
-    ids = check_prompt(engine, engine.text.apply_chat_template(messages, options))
+    ids = check_prompt(
+        engine, engine.text.apply_chat_template([_plain(message) for message in messages], options)
+    )
     params, is_limited = read_params(raw)
     params = with_room(engine, params, len(ids), is_limited)
     return _job(engine, raw, [ids], params, is_chat=True, logprobs=bool(raw.get("logprobs")))
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message whose content is text: OpenAI also allows a list of parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Invalid("a message must have a role and a content")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        raise Unsupported("only text parts are supported in a message's content")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
 
 
 def read_completion(engine: Engine, raw: dict[str, Any]) -> Job:

@@ -58,7 +58,7 @@ DONE = b"data: [DONE]\n\n"
 
 def check_prompt(engine: Engine, ids: Any) -> list[int]:
     """A prompt's token ids, refused where SGLang would end or answer garbage."""
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise Invalid("a prompt must be a list of token ids")
     if not ids:
         raise Invalid("the prompt is empty")

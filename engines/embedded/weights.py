@@ -137,6 +137,7 @@ def update_from_disk(weights: Weights, path: str) -> None:
     """Overwrite the model from a checkpoint, tensor by tensor; headers are checked first."""
     from safetensors import SafetensorError, safe_open
 
+    has_begun = False
     try:
         with ExitStack() as stack:
             files: list[Any] = [
@@ -144,13 +145,15 @@ def update_from_disk(weights: Weights, path: str) -> None:
                 for file in checkpoint_files(path)
             ]
             weights.check(_headers(files))
+            has_begun = True
             weights.apply(
                 (name, file.get_tensor(name))
                 for file in files
                 for name in file.keys()  # noqa: SIM118
             )
     except (SafetensorError, OSError) as error:
-        raise Invalid(f"cannot read {path}: {error}; nothing was updated") from error
+        state = "the weights are now a mixture" if has_begun else "nothing was updated"
+        raise Invalid(f"cannot read {path}: {error}; {state}") from error
 
 
 def _headers(files: Sequence[Any]) -> Iterator[Spec]:

@@ -27,8 +27,9 @@ async def test_an_aborted_request_answers_with_all_its_tokens(engine: Asker) -> 
 async def test_a_request_that_is_not_streamed_keeps_its_tokens_too(engine: Asker) -> None:
     body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "rid": "whole"}
     whole = asyncio.create_task(engine.post("/generate", **body))
-    async with engine.in_flight():  # admitted after it, so it runs when this does
-        await engine.post("/abort_request", abort_all=True)
+    while (await engine.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
+        assert not whole.done()
+    await engine.post("/abort_request", abort_all=True)
     reply = await whole
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"])
@@ -61,10 +62,9 @@ async def test_a_client_that_goes_away_from_a_whole_answer_aborts_it(engine: Ask
     async with httpx.AsyncClient(base_url=engine.server.url) as leaving:
         body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "rid": "leaves"}
         request = asyncio.create_task(leaving.post("/generate", json=body))
-        async with engine.in_flight():  # sent after it: it has arrived when this runs
-            loads = await engine.get("/v1/loads")
-            assert loads["loads"][0]["num_running_reqs"] == 2
-            request.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await request
+        while (await engine.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
+            assert not request.done()
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
     await engine.post("/flush_cache?timeout=20")

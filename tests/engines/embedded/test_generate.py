@@ -161,6 +161,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "sampling_params": {"nonsense": 1}}, "nonsense"),
     ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
     ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "Duplicate"),
+    ({"input_ids": [[1], []]}, "empty"),
 ]
 
 
@@ -169,4 +170,13 @@ async def test_a_wrong_request_is_a_400_that_says_why(
     engine: Asker, body: dict[str, Any], words: str
 ) -> None:
     assert words in await engine.refused(400, "/generate", **body)
-    assert (await engine.generate())["output_ids"]
+    assert (await engine.generate(rid="a"))["output_ids"]
+
+
+@pytest.mark.parametrize(
+    "body", [{"return_logprob": True, "logprob_start_len": 0}, {"top_logprobs_num": 2}]
+)
+async def test_what_is_not_supported_is_a_501_and_not_ignored(
+    engine: Asker, body: dict[str, Any]
+) -> None:
+    assert await engine.refused(501, "/generate", input_ids=PROMPT, **body)
