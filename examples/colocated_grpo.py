@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
     parser.add_argument("--engine", default="embedded", help="kind of the engines")
     parser.add_argument("--backend", default="ray", choices=["ray", "local"])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--skip-push", action="store_true", help="never push: a negative control")
     parser.add_argument("--model", type=Path, help="start from this directory, make none")
     parser.add_argument("--out", type=Path, default=Path("runs/colocated_grpo"))

@@ -51,7 +51,7 @@ class EngineConfig(_Slice):
     """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs one engine spans (tensor times pipeline parallel); 0 runs it on the CPU."""
-    cpus: Annotated[float, Field(ge=0)] = 1.0
+    cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPU cores reserved for one engine in the cluster; also its number of torch threads."""
     weights_cpu_backup: bool | None = None
     """Keep a host copy of the weights while released; left out, the release policy decides."""

@@ -2,16 +2,17 @@
 
 Always true: offload and onload are one transaction over all servers.  The trainer's GPUs are
 shared by all, so no server releases before every server has flushed, and none serves before
-every server can.
+every server can.  Either one repeated, also after a failure, goes on from where each group is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from rollout.errors import ConfigError
 from rollout.fanout import barrier
+from rollout.lifecycle import OFFLOAD, SERVE, Command
 from rollout.types import ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
@@ -33,6 +34,7 @@ class ServerPort(Protocol):
     def verify(self) -> Awaitable[StepReport]: ...
     def onload_kv(self) -> Awaitable[StepReport]: ...
     def continue_generation(self) -> Awaitable[StepReport]: ...
+    def advance(self, command: Command) -> Awaitable[StepReport]: ...
     def status(self) -> Awaitable[ServerStatus]: ...
     def expected_manifest(self) -> Awaitable[Manifest | None]: ...
 
@@ -57,11 +59,7 @@ class Deployment:
 
     async def offload(self) -> dict[str, StepReport]:
         """Every server paused, then every one flushed, then every one released."""
-        return await self._steps(
-            lambda one: one.pause_generation(),
-            lambda one: one.flush_cache(),
-            lambda one: one.release_memory_occupation(),
-        )
+        return await self._advance(*OFFLOAD)
 
     async def onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
         """Every server's weights, then new weights where there are any, then serve.
@@ -74,15 +72,11 @@ class Deployment:
                 raise ConfigError(
                     f"no server {name!r} to push weights to; known: {', '.join(self._servers)}"
                 )
-        reports = await self._steps(lambda one: one.onload_weights())
+        reports = await self._advance(Command.RESUME_WEIGHTS)
         updated = await barrier(
             {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
         )
-        served = await self._steps(
-            lambda one: one.verify(),
-            lambda one: one.onload_kv(),
-            lambda one: one.continue_generation(),
-        )
+        served = await self._advance(*SERVE)
         for name, report in reports.items():
             if name in updated:
                 report = report.merged(updated[name])
@@ -93,11 +87,12 @@ class Deployment:
         """Where every server is."""
         return await barrier({name: one.status() for name, one in self._servers.items()})
 
-    async def _steps(
-        self, *steps: Callable[[ServerPort], Awaitable[StepReport]]
-    ) -> dict[str, StepReport]:
+    async def _advance(self, *commands: Command) -> dict[str, StepReport]:
+        """Each command on all servers before the next on any; whoever is further on is left."""
         reports = {name: StepReport() for name in self._servers}
-        for step in steps:
-            done = await barrier({name: step(one) for name, one in self._servers.items()})
+        for command in commands:
+            done = await barrier(
+                {name: one.advance(command) for name, one in self._servers.items()}
+            )
             reports = {name: reports[name].merged(done[name]) for name in reports}
         return reports

@@ -91,6 +91,10 @@ TABLE: tuple[Row, ...] = (
     Row(_P.KV_ONLOADED, _C.CONTINUE, _P.SERVING),
 )
 
+# The commands of the two transitions; between them lie resume_weights and update_weights.
+OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+SERVE = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+
 # The phase each command ends in, so that a repeated command is recognised as one.
 _ENDS_IN: dict[Command, Phase] = {row.command: row.target for row in TABLE}
 

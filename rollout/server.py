@@ -24,7 +24,7 @@ from rollout import lifecycle
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.errors import LifecycleError, WeightMismatch
 from rollout.fanout import barrier, describe
-from rollout.lifecycle import Command, Phase, server_phase
+from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
 from rollout.policy import group_traits
 from rollout.routing import Member, MemberState
@@ -163,10 +163,7 @@ class RolloutServer:
         Repeated, or after a failure, it goes on from where each group is.
         """
         async with self._lock.held("offload"):
-            lifecycle.check_can_offload(self._phases)
-            report = await self._pause(self._concerned(Command.PAUSE))
-            report = report.merged(await self._flush(self._concerned(Command.FLUSH)))
-            return report.merged(await self._release(self._concerned(Command.RELEASE)))
+            return await self._advance(*OFFLOAD)
 
     async def onload(self, push: WeightPush | None = None) -> StepReport:
         """Take the memory back and serve: weights, update, verify, KV cache, continue, gate.
@@ -180,25 +177,26 @@ class RolloutServer:
         async with self._lock.held("onload"):
             if push is not None:
                 self._check_push(push)
-            report = await self._onload_weights(self._concerned(Command.RESUME_WEIGHTS))
+            report = await self._advance(Command.RESUME_WEIGHTS)
             if push is not None:
                 report = report.merged(await self._update_weights(push))
-            return report.merged(await self._verify_and_serve())
+            return report.merged(await self._advance(*SERVE))
 
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights for engines that are not offloaded: pause, flush, update, verify, go on."""
         async with self._lock.held("update_and_continue"):
             self._check_push(push)
-            report = await self._pause(self._concerned(Command.PAUSE))
-            report = report.merged(await self._flush(self._concerned(Command.FLUSH)))
+            report = await self._advance(Command.PAUSE, Command.FLUSH)
             report = report.merged(await self._update_weights(push))
-            return report.merged(await self._verify_and_serve())
+            return report.merged(await self._advance(*SERVE))
 
-    async def _verify_and_serve(self) -> StepReport:
-        report = await self._verify(self._unverified())
-        report = report.merged(await self._onload_kv(self._concerned(Command.RESUME_KV)))
-        waiting = [name for name, phase in self._phases.items() if phase is not Phase.SERVING]
-        return report.merged(await self._continue(waiting))
+    async def advance(self, command: Command) -> StepReport:
+        """One command for the groups that still have it before them, and for no others.
+
+        This is how a transaction over several servers goes on from where each group is.
+        """
+        async with self._lock.held(command.value):
+            return await self._advance(command)
 
     async def pause_generation(self) -> StepReport:
         """Shut the gate and stop generation on every group."""
@@ -280,6 +278,31 @@ class RolloutServer:
     async def expected_manifest(self) -> Manifest | None:
         """What a full push must contain; None if the checkpoint does not say."""
         return self._expected
+
+    async def _advance(self, *commands: Command) -> StepReport:
+        steps = {
+            Command.PAUSE: self._pause,
+            Command.FLUSH: self._flush,
+            Command.RELEASE: self._release,
+            Command.RESUME_WEIGHTS: self._onload_weights,
+            Command.VERIFY: self._verify,
+            Command.RESUME_KV: self._onload_kv,
+            Command.CONTINUE: self._continue,
+        }
+        report = StepReport(weight_version=self._weight_version)
+        for command in commands:
+            if command is Command.PAUSE:
+                lifecycle.check_can_offload(self._phases)
+            report = report.merged(await steps[command](self._before(command)))
+        return report
+
+    def _before(self, command: Command) -> list[str]:
+        """The groups that have ``command`` before them."""
+        if command is Command.VERIFY:
+            return self._unverified()
+        if command is Command.CONTINUE:
+            return [name for name, phase in self._phases.items() if phase is not Phase.SERVING]
+        return self._concerned(command)
 
     # -- the phases -------------------------------------------------------------------------
 

@@ -1,0 +1,129 @@
+"""Several servers on the same GPUs: one transaction, whatever happens in its middle."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engines.errors import EngineUnreachable
+from rollout.deployment import Deployment
+from rollout.errors import ConfigError, PhaseFailed
+from tests.support.builders import ServerBench, push, started_server
+
+
+class Pair:
+    """A policy that is pushed and a frozen reference, on the same GPUs."""
+
+    def __init__(self, policy: ServerBench, reference: ServerBench) -> None:
+        self.policy, self.reference = policy, reference
+        self.deployment = Deployment({"policy": policy.server, "reference": reference.server})
+
+    @property
+    def engines(self) -> list:
+        return self.policy.engines + self.reference.engines
+
+    def got(self, operation: str) -> set[str]:
+        return {engine.engine_id for engine in self.engines if operation in engine.operations()}
+
+    async def phases(self) -> dict[str, str]:
+        return {name: one.phase for name, one in (await self.deployment.status()).items()}
+
+
+async def pair(folder: Path, **lifecycle: str) -> Pair:
+    for name in ("policy", "reference"):
+        (folder / name).mkdir()
+    policy = await started_server(
+        folder / "policy", {"actor": {"min_engines": 0}}, lifecycle=lifecycle
+    )
+    reference = await started_server(folder / "reference", {"judge": {}}, update="frozen")
+    return Pair(policy, reference)
+
+
+BOTH = {"actor-0", "judge-0"}
+
+
+@pytest.mark.parametrize(
+    ("held", "next_one"),
+    [
+        ("pause_generation", "flush_cache"),
+        ("flush_cache", "release_memory_occupation"),
+    ],
+)
+async def test_no_server_goes_ahead_of_the_slowest(
+    tmp_path: Path, held: str, next_one: str
+) -> None:
+    servers = await pair(tmp_path)
+    gate = servers.reference["judge-0"].hold(held)
+    offloading = asyncio.create_task(servers.deployment.offload())
+    await gate.entered.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert servers.got(held) == BOTH
+    assert servers.got(next_one) == set()
+    gate.open()
+    await offloading
+    assert await servers.phases() == dict.fromkeys(("policy", "reference"), "offloaded")
+
+
+async def test_none_serves_before_every_one_can(tmp_path: Path) -> None:
+    servers = await pair(tmp_path)
+    await servers.deployment.offload()
+    gate = servers.reference["judge-0"].hold("weight_version")
+    onloading = asyncio.create_task(servers.deployment.onload({"policy": push(1)}))
+    await gate.entered.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert servers.got("continue_generation") == set()
+    assert servers.policy.router.gate != "open"
+    gate.open()
+    reports = await onloading
+    assert {name: report.weight_version for name, report in reports.items()} == {
+        "policy": 1,
+        "reference": 0,
+    }
+    assert (servers.policy.router.gate, servers.reference.router.gate) == ("open", "open")
+    assert not any(engine.weights_are_garbage for engine in servers.engines)
+
+
+async def test_a_transition_repeated_sends_nothing(tmp_path: Path) -> None:
+    servers = await pair(tmp_path)
+    await servers.deployment.offload()
+    before = [engine.operations() for engine in servers.engines]
+    await servers.deployment.offload()
+    assert [engine.operations() for engine in servers.engines] == before
+    await servers.deployment.onload({"policy": push(1)})
+    before = [engine.operations() for engine in servers.engines]
+    await servers.deployment.onload({})
+    assert [engine.operations() for engine in servers.engines] == before
+    assert not any(engine.is_dead for engine in servers.engines)
+
+
+async def test_an_offload_that_failed_on_one_server_can_be_taken_up_again(tmp_path: Path) -> None:
+    servers = await pair(tmp_path, on_failure="raise")
+    servers.policy["actor-0"].fail_next("flush_cache", EngineUnreachable("connection broke"))
+    with pytest.raises(PhaseFailed, match="actor-0: flush"):
+        await servers.deployment.offload()
+    assert servers.got("release_memory_occupation") == set()
+    assert servers.policy.router.gate == "closed"
+    await servers.deployment.offload()
+    assert await servers.phases() == dict.fromkeys(("policy", "reference"), "offloaded")
+    assert servers.reference["judge-0"].operations().count("flush_cache") == 1
+
+
+async def test_a_push_for_a_server_that_is_not_there_is_refused_before_anything(
+    tmp_path: Path,
+) -> None:
+    servers = await pair(tmp_path)
+    await servers.deployment.offload()
+    with pytest.raises(ConfigError, match=r"no server 'polcy'.* known: policy, reference"):
+        await servers.deployment.onload({"polcy": push(1)})
+    assert servers.got("resume_memory_occupation") == set()
+
+
+async def test_stop_ends_the_engines_of_every_server(tmp_path: Path) -> None:
+    servers = await pair(tmp_path)
+    await servers.deployment.stop()
+    assert all(process.is_stopped for process in servers.policy.launcher.processes.values())
+    assert all(process.is_stopped for process in servers.reference.launcher.processes.values())
