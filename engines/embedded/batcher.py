@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engines.embedded import attention
 from engines.embedded.cache import RegionCache
 from engines.embedded.config import EngineConfig
-from engines.embedded.errors import Conflict
+from engines.embedded.errors import Ended
 from engines.embedded.generation import Generation
 from engines.embedded.memory import Memory
 from engines.embedded.runner import Runner
@@ -95,7 +95,7 @@ class Batcher(ContinuousBatchingManager):
     def call(self, command: Callable[[], T]) -> Awaitable[T]:
         """``post`` with an answer."""
         if self.failure is not None or not self.is_running():
-            raise Conflict(f"the generation thread has ended: {self.failure}")
+            raise Ended(f"the generation thread has ended: {self.failure}")
         future: Future[T] = Future()
 
         self.post(lambda: self.settle(future, command))
@@ -125,6 +125,10 @@ class Batcher(ContinuousBatchingManager):
         return len(self.batch_processor.scheduler.waiting_requests)
 
     def admit(self, generation: Generation) -> None:
+        if self.failure is not None:
+            generation.abort(f"the engine failed: {self.failure}")
+            self._journal.touched.append(generation)
+            return
         self.batch_processor.scheduler.add_waiting_request(
             BatchState.start(generation, self._journal)
         )
@@ -203,9 +207,9 @@ class Batcher(ContinuousBatchingManager):
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
         self.failure = self.background_thread_status.fatal_error or RuntimeError("stopped")
-        self.report()
         while self._posted:
             self._posted.popleft()()
+        self.report()
 
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from engines.embedded import weights as weight_files
 from engines.embedded.batcher import Batcher
 from engines.embedded.config import EngineConfig
-from engines.embedded.errors import Invalid
+from engines.embedded.errors import Ended, Invalid
 from engines.embedded.gate import Gate, IdleJob
 from engines.embedded.generation import Generation
 from engines.embedded.groups import UpdateGroups
@@ -72,6 +72,8 @@ class Engine:
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Have these answered; each ``wait`` returns as they get on."""
+        if not self.is_alive:
+            raise Ended(f"the generation thread has ended: {self.batcher.failure}")
         new = {generation.rid: generation for generation in generations}
         if twice := self.live.keys() & new.keys():
             raise Invalid(f"Duplicate request ID detected: {', '.join(sorted(twice))}")

@@ -24,6 +24,13 @@ class Conflict(Refusal):
     kind = "illegal_now"
 
 
+class Ended(Refusal):
+    """The generation thread has failed; only a restart helps."""
+
+    status = 503
+    kind = "engine_failed"
+
+
 class Unsupported(Refusal):
     """This engine cannot do it."""
 

@@ -59,7 +59,8 @@ class Text:
         if isinstance(matched, int):
             return self.decode(ids[:-1], params)
         text = self.decode(ids, params)
-        cut = text.rfind(matched)
+        # One that came before the minimum did not count; otherwise the first ended it.
+        cut = text.rfind(matched) if params.min_new_tokens else text.find(matched)
         return text if cut < 0 else text[:cut]
 
     def stop_finder(self, params: Params) -> StopFinder | None:
