@@ -18,84 +18,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from engines.client import Deadlines, EngineClient
-from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine, MemoryTag, PauseMode
+from engines.launch import EngineLauncher
+from engines.protocol import MemoryTag, PauseMode
 from rollout import lifecycle
-from rollout.config import GroupConfig, LifecycleConfig, WeightUpdate
-from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
-from rollout.fanout import Answer, describe, fan_out, finish, settle
+from rollout.errors import LifecycleError, PhaseFailed
+from rollout.fanout import Answer, fan_out, finish
 from rollout.lifecycle import Command, Phase
 from rollout.policy import group_traits, release_policy
+from rollout.roster import Connect, GroupSettings, Member, Roster, calling, connect_http, told
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 logger = logging.getLogger(__name__)
-
-# Together less than what the server grants a group on top of a phase's own budget.
-_TAIL_TIMEOUT_S = 5.0
-_KILL_TIMEOUT_S = 20.0
-
-Connect = Callable[[Endpoint, str], Engine]
-
-
-def connect_http(budgets: LifecycleConfig) -> Connect:
-    """The client every real engine is driven with; its deadlines are those of the phases."""
-    deadlines = Deadlines(
-        control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
-        pause_s=budgets.pause_timeout_s,
-        memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
-        update_s=budgets.update_timeout_s,
-    )
-
-    def connect(endpoint: Endpoint, engine_id: str) -> Engine:
-        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
-
-    return connect
-
-
-@dataclass(slots=True)
-class _Member:
-    """One engine and all that is known of it.
-
-    Attributes:
-        is_proved: its weights were verified after they were last changed.
-    """
-
-    slot: EngineSlot
-    process: RunningEngine
-    engine: Engine
-    has_session: bool
-    weight_version: int | None
-    released: set[MemoryTag] = field(default_factory=set)
-    is_proved: bool = True
-    fenced_because: str = ""
-
-    @property
-    def engine_id(self) -> str:
-        return self.slot.engine_id
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """The slice of a server's configuration that one group needs.
-
-    Attributes:
-        path: dotted path of the group's settings, for messages.
-        log_dir: folder its engines log into.
-    """
-
-    name: str
-    path: str
-    model_path: str
-    log_dir: str
-    group: GroupConfig
-    update: WeightUpdate
-    lifecycle: LifecycleConfig
 
 
 class ServerGroup:
@@ -115,14 +51,16 @@ class ServerGroup:
         """
         self.name = settings.name
         self._settings = settings
-        self._slots = tuple(slots)
-        self._launcher = launcher
-        self._connect = connect or connect_http(settings.lifecycle)
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
-        self._members: dict[str, _Member] = {}
-        self._launching: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
+        self._roster = Roster(
+            settings,
+            slots,
+            launcher,
+            connect or connect_http(settings.lifecycle),
+            memory_saver=self._traits.needs_offload,
+            weights_cpu_backup=self._policy.weights_cpu_backup,
+        )
         self._phase = Phase.SERVING
         self._last_order = 0
 
@@ -134,111 +72,19 @@ class ServerGroup:
         Raises:
             PhaseFailed: an engine did not start; the ones that did are stopped again.
         """
-        self._is_stopped = False
-        budget_s = self._settings.group.engine.start_timeout_s + 30.0
-        try:
-            answers = await fan_out(
-                {slot.engine_id: self._starter(slot) for slot in self._slots},
-                operation="start",
-                budget_s=budget_s,
-            )
-            if self._is_stopped:
-                raise PhaseFailed(f"group {self.name}: stopped while it started", phase="start")
-            failures = [one.failure for one in answers.values() if one.failure is not None]
-            if failures:
-                raise PhaseFailed(
-                    _told("start", self.name, failures), phase="start", failures=failures
-                )
-        except BaseException:
-            await self.stop()
-            raise
-        self._members = {slot.engine_id: self._members[slot.engine_id] for slot in self._slots}
+        await self._roster.start()
         return await self.status()
-
-    def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
-        async def start() -> None:
-            # A task of its own, so that a stop need not wait until the start is over.
-            task = asyncio.create_task(self._launch(slot), name=f"launch:{slot.engine_id}")
-            self._launching.add(task)
-            task.add_done_callback(self._launching.discard)
-            await task
-
-        return start
-
-    async def _launch(self, slot: EngineSlot) -> None:
-        process = await self._launcher.launch(self._spec(slot))
-        engine = self._connect(process.endpoint, slot.engine_id)
-        try:
-            self._members[slot.engine_id] = await self._admit(slot, process, engine)
-        except BaseException:
-            await process.kill()
-            await engine.aclose()
-            raise
-
-    async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> _Member:
-        info = await engine.server_info()
-        if self._traits.needs_offload and not info.enable_memory_saver:
-            raise ConfigError(
-                f"{self._settings.path}.needs_offload: engine {slot.engine_id} runs without a "
-                "memory saver, so a release would free nothing; start it with one, or set "
-                "needs_offload to false"
-            )
-        version = await engine.weight_version()
-        return _Member(
-            slot=slot,
-            process=process,
-            engine=engine,
-            has_session="/begin_weight_update" in await engine.endpoints(),
-            weight_version=int(version) if version.isdigit() else None,
-        )
-
-    def _spec(self, slot: EngineSlot) -> EngineSpec:
-        config = self._settings.group.engine
-        return EngineSpec(
-            engine_id=slot.engine_id,
-            kind=config.kind.value,
-            model_path=self._settings.model_path,
-            log_path=str(Path(self._settings.log_dir) / f"{slot.engine_id}.log"),
-            gpu_ids=slot.gpu_ids,
-            num_cpus=slot.num_cpus,
-            memory_saver=self._traits.needs_offload,
-            weights_cpu_backup=self._policy.weights_cpu_backup,
-            start_timeout_s=config.start_timeout_s,
-            options=config.options,
-            env=config.env,
-        )
 
     async def stop(self) -> None:
         """End all engines: a bounded polite try, then the kill."""
-        grace_s = self._settings.lifecycle.stop_timeout_s
-        self._is_stopped = True
-        launching = list(self._launching)
-        for task in launching:
-            task.cancel()
-        await settle(launching)
-        members = list(self._members.values())
-        self._members = {}
-
-        async def end(member: _Member) -> None:
-            try:
-                if await member.process.stop(grace_s):
-                    logger.warning("engine %s had to be killed", member.engine_id)
-            finally:
-                await member.engine.aclose()
-
-        answers = await fan_out(
-            {member.engine_id: _calling(end, member) for member in members},
-            operation="stop",
-            budget_s=grace_s + 30.0,
-        )
-        _log_failures(answers)
+        await self._roster.stop()
 
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
     async def pause(self, order: int | None = None) -> PhaseReport:
         """End all generation; requests in flight are answered as aborted with their tokens."""
 
-        async def pause(member: _Member) -> None:
+        async def pause(member: Member) -> None:
             await member.engine.pause_generation(PauseMode.ABORT)
 
         return await self._command(
@@ -249,7 +95,7 @@ class ServerGroup:
         """Wait, inside each engine, until nothing is in flight, and drop its prefix cache."""
         budget_s = self._settings.lifecycle.flush_timeout_s
 
-        async def flush(member: _Member) -> None:
+        async def flush(member: Member) -> None:
             # The engine's own wait ends a little earlier, so that it says why it is late.
             await member.engine.flush_cache(timeout_s=max(budget_s - 2.0, budget_s / 2))
 
@@ -258,7 +104,7 @@ class ServerGroup:
     async def release(self, order: int | None = None) -> PhaseReport:
         """Give the memory back and measure how much came free."""
 
-        async def release(member: _Member) -> int:
+        async def release(member: Member) -> int:
             tags = [tag for tag in self._policy.tags if tag not in member.released]
             before = await member.process.resident_bytes()
             if tags:
@@ -284,7 +130,7 @@ class ServerGroup:
         self._check_order(order)
         target = lifecycle.next_phase(self._phase, command, self._traits)
         self._refuse(command, self._without_weights())
-        members = self._unfenced()
+        members = self._roster.unfenced()
         for member in members:
             member.weight_version = None
             member.is_proved = False
@@ -304,7 +150,7 @@ class ServerGroup:
     async def verify(self, version: int, order: int | None = None) -> PhaseReport:
         """Prove that every engine holds ``version``, by asking it."""
 
-        async def verify(member: _Member) -> None:
+        async def verify(member: Member) -> None:
             if member.weight_version != version:
                 holds = "no whole version" if member.weight_version is None else "another one"
                 raise LifecycleError(f"weight version {version} never reached it; it holds {holds}")
@@ -314,7 +160,7 @@ class ServerGroup:
             member.is_proved = True
 
         def nobody_holds_it() -> str:
-            held = {member.weight_version for member in self._unfenced()}
+            held = {member.weight_version for member in self._roster.unfenced()}
             return f"weight version {version} reached no engine" if version not in held else ""
 
         return await self._command(
@@ -334,7 +180,7 @@ class ServerGroup:
     async def continue_generation(self, order: int | None = None) -> PhaseReport:
         """Let the engines generate again."""
 
-        async def go_on(member: _Member) -> None:
+        async def go_on(member: Member) -> None:
             await member.engine.continue_generation()
 
         return await self._command(
@@ -349,7 +195,7 @@ class ServerGroup:
     # not show: these look at the engines themselves.
 
     def _unfit_to_serve(self) -> str:
-        for member in self._unfenced():
+        for member in self._roster.unfenced():
             if member.released:
                 return f"engine {member.engine_id} has {_tags(member)} released"
             if not member.is_proved:
@@ -357,7 +203,7 @@ class ServerGroup:
         return ""
 
     def _without_weights(self) -> str:
-        for member in self._unfenced():
+        for member in self._roster.unfenced():
             if MemoryTag.WEIGHTS in member.released:
                 return f"engine {member.engine_id} has {_tags(member)} released"
         return ""
@@ -378,7 +224,7 @@ class ServerGroup:
                 resident_bytes=await member.process.resident_bytes(),
                 fenced_because=member.fenced_because,
             )
-            for member in self._members.values()
+            for member in self._roster.members()
         ]
         return GroupStatus(
             name=self.name,
@@ -393,7 +239,7 @@ class ServerGroup:
     async def _command(
         self,
         command: Command,
-        act: Callable[[_Member], Awaitable[Any]],
+        act: Callable[[Member], Awaitable[Any]],
         budget_s: float,
         order: int | None,
         *,
@@ -408,7 +254,7 @@ class ServerGroup:
 
         async def carry_out() -> PhaseReport:
             answers = await fan_out(
-                {member.engine_id: _calling(act, member) for member in self._unfenced()},
+                {member.engine_id: calling(act, member) for member in self._roster.unfenced()},
                 operation=command.value,
                 budget_s=budget_s,
             )
@@ -428,7 +274,7 @@ class ServerGroup:
     async def _resume(
         self, command: Command, tags: Sequence[MemoryTag], order: int | None
     ) -> PhaseReport:
-        async def resume(member: _Member) -> None:
+        async def resume(member: Member) -> None:
             wanted = [tag for tag in tags if tag in member.released]
             if wanted:
                 await member.engine.resume_memory_occupation(wanted)
@@ -446,17 +292,17 @@ class ServerGroup:
         started: float,
     ) -> PhaseReport:
         failures = [one.failure for one in answers.values() if one.failure is not None]
-        if answers and not self._members:
+        if answers and not len(self._roster):
             raise PhaseFailed(
                 f"group {self.name}: {command} ended because the group was stopped",
                 phase=command.value,
                 failures=failures,
             )
-        await self._fence(failures)
-        left = len(self._unfenced())
+        await self._roster.fence(failures)
+        left = len(self._roster.unfenced())
         if left < self._min_engines() or (failures and self._raises()):
             raise PhaseFailed(
-                f"{_told(command.value, self.name, failures)}; {left} of {len(self._members)} "
+                f"{told(command.value, self.name, failures)}; {left} of {len(self._roster)} "
                 f"engines left, {self._min_engines()} needed; the group stays {self._phase}",
                 phase=command.value,
                 failures=failures,
@@ -465,24 +311,6 @@ class ServerGroup:
         report = self._report(command, answers, started)
         logger.info("group %s: %s -> %s in %.3f s", self.name, command, target, report.elapsed_s)
         return report
-
-    async def _fence(self, failures: Sequence[EngineFailure]) -> None:
-        for failure in failures:
-            self._members[failure.engine_id].fenced_because = str(failure)
-
-        async def end(member: _Member) -> None:
-            logger.error("fenced: %s\n%s", member.fenced_because, await _tail(member.process))
-            try:
-                await member.process.kill()
-            finally:
-                await member.engine.aclose()
-
-        answers = await fan_out(
-            {one.engine_id: _calling(end, self._members[one.engine_id]) for one in failures},
-            operation="kill",
-            budget_s=_KILL_TIMEOUT_S,
-        )
-        _log_failures(answers)  # the fence stands all the same
 
     def _report(
         self, command: Command, answers: Mapping[str, Answer[Any]], started: float
@@ -513,9 +341,6 @@ class ServerGroup:
             )
         self._last_order = order
 
-    def _unfenced(self) -> list[_Member]:
-        return [member for member in self._members.values() if not member.fenced_because]
-
     def _raises(self) -> bool:
         return self._settings.lifecycle.on_failure == "raise"
 
@@ -523,40 +348,15 @@ class ServerGroup:
         wanted = self._settings.group.min_engines
         if wanted is not None:
             return wanted
-        return len(self._members) if self._raises() else min(1, len(self._members))
+        return len(self._roster) if self._raises() else min(1, len(self._roster))
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _calling(
-    act: Callable[[_Member], Awaitable[Any]], member: _Member
-) -> Callable[[], Awaitable[Any]]:
-    return lambda: act(member)
-
-
-def _told(command: str, group: str, failures: Sequence[EngineFailure]) -> str:
-    told = "; ".join(str(failure) for failure in failures) or "too few engines"
-    return f"group {group}: {command} failed: {told}"
-
-
-def _tags(member: _Member) -> str:
+def _tags(member: Member) -> str:
     return ", ".join(sorted(member.released))
 
 
-def _log_failures(answers: Mapping[str, Answer[Any]]) -> None:
-    for answer in answers.values():
-        if answer.failure is not None:
-            logger.error("%s", answer.failure)
-
-
-async def _tail(process: RunningEngine) -> str:
-    try:
-        async with asyncio.timeout(_TAIL_TIMEOUT_S):
-            return await process.log_tail()
-    except Exception as error:  # a missing log must not hide the failure it would explain
-        return f"(no log: {describe(error)})"
-
-
-__all__ = ["Connect", "GroupSettings", "ServerGroup", "connect_http"]
+__all__ = ["GroupSettings", "ServerGroup"]

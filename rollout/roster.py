@@ -1,0 +1,271 @@
+"""The engines of one group: started, admitted, fenced, ended.
+
+Always true: an engine is in the roster only after it has shown that it is what the configuration
+needs; a fenced engine has been killed, or its kill has been tried and its failure told; after
+``stop`` nothing that was launched here runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.client import Deadlines, EngineClient
+from engines.launch import EngineLauncher, EngineSpec, RunningEngine
+from engines.protocol import Endpoint, Engine, MemoryTag
+from rollout.config import GroupConfig, LifecycleConfig, WeightUpdate
+from rollout.errors import ConfigError, EngineFailure, PhaseFailed
+from rollout.fanout import Answer, describe, fan_out, settle
+from rollout.types import EngineSlot
+
+logger = logging.getLogger(__name__)
+
+# Together less than what the server grants a group on top of a phase's own budget.
+_TAIL_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 20.0
+
+Connect = Callable[[Endpoint, str], Engine]
+
+
+def connect_http(budgets: LifecycleConfig) -> Connect:
+    """The client every real engine is driven with; its deadlines are those of the phases."""
+    deadlines = Deadlines(
+        control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
+        pause_s=budgets.pause_timeout_s,
+        memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
+        update_s=budgets.update_timeout_s,
+    )
+
+    def connect(endpoint: Endpoint, engine_id: str) -> Engine:
+        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+
+    return connect
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine and all that is known of it.
+
+    Attributes:
+        is_proved: its weights were verified after they were last changed.
+    """
+
+    slot: EngineSlot
+    process: RunningEngine
+    engine: Engine
+    has_session: bool
+    weight_version: int | None
+    released: set[MemoryTag] = field(default_factory=set)
+    is_proved: bool = True
+    fenced_because: str = ""
+
+    @property
+    def engine_id(self) -> str:
+        return self.slot.engine_id
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The slice of a server's configuration that one group needs.
+
+    Attributes:
+        path: dotted path of the group's settings, for messages.
+        log_dir: folder its engines log into.
+    """
+
+    name: str
+    path: str
+    model_path: str
+    log_dir: str
+    group: GroupConfig
+    update: WeightUpdate
+    lifecycle: LifecycleConfig
+
+
+class Roster:
+    """All engines of a group, by engine id, in the order of their slots."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        slots: Sequence[EngineSlot],
+        launcher: EngineLauncher,
+        connect: Connect,
+        *,
+        memory_saver: bool,
+        weights_cpu_backup: bool,
+    ) -> None:
+        self._settings = settings
+        self._slots = tuple(slots)
+        self._launcher = launcher
+        self._connect = connect
+        self._memory_saver = memory_saver
+        self._weights_cpu_backup = weights_cpu_backup
+        self._members: dict[str, Member] = {}
+        self._launching: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def unfenced(self) -> list[Member]:
+        return [member for member in self._members.values() if not member.fenced_because]
+
+    async def start(self) -> None:
+        """Launch all engines and check that they are what the configuration needs.
+
+        Raises:
+            PhaseFailed: an engine did not start; the ones that did are stopped again.
+        """
+        self._is_stopped = False
+        budget_s = self._settings.group.engine.start_timeout_s + 30.0
+        try:
+            answers = await fan_out(
+                {slot.engine_id: self._starter(slot) for slot in self._slots},
+                operation="start",
+                budget_s=budget_s,
+            )
+            if self._is_stopped:
+                raise PhaseFailed(
+                    f"group {self._settings.name}: stopped while it started", phase="start"
+                )
+            failures = [one.failure for one in answers.values() if one.failure is not None]
+            if failures:
+                raise PhaseFailed(
+                    told("start", self._settings.name, failures), phase="start", failures=failures
+                )
+        except BaseException:
+            await self.stop()
+            raise
+        self._members = {slot.engine_id: self._members[slot.engine_id] for slot in self._slots}
+
+    def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
+        async def start() -> None:
+            # A task of its own, so that a stop need not wait until the start is over.
+            task = asyncio.create_task(self._launch(slot), name=f"launch:{slot.engine_id}")
+            self._launching.add(task)
+            task.add_done_callback(self._launching.discard)
+            await task
+
+        return start
+
+    async def _launch(self, slot: EngineSlot) -> None:
+        process = await self._launcher.launch(self._spec(slot))
+        engine = self._connect(process.endpoint, slot.engine_id)
+        try:
+            self._members[slot.engine_id] = await self._admit(slot, process, engine)
+        except BaseException:
+            await process.kill()
+            await engine.aclose()
+            raise
+
+    async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> Member:
+        info = await engine.server_info()
+        if self._memory_saver and not info.enable_memory_saver:
+            raise ConfigError(
+                f"{self._settings.path}.needs_offload: engine {slot.engine_id} runs without a "
+                "memory saver, so a release would free nothing; start it with one, or set "
+                "needs_offload to false"
+            )
+        version = await engine.weight_version()
+        return Member(
+            slot=slot,
+            process=process,
+            engine=engine,
+            has_session="/begin_weight_update" in await engine.endpoints(),
+            weight_version=int(version) if version.isdigit() else None,
+        )
+
+    def _spec(self, slot: EngineSlot) -> EngineSpec:
+        config = self._settings.group.engine
+        return EngineSpec(
+            engine_id=slot.engine_id,
+            kind=config.kind.value,
+            model_path=self._settings.model_path,
+            log_path=str(Path(self._settings.log_dir) / f"{slot.engine_id}.log"),
+            gpu_ids=slot.gpu_ids,
+            num_cpus=slot.num_cpus,
+            memory_saver=self._memory_saver,
+            weights_cpu_backup=self._weights_cpu_backup,
+            start_timeout_s=config.start_timeout_s,
+            options=config.options,
+            env=config.env,
+        )
+
+    async def stop(self) -> None:
+        """End all engines: a bounded polite try, then the kill."""
+        grace_s = self._settings.lifecycle.stop_timeout_s
+        self._is_stopped = True
+        launching = list(self._launching)
+        for task in launching:
+            task.cancel()
+        await settle(launching)
+        members = list(self._members.values())
+        self._members = {}
+
+        async def end(member: Member) -> None:
+            try:
+                if await member.process.stop(grace_s):
+                    logger.warning("engine %s had to be killed", member.engine_id)
+            finally:
+                await member.engine.aclose()
+
+        answers = await fan_out(
+            {member.engine_id: calling(end, member) for member in members},
+            operation="stop",
+            budget_s=grace_s + 30.0,
+        )
+        _log_failures(answers)
+
+    async def fence(self, failures: Sequence[EngineFailure]) -> None:
+        """Keep these engines out of everything and end their processes."""
+        for failure in failures:
+            self._members[failure.engine_id].fenced_because = str(failure)
+
+        async def end(member: Member) -> None:
+            logger.error("fenced: %s\n%s", member.fenced_because, await _tail(member.process))
+            try:
+                await member.process.kill()
+            finally:
+                await member.engine.aclose()
+
+        answers = await fan_out(
+            {one.engine_id: calling(end, self._members[one.engine_id]) for one in failures},
+            operation="kill",
+            budget_s=_KILL_TIMEOUT_S,
+        )
+        _log_failures(answers)  # the fence stands all the same
+
+
+def calling(
+    act: Callable[[Member], Awaitable[Any]], member: Member
+) -> Callable[[], Awaitable[Any]]:
+    """``act(member)``, to be started later."""
+    return lambda: act(member)
+
+
+def told(command: str, group: str, failures: Sequence[EngineFailure]) -> str:
+    """Failures of one command in one line."""
+    told = "; ".join(str(failure) for failure in failures) or "too few engines"
+    return f"group {group}: {command} failed: {told}"
+
+
+def _log_failures(answers: Mapping[str, Answer[Any]]) -> None:
+    for answer in answers.values():
+        if answer.failure is not None:
+            logger.error("%s", answer.failure)
+
+
+async def _tail(process: RunningEngine) -> str:
+    try:
+        async with asyncio.timeout(_TAIL_TIMEOUT_S):
+            return await process.log_tail()
+    except Exception as error:  # a missing log must not hide the failure it would explain
+        return f"(no log: {describe(error)})"
