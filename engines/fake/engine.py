@@ -13,12 +13,13 @@ Not here: how long things take, HTTP, and what several ranks do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any
 
 from engines.errors import EngineRejected, EngineUnreachable
-from engines.fake.faults import Call, Faults, Gate
+from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate, lose
 from engines.fake.requests import Request
 from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, unpack_tensors
 from engines.protocol import (
@@ -48,8 +49,13 @@ class FakeEngine:
         tensors: the model's tensors.
         needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
         token_s: seconds each token takes.
+        drain_s: seconds until an aborted request has left.
 
     Attributes:
+        faults: what goes wrong with which call; see ``engines/fake/README.md``.
+        director: asked at every call, after ``faults``, what is to go wrong with it; whoever
+            explores orders of events decides here, and may let the call wait.
+        is_frozen: nothing is answered, as after SIGSTOP.
         calls: every call that reached it, in order.
         dead_because: what ended it; empty while it lives.
         released: tags whose memory is given back.
@@ -72,6 +78,7 @@ class FakeEngine:
         weights_cpu_backup: bool = False,
         needs_session: bool = True,
         token_s: float = 0.0,
+        drain_s: float = 0.0,
         vocab_size: int = 1000,
         memory_bytes: int = 3_000,
     ) -> None:
@@ -85,6 +92,9 @@ class FakeEngine:
         self.num_held = 0
         self.is_cache_stale = False
         self.num_closed = 0
+        self.faults = FaultPlan()
+        self.director: Callable[[Call], Awaitable[Fault | None]] | None = None
+        self.is_frozen = False
         self.weights = FakeWeights.initial(tensors)
         self.adapters: dict[str, str] = {}
         self._version = weight_version
@@ -93,6 +103,7 @@ class FakeEngine:
         self._backup = weights_cpu_backup
         self._needs_session = needs_session
         self._token_s = token_s
+        self._drain_s = drain_s
         self._vocab_size = vocab_size
         self._memory_bytes = memory_bytes
         self._is_updating = False
@@ -100,7 +111,8 @@ class FakeEngine:
         self._groups: set[str] = set()
         self._snapshot: dict[str, str] = {}
         self._num_requests = 0
-        self._faults = Faults()
+        self._loads_at_pause: Loads | None = None
+        self._is_marked_unhealthy = False
         self._changed = asyncio.Event()
 
     # For tests: faults in, facts out
@@ -110,16 +122,25 @@ class FakeEngine:
 
         A generation is held when it has been admitted: it counts as in flight.
         """
-        gate = self._faults.gates[operation] = Gate(self._notify)
+        gate = self.faults.gates[operation] = Gate(self._notify)
         return gate
 
     def fail_next(self, operation: str, error: BaseException) -> None:
         """The next call of ``operation`` raises ``error`` and does nothing."""
-        self._faults.failures.setdefault(operation, []).append(error)
+        self.faults.strike(operation, Fault(FaultKind.REJECT, error=error))
 
     def lose_next_answer(self, operation: str) -> None:
         """The next call of ``operation`` takes effect, and its connection breaks."""
-        self._faults.losses[operation] = self._faults.losses.get(operation, 0) + 1
+        self.faults.strike(operation, lose(executed=True))
+
+    def freeze(self) -> None:
+        """As SIGSTOP: nothing is answered or done, until ``thaw`` or a kill."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """As SIGCONT."""
+        self.is_frozen = False
+        self._notify()
 
     def die(self, because: str) -> None:
         """End it; calls that wait for an answer get a broken connection."""
@@ -159,6 +180,8 @@ class FakeEngine:
             if mode is PauseMode.ABORT and self.paused is PauseMode.IN_PLACE and self.in_flight:
                 self._is_wedged = True
                 await self._until(lambda: False)
+            if self.paused is None:
+                self._loads_at_pause = self._loads()
             self.paused = mode
             self._notify()
             if mode is PauseMode.ABORT:
@@ -341,7 +364,7 @@ class FakeEngine:
 
     async def loads(self) -> Loads:
         async with self._call("loads"):
-            return Loads(num_running_reqs=len(self.in_flight), num_waiting_reqs=self.num_held)
+            return self._loads_at_pause if self.paused and self._loads_at_pause else self._loads()
 
     async def endpoints(self) -> frozenset[str]:
         async with self._call("endpoints"):
@@ -353,9 +376,14 @@ class FakeEngine:
             return self.paused is None
 
     async def is_healthy(self) -> bool:
-        """A real request: it waits in a pause, and then says no."""
+        """A real request: in a pause it waits and says no, and goes on saying no afterwards.
+
+        Until the engine has completed a request of somebody else.
+        """
         async with self._call("is_healthy"):
-            return await self._until(lambda: self.paused is None, _HEALTH_TIMEOUT_S)
+            if not await self._until(lambda: self.paused is None, _HEALTH_TIMEOUT_S):
+                self._is_marked_unhealthy = True
+            return not self._is_marked_unhealthy
 
     # Generation
 
@@ -395,24 +423,13 @@ class FakeEngine:
 
     # How a call is made
 
-    @asynccontextmanager
-    async def _call(self, operation: str, **arguments: Any) -> AsyncIterator[None]:
-        await self._arrive(operation, arguments)
-        await self._pass_gate(operation)
-        try:
-            if self._is_wedged and operation.endswith("_generation"):
-                await self._until(lambda: False)
-            yield
-        except Fatal as error:
-            self.die(str(error))
-            raise self._broken(operation) from None
-        except _Died:
-            raise self._broken(operation) from None
-        if self._faults.loses_answer(operation):
-            raise self._broken(operation)
+    def _call(self, operation: str, **arguments: Any) -> _Calling:
+        return _Calling(self, operation, arguments)
 
-    async def _arrive(self, operation: str, arguments: Mapping[str, Any]) -> None:
-        self.calls.append(Call(operation, arguments, asyncio.get_running_loop().time()))
+    async def _arrive(self, operation: str, arguments: Mapping[str, Any]) -> Fault | None:
+        """The call has come; what is to go wrong with it later on."""
+        call = Call(operation, arguments, asyncio.get_running_loop().time())
+        self.calls.append(call)
         if self.is_dead:
             raise EngineUnreachable(
                 f"engine {self.engine_id}: {operation} cannot connect: {self.dead_because}",
@@ -420,11 +437,36 @@ class FakeEngine:
                 operation=operation,
                 maybe_executed=False,
             )
-        if (error := self._faults.next_failure(operation)) is not None:
-            raise error
+        fault = self.faults.for_call(operation)
+        if self.director is not None:
+            fault = await self.director(call) or fault
+            if self.is_dead:
+                raise self._broken(operation)
+        if fault is not None and not fault.executed and fault.tokens is None:
+            await self._strike(operation, fault)
+            return None
+        if self.is_frozen:
+            await self._until(_always)
+        return fault
+
+    async def _strike(self, operation: str, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.REJECT:
+                raise fault.error or self._rejected(operation, fault.body, fault.status)
+            case FaultKind.LOSE:
+                raise self._broken(operation)
+            case FaultKind.DIE:
+                raise Fatal(f"a planned death in {operation}")
+            case FaultKind.HANG:
+                await self._until(_never)
+            case FaultKind.FREEZE:
+                self.freeze()
+                await self._until(_always)
+            case FaultKind.SLOW:
+                await self._until(_never, fault.seconds)
 
     async def _pass_gate(self, operation: str, is_over: Callable[[], bool] = bool) -> None:
-        gate = self._faults.gates.get(operation)
+        gate = self.faults.gates.get(operation)
         if gate is None or gate.is_open:
             return
         gate.entered.set()
@@ -438,11 +480,16 @@ class FakeEngine:
 
     async def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until ``is_so``; False if it was not within ``timeout_s``."""
+        if is_so() and not self.is_frozen and not self.is_dead:
+            return True
         try:
             async with asyncio.timeout(timeout_s):
-                while not (self.is_dead or is_so()):
+                while not self.is_dead and (self.is_frozen or not is_so()):
                     await self._changed.wait()
         except TimeoutError:
+            # A frozen engine notices only later that the time is over.
+            while self.is_frozen and not self.is_dead:
+                await self._changed.wait()
             return is_so()
         if self.is_dead:
             raise _Died
@@ -466,12 +513,12 @@ class FakeEngine:
             operation=operation,
         )
 
-    def _rejected(self, operation: str, body: str) -> EngineRejected:
+    def _rejected(self, operation: str, body: str, status: int = 400) -> EngineRejected:
         return EngineRejected(
-            f"engine {self.engine_id}: {operation} answered 400: {body}",
+            f"engine {self.engine_id}: {operation} answered {status}: {body}",
             engine=self.engine_id,
             operation=operation,
-            status=400,
+            status=status,
             body=body,
         )
 
@@ -491,6 +538,9 @@ class FakeEngine:
     @property
     def _num_holding_kv(self) -> int:
         return 0 if self.paused is PauseMode.RETRACT else len(self.in_flight)
+
+    def _loads(self) -> Loads:
+        return Loads(num_running_reqs=len(self.in_flight), num_waiting_reqs=self.num_held)
 
     def _abort(self, prefix: str) -> None:
         for rid, request in self.in_flight.items():
@@ -525,23 +575,27 @@ class FakeEngine:
     async def _admitted(
         self, prompt: tuple[int, ...], sampling: SamplingParams, rid: str | None, logprobs: bool
     ) -> AsyncIterator[Request]:
-        await self._arrive("generate", {"rid": rid})
         try:
+            fault = await self._arrive("generate", {"rid": rid})
             await self._wait_for_continue()
             request = self._admit(prompt, sampling, rid, logprobs)
+            request.fault = fault
             try:
                 await self._pass_gate("generate", lambda: request.is_aborted)
                 yield request
+                if request.is_aborted and self._drain_s:
+                    await self._until(_never, self._drain_s)
             finally:
                 del self.in_flight[request.rid]
                 self._notify()
+            self._is_marked_unhealthy = False
+            if fault is not None and fault.executed:
+                await self._strike("generate", fault)
         except Fatal as error:
             self.die(str(error))
             raise self._broken("generate") from None
         except _Died:
             raise self._broken("generate") from None
-        if self._faults.loses_answer("generate"):
-            raise self._broken("generate")
 
     async def _wait_for_continue(self) -> None:
         self.num_held += 1
@@ -568,16 +622,74 @@ class FakeEngine:
 
     async def _step(self, request: Request) -> None:
         """One token, or the end of the request."""
+        fault = request.fault
+        if fault is not None and fault.tokens == len(request.output_ids):
+            request.fault = None
+            await self._strike("generate", fault)
         frozen = (PauseMode.RETRACT, PauseMode.IN_PLACE)
         if self._token_s:
             await self._until(lambda: request.is_aborted, self._token_s)
         await self._until(lambda: request.is_aborted or self.paused not in frozen)
         if not request.is_aborted:
-            request.add_token(self._version, self._vocab_size)
+            shift = self.weights.num_losses if self.weights.lost else 0
+            request.add_token(self._version, self._vocab_size, shift)
 
 
 class _Died(Exception):
     """The engine ended while a call of it waited."""
+
+
+class _Calling:
+    """One control call from its arrival to its answer.
+
+    A class, not a generator: explorers make millions of calls.
+    """
+
+    __slots__ = ("_arguments", "_engine", "_fault", "_operation")
+
+    def __init__(self, engine: FakeEngine, operation: str, arguments: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._arguments = arguments
+        self._fault: Fault | None = None
+
+    async def __aenter__(self) -> None:
+        engine, operation = self._engine, self._operation
+        try:
+            self._fault = await engine._arrive(operation, self._arguments)
+            if engine.faults.gates:
+                await engine._pass_gate(operation)
+            if engine._is_wedged and operation.endswith("_generation"):
+                await engine._until(_never)
+        except (Fatal, _Died) as error:
+            self._end(error)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Fatal | _Died):
+            self._end(error)
+        if error is None and self._fault is not None:
+            try:
+                await self._engine._strike(self._operation, self._fault)
+            except (Fatal, _Died) as fatal:
+                self._end(fatal)
+
+    def _end(self, error: BaseException) -> None:
+        if isinstance(error, Fatal):
+            self._engine.die(str(error))
+        raise self._engine._broken(self._operation) from None
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
 
 
 def _prompt_ids(input_ids: Sequence[int] | None, text: str | None) -> tuple[int, ...]:

@@ -56,10 +56,10 @@ class FakeRunningEngine:
         return "\n".join(log[-lines:])
 
     async def stop(self, grace_s: float) -> bool:
-        """Paused with frozen requests, SGLang does not hear SIGTERM and has to be killed."""
+        """Stopped, or paused with frozen requests, SGLang does not hear SIGTERM: it is killed."""
         self.is_stopped = True
-        frozen = self.engine.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE)
-        if frozen and self.engine.in_flight:
+        is_deaf = self.engine.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE)
+        if self.engine.is_frozen or (is_deaf and self.engine.in_flight):
             await self.kill()
             return True
         self.engine.die("stopped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engines.fake.faults import Fault
 from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
 
 
@@ -14,6 +15,7 @@ class Request:
     Attributes:
         versions: weight version of each output token, same length as ``output_ids``.
         is_aborted: it ends before its next token.
+        fault: what is to go wrong with it on its way.
     """
 
     rid: str
@@ -23,15 +25,20 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     is_aborted: bool = False
+    fault: Fault | None = None
 
     @property
     def is_over(self) -> bool:
         return self.is_aborted or len(self.output_ids) >= self.sampling.max_new_tokens
 
-    def add_token(self, version: str, vocab_size: int) -> None:
-        """One more token: a function of prompt and position, so that replies can be foretold."""
+    def add_token(self, version: str, vocab_size: int, shift: int = 0) -> None:
+        """One more token: a function of prompt and position, so that replies can be foretold.
+
+        Args:
+            shift: what garbage in the weights adds to it.
+        """
         position = len(self.output_ids)
-        self.output_ids.append((sum(self.input_ids) + 7 * position) % vocab_size)
+        self.output_ids.append((sum(self.input_ids) + 7 * position + shift) % vocab_size)
         self.versions.append(version)
 
     def reply(self) -> GenerateReply:
