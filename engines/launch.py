@@ -2,52 +2,27 @@
 
 ``EngineSpec`` says what is wanted in the words of the protocol; the module of each kind turns it
 into a command line.  ``LocalLauncher`` runs that command under a guard, so that the engine never
-outlives the process that launched it.
+outlives the process that launched it.  A port is held from its choice until its user starts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from engines.attached import AttachedEngine, attach
 from engines.client import EngineClient
-from engines.embedded.command import build_command as embedded_command
+from engines.embedded.command import invocation as embedded_invocation
 from engines.errors import EngineNotReady
-from engines.ports import reserve_port
+from engines.invocation import Invocation
+from engines.ports import PortReservation, reserve_port
 from engines.process import EngineProcess
 from engines.protocol import Endpoint
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What one engine should be.
-
-    Attributes:
-        kind: ``embedded`` or ``sglang``.
-        gpu_ids: physical GPUs it gets; empty runs it on the CPU.
-        num_cpus: its number of torch threads on the CPU, rounded up.
-        memory_saver: it must be able to give its memory back.
-        weights_cpu_backup: it keeps a host copy of its weights while they are released.
-        options: more options in the engine's own names, without the leading dashes.
-        log_path: its standard output and error.
-    """
-
-    engine_id: str
-    kind: str
-    model_path: str
-    log_path: str
-    gpu_ids: tuple[int, ...] = ()
-    num_cpus: float = 1.0
-    memory_saver: bool = True
-    weights_cpu_backup: bool = False
-    weight_version: int = 0
-    start_timeout_s: float = 300.0
-    host: str = "127.0.0.1"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+from engines.sglang.invocation import invocation as sglang_invocation
+from engines.spec import EngineSpec
 
 
 class RunningEngine(Protocol):
@@ -108,31 +83,55 @@ class LocalEngine:
 class LocalLauncher:
     """Launches engines as guarded child processes of this one."""
 
-    async def launch(self, spec: EngineSpec) -> LocalEngine:
+    def __init__(self) -> None:
+        self._held: dict[str, PortReservation] = {}
+
+    def hold_address(self, host: str) -> str:
+        """An address on this node for the nodes of one engine to meet at.
+
+        Held until this launcher starts the engine's node of rank 0.
+        """
+        reservation = reserve_port(host)
+        address = f"[{host}]:{reservation.port}" if ":" in host else f"{host}:{reservation.port}"
+        self._held[address] = reservation
+        return address
+
+    async def launch(self, spec: EngineSpec) -> LocalEngine | AttachedEngine:
         """Start the engine and wait until it answers as ready.
 
         Raises:
             EngineNotReady: it died or was late; its log's tail is in the error.
             ValueError: an option that this library sets itself, or an unknown kind.
         """
-        build = _COMMANDS.get(spec.kind)
-        if build is None:
+        if spec.kind == "attached":
+            return await attach(spec)
+        invoke = _KINDS.get(spec.kind)
+        if invoke is None:
             raise ValueError(
-                f"engine kind {spec.kind!r} cannot be launched; known: {', '.join(_COMMANDS)}"
+                f"engine kind {spec.kind!r} cannot be launched; known: {', '.join(_KINDS)}"
             )
         log_path = Path(spec.log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with reserve_port(spec.host) as reservation:
+        with ExitStack() as held:
+            reservation = held.enter_context(reserve_port(spec.host))
+            if spec.node_rank == 0 and spec.dist_init_addr in self._held:
+                held.enter_context(self._held.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
-            command = build(spec, endpoint)
-            # The engine binds the port itself, so the reservation ends just before it starts.
-            reservation.release()
+            start = invoke(spec, endpoint, os.environ)
+            # The engine binds its ports itself, so they are let go of just before it starts.
+            held.close()
             process = await EngineProcess.spawn(
-                command, env=_environment(spec), log_path=log_path, engine_id=spec.engine_id
+                start.command,
+                env=start.env,
+                log_path=log_path,
+                engine_id=spec.engine_id,
+                cleanup=start.cleanup,
             )
         client = EngineClient(endpoint, engine_id=spec.engine_id)
+        # Nodes behind the first take no requests; all they have is a sign of life.
+        probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
         try:
-            await process.wait_until_ready(client.is_ready, spec.start_timeout_s)
+            await process.wait_until_ready(probe, spec.start_timeout_s)
         except BaseException:
             await process.kill()
             raise
@@ -141,14 +140,10 @@ class LocalLauncher:
         return LocalEngine(endpoint, process)
 
 
-_COMMANDS = {"embedded": embedded_command}
-
-
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    env = dict(os.environ)
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)
-    env.update(spec.env)
-    return env
+_KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {
+    "embedded": embedded_invocation,
+    "sglang": sglang_invocation,
+}
 
 
 __all__ = [

@@ -18,7 +18,13 @@ ROWS = ("words", "decisions", "effects", "ray", "doors")
 ROW_OF = {
     "engines": "effects",
     "engines.errors": "words",
+    "engines.features": "decisions",
     "engines.protocol": "words",
+    "engines.spec": "words",
+    "engines.invocation": "decisions",
+    "engines.sglang.command": "decisions",
+    "engines.sglang.environment": "decisions",
+    "engines.sglang.parallel": "decisions",
     "rollout": "effects",
     "rollout.__init__": "doors",
     "rollout.__main__": "doors",
@@ -128,7 +134,7 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
     bare = [
         name.removesuffix(".__init__")
         for name in MODULES
-        if not name.startswith(("rollout.actors", "engines.embedded"))
+        if not name.startswith(("rollout.actors", "engines.embedded", "engines.sglang_cpu.shims"))
         and name not in ("rollout.__main__", "rollout.weights.tensors")
     ]
     missing = "import sys; sys.modules |= dict.fromkeys(['ray', 'torch', 'transformers'])"

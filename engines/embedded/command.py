@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from engines.embedded.config import EngineConfig
-from engines.protocol import Endpoint
+from engines.invocation import Invocation, as_flags, normalized, refuse
+from engines.protocol import Endpoint, WorkerType
+from engines.spec import EngineSpec
 
-if TYPE_CHECKING:
-    from engines.launch import EngineSpec
-
-_OURS = {
-    "model_path",
-    "host",
-    "port",
-    "weight_version",
-    "enable_memory_saver",
-    "enable_weights_cpu_backup",
-    "device",
-    "num_threads",
+_OWNERS = {
+    "model_path": "the server's model_path",
+    "host": "chosen at launch",
+    "port": "chosen at launch",
+    "weight_version": "chosen at launch",
+    "enable_memory_saver": "the group's needs_offload",
+    "enable_weights_cpu_backup": "engine.weights_cpu_backup",
+    "device": "engine.gpus",
+    "num_threads": "engine.cpus",
 }
 
 
@@ -29,17 +28,19 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     """The command that starts this engine at this endpoint.
 
     Raises:
-        ValueError: an option that the spec's own fields set, or one the engine does not have.
+        ValueError: an option that the spec's own fields set, one the engine does not have, or
+            something only SGLang can be.
     """
     known = {item.name for item in fields(EngineConfig)}
-    options = {name.replace("-", "_"): value for name, value in spec.options.items()}
-    if taken := sorted(options.keys() & _OURS):
-        raise ValueError(f"options {', '.join(taken)} are set by the engine's own settings")
+    options = normalized(spec.options)
+    refuse(options, _OWNERS)
     if unknown := sorted(options.keys() - known):
         raise ValueError(
             f"the embedded engine has no options {', '.join(unknown)}; "
-            f"it has {', '.join(sorted(known - _OURS))}"
+            f"it has {', '.join(sorted(known - _OWNERS.keys()))}"
         )
+    if spec.worker_type is not WorkerType.REGULAR:
+        raise ValueError(f"the embedded engine cannot be a {spec.worker_type} worker; SGLang can")
     options |= {
         "model_path": spec.model_path,
         "host": endpoint.host,
@@ -50,11 +51,10 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         "device": "cuda" if spec.gpu_ids else "cpu",
         "num_threads": max(1, math.ceil(spec.num_cpus)),
     }
-    command = [sys.executable, "-m", "engines.embedded"]
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            command.append(flag)
-        elif value is not False and value is not None:
-            command += [flag, str(value)]
-    return command
+    return [spec.python or sys.executable, "-m", "engines.embedded", *as_flags(options)]
+
+
+def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
+    """How this engine is started."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)}
+    return Invocation(build_command(spec, endpoint), {**inherited, **visible, **spec.env})

@@ -1,0 +1,113 @@
+"""The command line of an SGLang server.
+
+Options in the spec travel through in SGLang's own names.  One that follows from another setting
+is refused by name, and so is one that would take away what the lifecycle stands on.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from engines.invocation import as_flags, normalized, refuse
+from engines.protocol import Endpoint, WorkerType
+from engines.sglang.parallel import Parallel, divide
+from engines.spec import EngineSpec
+
+_AT_LAUNCH = "chosen at launch"
+_PLACEMENT = "follows from the placement"
+_NO_SUCH_SERVER = "that server lacks the control endpoints"
+_OWNERS = {
+    "model_path": "the server's model_path",
+    "model": "the server's model_path",
+    "host": _AT_LAUNCH,
+    "port": _AT_LAUNCH,
+    "weight_version": _AT_LAUNCH,
+    "nnodes": _PLACEMENT,
+    "node_rank": _PLACEMENT,
+    "dist_init_addr": _PLACEMENT,
+    "nccl_init_addr": _PLACEMENT,
+    "base_gpu_id": _PLACEMENT,
+    "gpu_id_step": _PLACEMENT,
+    "device": "engine.gpus; 0 is the CPU",
+    "enable_memory_saver": "the group's needs_offload",
+    "enable_weights_cpu_backup": "engine.weights_cpu_backup",
+    "disaggregation_mode": "the group's worker_type",
+    "encoder_only": "the group's worker_type",
+    "config": "put its options under engine.options",
+    "use_ray": "skips the memory saver and takes whole GPUs; we launch it in an actor of ours",
+    "api_key": "the engine is driven without a key",
+    "admin_api_key": "the engine is driven without a key",
+    "incremental_streaming_output": "streams must be cumulative to be resumed",
+    "grpc_mode": _NO_SUCH_SERVER,
+    "smg_grpc_mode": _NO_SUCH_SERVER,
+    "ssl_keyfile": "engines are reached over plain HTTP",
+    "ssl_certfile": "engines are reached over plain HTTP",
+}
+_ROLES: dict[WorkerType, dict[str, Any]] = {
+    WorkerType.REGULAR: {},
+    WorkerType.PREFILL: {"disaggregation_mode": "prefill"},
+    WorkerType.DECODE: {"disaggregation_mode": "decode"},
+    WorkerType.ENCODER: {"encoder_only": True},
+}
+# What SGLang would choose on a CPU takes nearly all of the host's memory, and its cores when idle.
+_CPU_DEFAULTS = {
+    "attention_backend": "torch_native",
+    "max_total_tokens": 16384,
+    "max_running_requests": 64,
+    "sleep_on_idle": True,
+}
+
+
+def parallel_of(spec: EngineSpec) -> Parallel:
+    """How the ranks of this engine are divided."""
+    return divide(normalized(spec.options), len(spec.gpu_ids) * spec.num_nodes)
+
+
+def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> list[str]:
+    """The command that starts this engine, or this node of it, at this endpoint.
+
+    Args:
+        python: an interpreter that has SGLang; empty for this one.
+
+    Raises:
+        ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, or a spec
+            that no SGLang server can be.
+    """
+    options = normalized(spec.options)
+    refuse(options, _OWNERS)
+    sizes = divide(options, len(spec.gpu_ids) * spec.num_nodes).flags
+    if spec.worker_type not in _ROLES:
+        raise ValueError(f"a {spec.worker_type} group starts no engines")
+    ours: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "host": endpoint.host,
+        "port": endpoint.port,
+        "weight_version": spec.weight_version,
+        "enable_memory_saver": spec.memory_saver,
+        "enable_weights_cpu_backup": spec.weights_cpu_backup,
+        **_ROLES[spec.worker_type],
+        **sizes,
+        **_nodes(spec),
+    }
+    if not spec.gpu_ids:
+        # An explicit None keeps SGLang's own choice.
+        options = _CPU_DEFAULTS | {"device": "cpu"} | options
+    program = [python or spec.python or sys.executable, "-m", "sglang.launch_server"]
+    return program + as_flags(ours | options)
+
+
+def _nodes(spec: EngineSpec) -> dict[str, Any]:
+    if spec.num_nodes == 1:
+        return {}
+    if not spec.dist_init_addr:
+        raise ValueError(
+            f"an engine over {spec.num_nodes} nodes needs dist_init_addr, host:port on its first"
+        )
+    if not 0 <= spec.node_rank < spec.num_nodes:
+        raise ValueError(f"node_rank {spec.node_rank} of {spec.num_nodes} nodes")
+    return {
+        "nnodes": spec.num_nodes,
+        "node_rank": spec.node_rank,
+        "dist_init_addr": spec.dist_init_addr,
+    }

@@ -1,0 +1,98 @@
+"""The environment of an SGLang server, and what a killed one leaves in shared memory.
+
+The memory saver's library is preloaded by SGLang itself, into its scheduler processes only
+(``torch_memory_saver.configure_subprocess`` around each start).  Preloading it here too would
+load it into compilers and helpers that have no CUDA, and SGLang refuses to find it twice; our
+part is an environment in which it works.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.sglang.parallel import Parallel
+from engines.spec import EngineSpec
+
+CLEANUP = (
+    "/dev/shm/sgl_shm_*_{pid}_*",
+    "/dev/shm/sglang_loads_*.shm",
+    "/dev/shm/sem.mp-*",
+)
+
+# Meant for the interpreter that launches, and wrong for another one.
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_FALSE = ("", "0", "false", "no")
+
+
+def build_environment(
+    spec: EngineSpec,
+    inherited: Mapping[str, str],
+    parallel: Parallel,
+    *,
+    python: str = "",
+    cpu_ids: tuple[int, ...] = (0,),
+) -> dict[str, str]:
+    """The whole environment of the engine.
+
+    Args:
+        inherited: this process's own.
+        python: the interpreter it runs in, where that is another than this one.
+        cpu_ids: cores this machine lets us use; an engine on the CPU is given its share.
+
+    Raises:
+        ValueError: a variable that would break the memory saver or hide the control endpoints.
+    """
+    env = {
+        name: value for name, value in inherited.items() if not (python and name in _OF_THIS_PYTHON)
+    }
+    if python:
+        # Tools that came with it, such as ninja, are found by name.
+        env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)
+    # The health endpoints would generate, and fail a server for being paused.
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if not spec.gpu_ids:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(spec, parallel, cpu_ids))
+    if Path(spec.model_path).is_dir():
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    env.update(spec.env)
+    _refuse(spec, env)
+    return env
+
+
+def bind_cores(spec: EngineSpec, parallel: Parallel, cpu_ids: tuple[int, ...]) -> str:
+    """Cores for each rank, as SGLang writes them: ``0,1|2,3``.
+
+    Engines of a group are numbered; each begins where the one before it ends, so that two engines
+    on one machine do not share a core while there are others.
+    """
+    threads = max(1, int(spec.num_cpus) // parallel.num_ranks)
+    number = re.search(r"\d+$", spec.engine_id)
+    first = int(number[0]) * parallel.num_ranks * threads if number else 0
+    ranks = []
+    for rank in range(parallel.num_ranks):
+        start = first + rank * threads
+        cores = {cpu_ids[(start + thread) % len(cpu_ids)] for thread in range(threads)}
+        ranks.append(",".join(str(core) for core in sorted(cores)))
+    return "|".join(ranks)
+
+
+def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:
+    for name in _ALLOCATOR:
+        setting = env.get(name, "").replace(" ", "").lower()
+        if spec.memory_saver and "expandable_segments:true" in setting:
+            raise ValueError(
+                f"{name}={env[name]}: the memory saver does not work with expandable segments; "
+                "unset it, or set it differently under engine.env"
+            )
+    if env.get("SGLANG_RUST_SERVER", "").lower() not in _FALSE:
+        raise ValueError("SGLANG_RUST_SERVER: that front end lacks the control endpoints; unset it")
+    if env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"].lower() not in _FALSE:
+        raise ValueError(
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION must stay 0: a health probe during a pause "
+            "would mark the server unhealthy for good"
+        )

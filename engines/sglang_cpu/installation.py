@@ -1,0 +1,187 @@
+"""The environment that CPU SGLang runs in: made once, then reused.
+
+Always true:
+- an environment is used only if its stamp is there, which is written last; a half-made one is
+  begun anew;
+- one installer at a time makes it; a second waits, and then finds it made;
+- its folder is named after everything that went into it, so other pins never meet old files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engines.errors import EngineError
+
+TORCH = "torch==2.13.0"
+PINS = Path(__file__).with_name("pins.txt")
+SHIMS = Path(__file__).with_name("shims")
+_NOT_COPIED = ("README.md", "ruff.toml", "__pycache__")
+_NEEDED_BYTES = 4 * 1024**3
+_SHOWN_LINES = 15
+
+
+class InstallError(EngineError):
+    """CPU SGLang cannot be installed here, or is not."""
+
+
+def cache_folder() -> Path:
+    """Where environments are kept, one folder per set of pins."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "ray-rollout" / "sglang-cpu"
+
+
+class Installation:
+    """One environment, made or not."""
+
+    def __init__(self, cache: Path | None = None) -> None:
+        self.folder = (cache or cache_folder()) / fingerprint()
+        self.stamp = self.folder / "installed.json"
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter; exists only once it is made."""
+        return self.folder / "venv" / "bin" / "python"
+
+    @property
+    def is_made(self) -> bool:
+        return self.stamp.is_file() and self.python.exists()
+
+    def require(self) -> Path:
+        """Its interpreter.
+
+        Raises:
+            InstallError: it is not made.
+        """
+        if not self.is_made:
+            raise InstallError(
+                "CPU SGLang is not installed; `rollout sglang-cpu install` does it "
+                f"(2 GB, a few minutes) in {self.folder}",
+                operation="install",
+            )
+        return self.python
+
+    def make(self, say: Callable[[str], None] = print) -> Path:
+        """Make it unless it is made; its interpreter.
+
+        Raises:
+            InstallError: with the reason, and the end of what pip said.
+        """
+        if self.is_made:
+            return self.python
+        check_machine()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _only_one(self.folder.with_suffix(".lock"), say):
+            if not self.is_made:
+                self._make(say)
+        return self.python
+
+    def _make(self, say: Callable[[str], None]) -> None:
+        started = time.monotonic()
+        venv = self.folder / "venv"
+        shutil.rmtree(venv, ignore_errors=True)  # of an installer that was stopped
+        free = shutil.disk_usage(self.folder).free
+        if free < _NEEDED_BYTES:
+            raise InstallError(
+                f"{self.folder} has {free / 1024**3:.1f} GiB free, CPU SGLang needs "
+                f"{_NEEDED_BYTES / 1024**3:.0f}; free some, or point XDG_CACHE_HOME elsewhere"
+            )
+        say(f"making {venv} with Python {platform.python_version()}")
+        run([sys.executable, "-m", "venv", str(venv)])
+        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+        say(f"1/3 {TORCH}; a CPU build if pip sees one")
+        run([*pip, TORCH])
+        say("2/3 SGLang and what it imports")
+        run([*pip, "--no-deps", "-r", str(PINS)])
+        say("3/3 stand-ins for CUDA, and a first import")
+        self._copy_shims()
+        run([str(self.python), "-c", "import sglang.srt.server_args"], env=cpu_environment())
+        what = {"torch": TORCH, "python": platform.python_version(), "pins": PINS.read_text()}
+        partial = self.stamp.with_suffix(".partial")
+        partial.write_text(json.dumps(what, indent=1))
+        partial.replace(self.stamp)
+        say(f"installed in {time.monotonic() - started:.0f} s")
+
+    def _copy_shims(self) -> None:
+        asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site_packages = run([str(self.python), "-c", asked]).strip()
+        shutil.copytree(
+            SHIMS, site_packages, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_COPIED)
+        )
+
+
+def fingerprint() -> str:
+    """Of all that goes into an environment: interpreter, pins and shims."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {TORCH}".encode())
+    files = [PINS, *(path for path in sorted(SHIMS.rglob("*")) if _is_copied(path))]
+    for path in files:
+        digest.update(str(path.relative_to(PINS.parent)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _is_copied(path: Path) -> bool:
+    return path.is_file() and not set(path.relative_to(SHIMS).parts) & set(_NOT_COPIED)
+
+
+def cpu_environment() -> dict[str, str]:
+    """This process's environment, less what belongs to this interpreter, for CPU SGLang."""
+    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    return env | {"SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def check_machine() -> None:
+    """Refuse a machine that the pinned wheels do not fit.
+
+    Raises:
+        InstallError: naming what it is and what it would have to be.
+    """
+    here = f"{platform.system()} {platform.machine()}"
+    if here != "Linux x86_64":
+        raise InstallError(f"CPU SGLang is for Linux x86_64; this machine is {here}")
+
+
+@contextmanager
+def _only_one(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock; the system lets go of it however this process ends."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another installer is at work; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def run(command: list[str], env: dict[str, str] | None = None) -> str:
+    """What ``command`` printed.
+
+    Raises:
+        InstallError: it failed; with its last lines.
+    """
+    done = subprocess.run(
+        command,
+        env=cpu_environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        shown = "\n".join(done.stdout.splitlines()[-_SHOWN_LINES:])
+        raise InstallError(
+            f"`{' '.join(command[1:])}` ended with status {done.returncode}:\n{shown}",
+            operation="install",
+        )
+    return done.stdout

@@ -1,0 +1,168 @@
+"""``torch_memory_saver`` over host memory: release frees it, a wrong order ends the process.
+
+The real library allocates with CUDA's virtual memory calls and is preloaded into the process.
+Here every storage that torch allocates inside ``region`` is remembered under the region's tag.
+``pause`` gives its whole pages back to the system and forbids them; ``resume`` allows them again,
+holding zeros, or what they held before where the region asked for a backup.
+
+As in the real one: touching paused memory is a fault, and pausing what is paused or resuming what
+is not ends the process with status 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# malloc keeps its own notes around a block that is free; they stay readable.
+_MARGIN_BYTES = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.madvise, _libc.mprotect):
+    _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Block:
+    """One storage, and whether its memory is there."""
+
+    def __init__(self, storage: Any, tag: str, has_backup: bool) -> None:
+        self._storage = StorageWeakRef(storage)
+        self._address: int = storage.data_ptr()
+        self._num_bytes: int = storage.nbytes()
+        self._has_backup = has_backup
+        self._backup: bytes | None = None
+        self.tag = tag
+        self.is_paused = False
+
+    def is_freed(self) -> bool:
+        return bool(self._storage.expired())
+
+    def pause(self) -> None:
+        if self._has_backup:
+            self._backup = ctypes.string_at(self._address, self._num_bytes)
+        ctypes.memset(self._address, 0, self._num_bytes)
+        start, length = self._pages()
+        if length:
+            _check(_libc.madvise(start, length, mmap.MADV_DONTNEED))
+            _check(_libc.mprotect(start, length, 0))
+        self.is_paused = True
+
+    def resume(self) -> None:
+        start, length = self._pages()
+        if length:
+            _check(_libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE))
+        if self._backup is not None:
+            ctypes.memmove(self._address, self._backup, self._num_bytes)
+            self._backup = None
+        self.is_paused = False
+
+    def _pages(self) -> tuple[int, int]:
+        """The whole pages inside the block: first address and length."""
+        page = mmap.PAGESIZE
+        first = -(-(self._address + _MARGIN_BYTES) // page) * page
+        last = (self._address + self._num_bytes - _MARGIN_BYTES) // page * page
+        return first, max(0, last - first)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees the result of every operator, and so every storage that one allocates."""
+
+    def __init__(self) -> None:
+        mode: Any = super()
+        mode.__init__()
+        self.storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                storage = one.untyped_storage()
+                if _key(one) not in given and storage.nbytes():
+                    # A weak reference would do for what lives on; freed ones are dropped later.
+                    self.storages[_key(one)] = StorageWeakRef(storage)
+        return result
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _MemorySaver:
+    """The name SGLang uses: ``torch_memory_saver.torch_memory_saver``."""
+
+    enabled = True
+    hook_mode: str | None = None
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+
+    @contextmanager
+    def region(
+        self, tag: str = "default", enable_cpu_backup: bool = False, **options: Any
+    ) -> Iterator[None]:
+        recorder = _Recorder()
+        try:
+            with recorder:
+                yield
+        finally:
+            for reference in recorder.storages.values():
+                if not reference.expired():
+                    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                    self._blocks.append(_Block(storage, tag, enable_cpu_backup))
+
+    def pause(self, tag: str | None = None) -> None:
+        for block in self._tagged(tag):
+            if block.is_paused:
+                _die(f"cannot pause {block.tag}: it is paused")
+            block.pause()
+
+    def resume(self, tag: str | None = None) -> None:
+        for block in self._tagged(tag):
+            if not block.is_paused:
+                _die(f"cannot resume {block.tag}: it is not paused")
+            block.resume()
+
+    @contextmanager
+    def cuda_graph(self, **options: Any) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        yield
+
+    def _tagged(self, tag: str | None) -> list[_Block]:
+        self._blocks = [block for block in self._blocks if not block.is_freed()]
+        return [block for block in self._blocks if tag in (None, block.tag)]
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """The real one preloads its library into children started here."""
+    yield
+
+
+def _check(status: int) -> None:
+    if status:
+        error = ctypes.get_errno()
+        _die(f"system call failed: {os.strerror(error)}")
+
+
+def _die(reason: str) -> NoReturn:
+    print(f"torch_memory_saver (CPU): {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+torch_memory_saver = _MemorySaver()

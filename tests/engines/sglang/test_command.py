@@ -1,0 +1,157 @@
+"""Command lines of SGLang servers; no SGLang needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.protocol import Endpoint, WorkerType
+from engines.sglang.command import build_command
+from engines.spec import EngineSpec
+
+HERE = Endpoint("10.0.0.1", 1234)
+
+
+def flags(options: dict[str, Any] | None = None, **fields: Any) -> dict[str, list[str]]:
+    """The command line by flag."""
+    spec = EngineSpec("e-0", "sglang", "/models/m", "/e-0.log", options=options or {}, **fields)
+    command = build_command(spec, HERE)
+    assert command[1:3] == ["-m", "sglang.launch_server"]
+    found: dict[str, list[str]] = {}
+    for word in command[3:]:
+        if word.startswith("--"):
+            assert word not in found, f"{word} is given twice"
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+def test_a_spec_becomes_sglangs_flags() -> None:
+    found = flags(weight_version=7, weights_cpu_backup=True, gpu_ids=(4,))
+    assert found == {
+        "--model-path": ["/models/m"],
+        "--host": ["10.0.0.1"],
+        "--port": ["1234"],
+        "--weight-version": ["7"],
+        "--enable-memory-saver": [],
+        "--enable-weights-cpu-backup": [],
+    }
+
+
+def test_a_group_that_keeps_its_gpus_runs_without_a_memory_saver() -> None:
+    assert "--enable-memory-saver" not in flags(memory_saver=False)
+
+
+def test_other_options_travel_as_they_are() -> None:
+    found = flags(
+        {
+            "lora-paths": ["a=/a", "b=/b"],
+            "--enable-lora": True,
+            "max_lora_rank": 16,
+            "json-model-override-args": {"rope": 1},
+            "disable-radix-cache": False,
+            "chat-template": None,
+        },
+        gpu_ids=(0,),
+    )
+    assert found["--lora-paths"] == ["a=/a", "b=/b"]
+    assert found["--enable-lora"] == []
+    assert found["--max-lora-rank"] == ["16"]
+    assert found["--json-model-override-args"] == ['{"rope": 1}']
+    assert not {"--disable-radix-cache", "--chat-template"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("port", "chosen at launch"),
+        ("--model-path", "model_path"),
+        ("enable_memory_saver", "needs_offload"),
+        ("base-gpu-id", "placement"),
+        ("disaggregation-mode", "worker_type"),
+        ("device", "engine.gpus"),
+        ("incremental-streaming-output", "cumulative"),
+        # argparse takes the beginning of a flag for the flag.
+        ("weight-ver", "chosen at launch"),
+    ],
+)
+def test_an_option_that_another_setting_owns_is_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name.lstrip('-').replace('-', '_')} \(.*{reason}"):
+        flags({name: 1})
+
+
+def test_an_option_in_two_spellings_is_refused() -> None:
+    with pytest.raises(ValueError, match="page_size is given twice"):
+        flags({"page-size": 1, "page_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("worker_type", "expected"),
+    [
+        (WorkerType.REGULAR, {}),
+        (WorkerType.PREFILL, {"--disaggregation-mode": ["prefill"]}),
+        (WorkerType.DECODE, {"--disaggregation-mode": ["decode"]}),
+        (WorkerType.ENCODER, {"--encoder-only": []}),
+    ],
+)
+def test_a_worker_type_becomes_a_role(
+    worker_type: WorkerType, expected: dict[str, list[str]]
+) -> None:
+    found = flags(worker_type=worker_type)
+    roles = {"--disaggregation-mode", "--encoder-only"}
+    assert {name: found[name] for name in roles & found.keys()} == expected
+
+
+def test_a_placeholder_is_no_server() -> None:
+    with pytest.raises(ValueError, match="placeholder group starts no engines"):
+        flags(worker_type=WorkerType.PLACEHOLDER)
+
+
+def test_tensor_parallelism_fills_the_gpus() -> None:
+    assert flags(gpu_ids=(4, 5, 6, 7))["--tp-size"] == ["4"]
+    found = flags({"pp": 2, "ep": 2}, gpu_ids=(4, 5, 6, 7))
+    assert (found["--tp-size"], found["--pp-size"], found["--ep-size"]) == (["2"], ["2"], ["2"])
+    found = flags({"data-parallel-size": 2}, gpu_ids=(0, 1, 2, 3))
+    assert (found["--tp-size"], found["--dp-size"]) == (["2"], ["2"])
+    found = flags({"dp-size": 4, "enable-dp-attention": True}, gpu_ids=(0, 1, 2, 3))
+    assert (found["--tp-size"], found["--dp-size"]) == (["4"], ["4"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "tp 3 x pp 1 x dp 1 = 3 ranks, but the engine has 4 GPUs"),
+        ({"tp": 2, "tp-size": 4}, "tp_size and tp are the same thing"),
+        ({"pp": 0}, "pp = 0: a number of ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flags(options, gpu_ids=(0, 1, 2, 3))
+
+
+def test_an_engine_over_two_nodes_says_where_they_meet() -> None:
+    nodes = {"num_nodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.9:20005"}
+    found = flags(gpu_ids=(0, 1), **nodes)
+    assert (found["--nnodes"], found["--node-rank"]) == (["2"], ["1"])
+    assert found["--dist-init-addr"] == ["10.0.0.9:20005"]
+    assert found["--tp-size"] == ["4"]
+
+
+def test_nodes_without_a_meeting_point_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 nodes needs dist_init_addr"):
+        flags(num_nodes=2)
+    with pytest.raises(ValueError, match="node_rank 2 of 2 nodes"):
+        flags(num_nodes=2, node_rank=2, dist_init_addr="h:1")
+
+
+def test_an_engine_on_the_cpu_gets_defaults_that_options_override() -> None:
+    found = flags()
+    assert found["--device"] == ["cpu"]
+    assert found["--attention-backend"] == ["torch_native"]
+    assert found["--max-total-tokens"] == ["16384"]
+    found = flags({"max-total-tokens": 99, "attention-backend": None})
+    assert found["--max-total-tokens"] == ["99"]
+    assert "--attention-backend" not in found

@@ -1,0 +1,92 @@
+"""Environments of SGLang servers; no SGLang needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.sglang.environment import build_environment
+from engines.sglang.parallel import Parallel
+from engines.spec import EngineSpec
+
+OURS = {"PATH": "/usr/bin", "HOME": "/home/u", "PYTHONPATH": "/ours"}
+
+
+def environment(
+    inherited: dict[str, str] | None = None,
+    *,
+    num_ranks: int = 1,
+    python: str = "",
+    cpu_ids: tuple[int, ...] = (0, 1, 2, 3),
+    engine_id: str = "e-0",
+    **fields: Any,
+) -> dict[str, str]:
+    spec = EngineSpec(engine_id, "sglang", "/nowhere", "/e.log", **fields)
+    return build_environment(
+        spec, inherited or OURS, Parallel(num_ranks, {}), python=python, cpu_ids=cpu_ids
+    )
+
+
+def test_an_engine_sees_its_own_gpus_and_no_health_probe_generates() -> None:
+    env = environment(gpu_ids=(6, 7))
+    assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert "SGLANG_USE_CPU_ENGINE" not in env
+    assert env["HOME"] == "/home/u"
+
+
+def test_an_engine_without_gpus_sees_none_and_runs_on_the_cpu() -> None:
+    env = environment()
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_what_was_meant_for_this_interpreter_does_not_reach_another() -> None:
+    assert environment()["PYTHONPATH"] == "/ours"
+    env = environment(python="/sg/bin/python")
+    assert "PYTHONPATH" not in env
+    assert env["PATH"] == "/sg/bin:/usr/bin"
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "num_ranks", "num_cpus", "expected"),
+    [
+        ("main-0", 1, 1.0, "0"),
+        ("main-1", 1, 1.0, "1"),
+        ("main-5", 1, 1.0, "1"),
+        ("main-1", 1, 2.0, "2,3"),
+        ("main-0", 2, 2.0, "0|1"),
+        ("main-1", 2, 0.5, "2|3"),
+        ("noname", 1, 8.0, "0,1,2,3"),
+    ],
+)
+def test_engines_on_the_cpu_are_spread_over_its_cores(
+    engine_id: str, num_ranks: int, num_cpus: float, expected: str
+) -> None:
+    env = environment(engine_id=engine_id, num_ranks=num_ranks, num_cpus=num_cpus)
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
+def test_variables_of_the_configuration_win() -> None:
+    env = environment(env={"SGLANG_CPU_OMP_THREADS_BIND": "all", "HOME": "/elsewhere"})
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "all"
+    assert env["HOME"] == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: true"),
+        ("SGLANG_RUST_SERVER", "1"),
+        ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "true"),
+    ],
+)
+def test_a_variable_that_breaks_the_lifecycle_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        environment(env={name: value})
+
+
+def test_expandable_segments_are_fine_without_a_memory_saver() -> None:
+    environment(OURS | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, memory_saver=False)
