@@ -7,15 +7,19 @@ every server can.  Either one repeated, also after a failure, goes on from where
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from rollout.errors import ConfigError
-from rollout.fanout import barrier
+from rollout.fanout import barrier, describe
 from rollout.lifecycle import OFFLOAD, SERVE, Command
 from rollout.types import ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
+
+logger = logging.getLogger(__name__)
 
 
 class ServerPort(Protocol):
@@ -40,10 +44,17 @@ class ServerPort(Protocol):
 
 
 class Deployment:
-    """The lifecycle of all servers together."""
+    """The lifecycle of all servers together.
 
-    def __init__(self, servers: Mapping[str, ServerPort]) -> None:
+    Args:
+        stop_budget_s: what a server gets to stop; None where it keeps a deadline of its own.
+    """
+
+    def __init__(
+        self, servers: Mapping[str, ServerPort], *, stop_budget_s: float | None = None
+    ) -> None:
         self._servers = dict(servers)
+        self._stop_budget_s = stop_budget_s
 
     async def start(self) -> dict[str, ServerStatus]:
         """Start all servers; if one does not start, all are stopped again."""
@@ -54,8 +65,15 @@ class Deployment:
             raise
 
     async def stop(self) -> None:
-        """Stop all servers."""
-        await barrier({name: one.stop() for name, one in self._servers.items()})
+        """Ask all servers to stop.  One that is lost or hangs is told; its maker ends it."""
+        await barrier({name: self._stop(name, one) for name, one in self._servers.items()})
+
+    async def _stop(self, name: str, server: ServerPort) -> None:
+        try:
+            async with asyncio.timeout(self._stop_budget_s):
+                await server.stop()
+        except Exception as error:  # nothing may keep the maker from ending what is left
+            logger.error("server %s did not stop by itself: %s", name, describe(error))
 
     async def offload(self) -> dict[str, StepReport]:
         """Every server paused, then every one flushed, then every one released."""

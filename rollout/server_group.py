@@ -63,6 +63,8 @@ class ServerGroup:
         )
         self._phase = Phase.SERVING
         self._last_order = 0
+        # Whoever gave up on a command may send the next while it still runs.
+        self._turn = asyncio.Lock()
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -125,9 +127,13 @@ class ServerGroup:
 
     async def update_weights(self, push: WeightPush, order: int | None = None) -> PhaseReport:
         """Give every engine the new weights."""
+        self._check_order(order)
+        async with self._turn:
+            return await self._update_weights(push)
+
+    async def _update_weights(self, push: WeightPush) -> PhaseReport:
         command = Command.UPDATE_WEIGHTS
         started = _now()
-        self._check_order(order)
         target = lifecycle.next_phase(self._phase, command, self._traits)
         self._refuse(command, self._without_weights())
         members = self._roster.unfenced()
@@ -242,11 +248,21 @@ class ServerGroup:
         act: Callable[[Member], Awaitable[Any]],
         budget_s: float,
         order: int | None,
+        **more: Any,
+    ) -> PhaseReport:
+        self._check_order(order)
+        async with self._turn:
+            return await self._carry_out(command, act, budget_s, **more)
+
+    async def _carry_out(
+        self,
+        command: Command,
+        act: Callable[[Member], Awaitable[Any]],
+        budget_s: float,
         *,
         why_not: Callable[[], str] = str,
     ) -> PhaseReport:
         started = _now()
-        self._check_order(order)
         if lifecycle.is_repeat(self._phase, command):
             return self._report(command, {}, started)
         target = lifecycle.next_phase(self._phase, command, self._traits)

@@ -7,9 +7,15 @@ from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    UnserializableException,
+)
 
-from rollout.errors import ActorLost
+from rollout.errors import ActorLost, RolloutError
 
 T = TypeVar("T")
 
@@ -45,6 +51,12 @@ def peel(error: BaseException, actor: str) -> BaseException:
     if isinstance(error, RayActorError):
         # A dead actor and one that cannot be reached look alike here: both may have acted.
         return ActorLost(f"actor {actor}: {_first_line(error)}", actor=actor)
+    if isinstance(error, TaskCancelledError):
+        return RolloutError(f"actor {actor}: the call was cancelled")
+    if isinstance(error, UnserializableException):
+        # Somebody else's error with a constructor that pickle cannot call; its text is left.
+        told = str(error).strip().rpartition("\n")[2]
+        return RolloutError(f"actor {actor}: {told}")
     if isinstance(error, RayError) and not isinstance(error, RayTaskError):
         return ActorLost(
             f"actor {actor}: {type(error).__name__}: {_first_line(error)}", actor=actor

@@ -11,6 +11,7 @@ from typing import Any
 from engines.protocol import Endpoint
 
 from rollout.actors.calls import RemoteCall
+from rollout.lifecycle import Command
 from rollout.routing import Member
 from rollout.types import GroupStatus, PhaseReport, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
@@ -130,6 +131,9 @@ class RayServer(_Port):
 
     def continue_generation(self) -> RemoteCall[StepReport]:
         return self._call(self._actor.continue_generation.remote())
+
+    def advance(self, command: Command) -> RemoteCall[StepReport]:
+        return self._call(self._actor.advance.remote(command))
 
     def status(self) -> RemoteCall[ServerStatus]:
         return self._call(self._actor.status.remote())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from engines.launch import EngineLauncher, LocalLauncher
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -17,7 +18,7 @@ from rollout.actors.handles import RayServer
 from rollout.actors.launcher import EnginePlacement
 from rollout.actors.placement import reserve
 from rollout.actors.shells import EngineActor, RolloutServerActor, RouterActor, ServerGroupActor
-from rollout.config import RolloutConfig, check_paths
+from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.errors import ConfigError
 from rollout.handle import DeploymentHandle, ServerHandle
@@ -29,6 +30,8 @@ from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
 
 logger = logging.getLogger(__name__)
+
+_STOP_MARGIN_S = 45.0
 
 
 class RayCaller:
@@ -52,7 +55,9 @@ def _put(bucket: Any) -> Any:
     return ray.put(bucket)
 
 
-def launch_ray(config: RolloutConfig) -> DeploymentHandle:
+def launch_ray(
+    config: RolloutConfig, *, launcher: EngineLauncher | None = None
+) -> DeploymentHandle:
     """Start all servers of ``config`` as actors; returns when they serve.
 
     Raises:
@@ -77,6 +82,7 @@ def launch_ray(config: RolloutConfig) -> DeploymentHandle:
             undo.placement_group,
             # An engine's own CPU or GPU share is set when it is placed.
             ray.remote(EngineActor),
+            launcher or LocalLauncher(),
             len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1,
         )
         ports = {
@@ -93,7 +99,7 @@ def launch_ray(config: RolloutConfig) -> DeploymentHandle:
             name: ServerHandle(name, config.servers[name], port, caller)
             for name, port in ports.items()
         },
-        Deployment(ports),
+        Deployment(ports, stop_budget_s=max(map(_stop_budget_s, config.servers.values()))),
         loop,
         on_close=undo,
         placement_group=undo.placement_group,
@@ -156,6 +162,11 @@ def _make_server(
         .remote(name, server, groups, router)
     )
     return RayServer(actor, full_name)
+
+
+def _stop_budget_s(server: ServerConfig) -> float:
+    """Router and engines keep their own deadlines; past both, the server itself hangs."""
+    return 2 * server.lifecycle.stop_timeout_s + _STOP_MARGIN_S
 
 
 class _Undo:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from engines.launch import EngineSpec
+from engines.launch import EngineLauncher, EngineSpec
 from engines.protocol import Endpoint
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -32,11 +32,13 @@ class EnginePlacement:
     Attributes:
         placement_group: the Ray placement group of the run.
         actor_class: ``EngineActor``, already made remote.
+        launcher: starts an engine on the node its actor is on.
         is_single_node: engines may bind loopback, since nobody else needs to reach them.
     """
 
     placement_group: Any
     actor_class: Any
+    launcher: EngineLauncher
     is_single_node: bool
 
 
@@ -59,7 +61,7 @@ class RayLauncher:
                 placement_group_bundle_index=slot.bundle_indices[0],
                 placement_group_capture_child_tasks=False,
             ),
-        ).remote()
+        ).remote(self._placement.launcher)
         name = f"engine {spec.engine_id}"
         try:
             host = "127.0.0.1" if self._placement.is_single_node else await _node_address(slot)

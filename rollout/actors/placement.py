@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -34,7 +35,17 @@ def reserve(plan: Plan, *, timeout_s: float) -> tuple[PlacementGroup, list[Bundl
             requested=plan.totals(),
             available=ray.available_resources(),
         )
-    return group, _locate(plan, group, timeout_s)
+    try:
+        return group, _locate(plan, group, timeout_s)
+    except BaseException as error:
+        remove_placement_group(group)
+        if isinstance(error, GetTimeoutError):
+            raise PlacementError(
+                f"{_told(plan.totals())} were granted, but no worker started there within "
+                f"{timeout_s:g} s to say which GPUs they are",
+                requested=plan.totals(),
+            ) from None
+        raise
 
 
 def _locate(plan: Plan, group: PlacementGroup, timeout_s: float) -> list[Bundle]:

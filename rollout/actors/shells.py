@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engines.launch import EngineSpec, LocalEngine, LocalLauncher
+from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint
 
 from rollout.actors.handles import RayGroup, RayRouter
 from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.config import RouterConfig, ServerConfig
+from rollout.lifecycle import Command
 from rollout.router.host import RouterHost
 from rollout.routing import Member
 from rollout.server import RolloutServer
@@ -27,11 +28,12 @@ from rollout.weights.push import WeightPush
 class EngineActor:
     """Owns the process of one engine on the node where its slot is."""
 
-    def __init__(self) -> None:
-        self._engine: LocalEngine | None = None
+    def __init__(self, launcher: EngineLauncher) -> None:
+        self._launcher = launcher
+        self._engine: RunningEngine | None = None
 
     async def launch(self, spec: EngineSpec, host: str) -> tuple[Endpoint, int | None]:
-        self._engine = await LocalLauncher().launch(replace(spec, host=host))
+        self._engine = await self._launcher.launch(replace(spec, host=host))
         return self._engine.endpoint, self._engine.pid
 
     async def resident_bytes(self) -> int | None:
@@ -168,6 +170,9 @@ class RolloutServerActor:
 
     async def continue_generation(self) -> StepReport:
         return await self._server.continue_generation()
+
+    async def advance(self, command: Command) -> StepReport:
+        return await self._server.advance(command)
 
     async def status(self) -> ServerStatus:
         return await self._server.status()

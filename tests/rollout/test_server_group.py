@@ -513,3 +513,17 @@ async def test_a_cancelled_command_is_carried_to_its_end_and_its_failures_are_fe
     with pytest.raises(asyncio.CancelledError):
         await pausing
     assert await states_of(group) == ["fenced", "paused"]
+
+
+async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
+    group, (engine,) = await started_group(1)
+    await group.pause(order=1)
+    gate = engine.hold("continue_generation")
+    going_on = asyncio.create_task(group.continue_generation(order=2))
+    await gate.entered.wait()
+    pausing = asyncio.create_task(group.pause(order=3))
+    await settled()
+    assert not pausing.done()
+    gate.open()
+    assert (await going_on).phase == "serving"
+    assert (await pausing).phase == await phase_of(group) == "paused"

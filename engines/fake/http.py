@@ -1,0 +1,227 @@
+"""A fake engine behind SGLang's HTTP protocol, for tests across processes.
+
+``HttpFakeLauncher`` serves each fake from the event loop that launches it, so it runs wherever
+an engine would be launched: in this process or in an actor.  ``/fake/...`` is the test's side:
+hold an operation at a gate, wait until it is there, open it, make it fail, see what was called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from engines.errors import EngineError, EngineRejected
+from engines.fake.engine import FakeEngine
+from engines.fake.faults import Gate
+from engines.fake.launcher import FakeRunningEngine, Make, make_engine
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, GenerateReply, MemoryTag, PauseMode, SamplingParams
+
+_Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
+
+
+class HttpFakeLauncher:
+    """``launch.EngineLauncher`` of fake engines that listen on a port of their own.
+
+    Args:
+        make: makes the engine of a spec; a function of a module, so that it can be sent to an
+            actor.
+    """
+
+    def __init__(self, make: Make = make_engine) -> None:
+        self._make = make
+
+    async def launch(self, spec: EngineSpec) -> ServedFake:
+        """Start it; its endpoint is known only then."""
+        face = FakeFace()
+        runner = web.AppRunner(face.app, shutdown_timeout=0.1, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, spec.host, 0).start()
+            endpoint = Endpoint(spec.host, runner.addresses[0][1])
+            face.engine = self._make(spec, endpoint)
+        except BaseException:
+            await runner.cleanup()
+            raise
+        return ServedFake(face.engine, runner)
+
+
+class ServedFake(FakeRunningEngine):
+    """The process a served fake seems to run in."""
+
+    def __init__(self, engine: FakeEngine, runner: web.AppRunner) -> None:
+        super().__init__(engine, pid=engine.endpoint.port)
+        self._runner = runner
+
+    async def stop(self, grace_s: float) -> bool:
+        was_killed = await super().stop(grace_s)
+        await self._runner.cleanup()
+        return was_killed
+
+    async def kill(self) -> None:
+        await super().kill()
+        await self._runner.cleanup()
+
+
+class FakeFace:
+    """The routes of one engine."""
+
+    engine: FakeEngine
+
+    def __init__(self) -> None:
+        self.app = web.Application(client_max_size=2**30)
+        self.requests: list[tuple[str, float, float]] = []
+        self._gates: dict[str, Gate] = {}
+        ask: dict[str, _Handler] = {
+            "/model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
+            "/openapi.json": self._openapi,
+            "/weights_manifest": self._manifest,
+            "/fake/requests": self._requests,
+        }
+        order: dict[str, _Handler] = {
+            "/pause_generation": lambda b: self.engine.pause_generation(PauseMode(b["mode"])),
+            "/continue_generation": lambda b: self.engine.continue_generation(),
+            "/flush_cache": lambda b: self.engine.flush_cache(_seconds(b.get("timeout"))),
+            "/abort_request": lambda b: self.engine.abort_request(b.get("rid")),
+            "/release_memory_occupation": lambda b: self.engine.release_memory_occupation(_tags(b)),
+            "/resume_memory_occupation": lambda b: self.engine.resume_memory_occupation(_tags(b)),
+            "/begin_weight_update": lambda b: self.engine.begin_weight_update(),
+            "/end_weight_update": lambda b: self.engine.end_weight_update(),
+            "/update_weights_from_tensor": lambda b: self.engine.update_weights_from_tensor(**b),
+            "/weights_checker": self._check_weights,
+            "/generate": self._generate,
+            "/fake/hold": self._hold,
+            "/fake/entered": lambda b: self._gates[b["operation"]].entered.wait(),
+            "/fake/open": self._open,
+            "/fake/fail": self._fail,
+        }
+        self.app.add_routes([web.get(path, self._serve(act)) for path, act in ask.items()])
+        self.app.add_routes([web.post(path, self._serve(act)) for path, act in order.items()])
+        for path in ("/ready", "/health"):
+            self.app.router.add_get(path, self._probe)
+
+    def _serve(self, act: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            arrived = time.monotonic()
+            body = await request.json() if request.can_read_body else {}
+            try:
+                answer = await act({**request.query, **body})
+            except EngineRejected as error:
+                return web.Response(status=error.status or 400, text=error.body)
+            except EngineError:
+                if request.transport is not None:
+                    request.transport.abort()  # as a dead engine's connection breaks
+                return web.Response(status=500)
+            finally:
+                self.requests.append((request.path, arrived, time.monotonic()))
+            return web.json_response({"success": True} if answer in (None, True) else answer)
+
+        return serve
+
+    async def _probe(self, request: web.Request) -> web.Response:
+        is_ready = request.path == "/ready"
+        well = await (self.engine.is_ready() if is_ready else self.engine.is_healthy())
+        return web.Response(status=200 if well else 503)
+
+    # Questions
+
+    async def _model_info(self, body: Mapping[str, Any]) -> Any:
+        info = await self.engine.model_info()
+        return {"model_path": info.model_path, "weight_version": info.weight_version}
+
+    async def _server_info(self, body: Mapping[str, Any]) -> Any:
+        info = await self.engine.server_info()
+        return {
+            "version": info.version,
+            "engine": info.engine,
+            "enable_memory_saver": info.enable_memory_saver,
+            "enable_weights_cpu_backup": info.enable_weights_cpu_backup,
+        }
+
+    async def _loads(self, body: Mapping[str, Any]) -> Any:
+        loads = await self.engine.loads()
+        rank = {
+            "num_running_reqs": loads.num_running_reqs,
+            "num_waiting_reqs": loads.num_waiting_reqs,
+        }
+        return {"loads": [rank]}
+
+    async def _openapi(self, body: Mapping[str, Any]) -> Any:
+        return {"paths": {path: {} for path in await self.engine.endpoints()}}
+
+    async def _manifest(self, body: Mapping[str, Any]) -> Any:
+        return [
+            {"name": one.name, "dtype": one.dtype, "shape": one.shape}
+            for one in await self.engine.weights_manifest()
+        ]
+
+    async def _check_weights(self, body: Mapping[str, Any]) -> Any:
+        report = await self.engine.weights_checker(body["action"])
+        return {
+            "success": True,
+            "per_engine_checksum": report.checksum,
+            "ranks": [{"checksums": dict(rank)} for rank in report.tensors],
+        }
+
+    async def _generate(self, body: Mapping[str, Any]) -> Any:
+        sampling = body.get("sampling_params", {})
+        known = {name: sampling[name] for name in SamplingParams.__slots__ if name in sampling}
+        reply = await self.engine.generate(
+            input_ids=body.get("input_ids"),
+            text=body.get("text"),
+            sampling_params=replace(SamplingParams(), **known),
+            rid=body.get("rid"),
+            return_logprob=body.get("return_logprob", False),
+        )
+        return _generate_answer(reply)
+
+    # The test's side
+
+    async def _requests(self, body: Mapping[str, Any]) -> Any:
+        """Path, when it came, when it was answered: seconds that processes of a machine share."""
+        return self.requests
+
+    async def _hold(self, body: Mapping[str, Any]) -> None:
+        self._gates[body["operation"]] = self.engine.hold(body["operation"])
+
+    async def _open(self, body: Mapping[str, Any]) -> None:
+        self._gates[body["operation"]].open()
+
+    async def _fail(self, body: Mapping[str, Any]) -> None:
+        operation, text = body["operation"], body["body"]
+        error = EngineRejected(text, engine=self.engine.engine_id, status=400, body=text)
+        self.engine.fail_next(operation, error)
+
+
+def _seconds(text: str | None) -> float | None:
+    return None if text is None else float(text)
+
+
+def _tags(body: Mapping[str, Any]) -> list[MemoryTag]:
+    return [MemoryTag(tag) for tag in body["tags"]]
+
+
+def _generate_answer(reply: GenerateReply) -> dict[str, Any]:
+    reason = reply.finish_reason
+    meta: dict[str, Any] = {
+        "id": reply.rid,
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "finish_reason": reason
+        and {"type": reason.kind, "matched": reason.matched, "message": reason.message},
+        "weight_version": reply.weight_version,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end}
+            for span in reply.weight_versions
+        ],
+    }
+    if reply.output_logprobs is not None:
+        pairs = zip(reply.output_logprobs, reply.output_ids, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    return {"text": reply.text, "output_ids": list(reply.output_ids), "meta_info": meta}
