@@ -98,6 +98,10 @@ class RouterConfig(_Slice):
     """Until a connection to an engine must stand; past it, another engine is tried."""
     max_connections: Annotated[int, Field(ge=1)] = 16384
     """Connections to engines at the same time; each needs a file descriptor."""
+    max_body_bytes: Annotated[int, Field(gt=0)] = 256 << 20
+    """The longest request body it takes; a longer one gets a 413."""
+    request_timeout_s: Seconds = 7200.0
+    """From a request's head to its last byte, waiting included; past it, 504 or a cut reply."""
 
 
 class LifecycleConfig(_Slice):
@@ -116,13 +120,56 @@ class LifecycleConfig(_Slice):
     update_timeout_s: Seconds = 600.0
     """Until one engine holds all of a push."""
     verify_timeout_s: Seconds = 60.0
-    """Until every engine has shown its weight version."""
+    """Until every engine has shown its weight version and fingerprints."""
+    verify_by: Literal["fingerprint", "version"] = "fingerprint"
+    """``fingerprint`` reads all weights once per step; ``version`` only asks for the number."""
     continue_timeout_s: Seconds = 60.0
     """Until every engine generates again."""
     stop_timeout_s: Seconds = 15.0
     """What engines and router get to end by themselves before they are killed."""
     lock_timeout_s: Seconds = 900.0
     """How long a command waits for the one before it; then it is refused with its owner."""
+
+
+class HealthConfig(_Slice):
+    """How engines are watched, and how a dead one comes back."""
+
+    recover: bool = True
+    """Watch the engines and replace dead ones; without it an engine that fails stays fenced."""
+    probe_interval_s: Seconds = 5.0
+    """From one look at all engines to the next; a failure the router sees is looked at at once."""
+    probe_timeout_s: Seconds = 5.0
+    """How late the answer to a probe may be; probes have connections of their own."""
+    probes_to_suspect: Annotated[int, Field(ge=1)] = 2
+    """Failed probes in a row after which new requests go to others, if others are well."""
+    probes_to_dead: Annotated[int, Field(ge=1)] = 4
+    """Failed probes in a row after which an engine is killed and replaced."""
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Times as many failed probes for an engine without which its group has too few left."""
+    reports_to_dead: Annotated[int, Field(ge=1)] = 3
+    """Times the router may lose an engine that answers probes, before it is replaced."""
+    probes_to_trust: Annotated[int, Field(ge=1)] = 12
+    """Answered probes in a row after which what the router reported before is forgotten."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts of one engine before it stays fenced for good."""
+    backoff_s: Seconds = 2.0
+    """Pause before the second restart of an engine in a row; doubles with each more."""
+    max_backoff_s: Seconds = 120.0
+    """Longest pause between two restarts of an engine."""
+    forget_after_s: Seconds = 600.0
+    """An engine that has served this long has all its restarts again."""
+    max_parallel_restarts: Annotated[int, Field(ge=1)] = 4
+    """Engines of a server started again at the same time; loading many starves the others."""
+    weights_path: str | None = None
+    """Where saved weights are, as ``/ckpt/{version}``: a restarted engine need not await a push."""
+
+    @model_validator(mode="after")
+    def _thresholds_fit(self) -> HealthConfig:
+        if self.probes_to_suspect > self.probes_to_dead:
+            raise ValueError(f"probes_to_suspect {self.probes_to_suspect} is over probes_to_dead")
+        if self.weights_path is not None and "{version}" not in self.weights_path:
+            raise ValueError("weights_path has no {version} in it, so it would always be the same")
+        return self
 
 
 class WeightsConfig(_Slice):
@@ -143,6 +190,7 @@ class ServerConfig(_Slice):
     """The groups, by name."""
     router: RouterConfig = RouterConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
+    health: HealthConfig = HealthConfig()
     weights: WeightsConfig = WeightsConfig()
 
 

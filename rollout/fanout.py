@@ -25,6 +25,18 @@ class Answer(Generic[T]):
     value: T | None = None
     failure: EngineFailure | None = None
 
+    def refused(self, operation: str, engine_id: str, reason: str) -> Answer[T]:
+        """The same answer, found wanting."""
+        return Answer(
+            self.elapsed_s,
+            failure=EngineFailure(
+                f"engine {engine_id}: {operation} failed: {reason}",
+                engine_id=engine_id,
+                operation=operation,
+                elapsed_s=self.elapsed_s,
+            ),
+        )
+
 
 async def fan_out(
     asks: Mapping[str, Callable[[], Awaitable[T]]], *, operation: str, budget_s: float

@@ -16,9 +16,9 @@ from typing import Any
 
 from engines.client import Deadlines, EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine, MemoryTag
-from rollout.config import GroupConfig, LifecycleConfig, WeightUpdate
-from rollout.errors import ConfigError, EngineFailure, PhaseFailed
+from engines.protocol import Endpoint, Engine, MemoryTag, WeightsReport
+from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
 from rollout.fanout import Answer, describe, fan_out, settle
 from rollout.types import EngineSlot
 
@@ -31,13 +31,15 @@ _KILL_TIMEOUT_S = 20.0
 Connect = Callable[[Endpoint, str], Engine]
 
 
-def connect_http(budgets: LifecycleConfig) -> Connect:
+def connect_http(budgets: LifecycleConfig, health: HealthConfig | None = None) -> Connect:
     """The client every real engine is driven with; its deadlines are those of the phases."""
+    probe = {} if health is None else {"ready_s": health.probe_timeout_s}
     deadlines = Deadlines(
         control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
         pause_s=budgets.pause_timeout_s,
         memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
         update_s=budgets.update_timeout_s,
+        **probe,
     )
 
     def connect(endpoint: Endpoint, engine_id: str) -> Engine:
@@ -52,6 +54,11 @@ class Member:
 
     Attributes:
         is_proved: its weights were verified after they were last changed.
+        record: its fingerprints when it was last proved; None where none were taken.
+        changed: names of the tensors that were pushed since the record.
+        has_checker: it can tell fingerprints of its weights, and is asked for them.
+        is_stale: it was started again and lacks what was pushed before: it goes through every
+            phase with the others, but no request may reach it.
     """
 
     slot: EngineSlot
@@ -62,10 +69,24 @@ class Member:
     released: set[MemoryTag] = field(default_factory=set)
     is_proved: bool = True
     fenced_because: str = ""
+    has_checker: bool = False
+    record: WeightsReport | None = None
+    changed: frozenset[str] = frozenset()
+    is_stale: bool = False
 
     @property
     def engine_id(self) -> str:
         return self.slot.engine_id
+
+    async def fingerprints(self) -> WeightsReport | None:
+        """Of its weights as they are now; None where it cannot tell."""
+        return await self.engine.weights_checker() if self.has_checker else None
+
+    def prove(self, report: WeightsReport | None) -> None:
+        """Its weights are as they should be, and this is what they look like."""
+        self.is_proved = True
+        self.record = report
+        self.changed = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +105,7 @@ class GroupSettings:
     group: GroupConfig
     update: WeightUpdate
     lifecycle: LifecycleConfig
+    health: HealthConfig = HealthConfig()
 
 
 class Roster:
@@ -111,6 +133,9 @@ class Roster:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __getitem__(self, engine_id: str) -> Member:
+        return self._members[engine_id]
 
     def members(self) -> list[Member]:
         return list(self._members.values())
@@ -146,21 +171,57 @@ class Roster:
             raise
         self._members = {slot.engine_id: self._members[slot.engine_id] for slot in self._slots}
 
-    def _starter(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
+    async def replace(self, engine_id: str, lead: Callable[[Member], Awaitable[None]]) -> Member:
+        """Start a fenced engine again in its place; the new one is stale.
+
+        Args:
+            lead: leads the new engine to where the others are, before it is one of them.
+
+        Raises:
+            EngineFailure: the old one cannot be shown to be gone, or the new one did not start;
+                the place stays fenced.
+        """
+        old = self._members[engine_id]
+        if self._is_stopped or not old.fenced_because:
+            raise LifecycleError(f"engine {engine_id} is not fenced, or its group was stopped")
+        budget_s = self._settings.group.engine.start_timeout_s + _KILL_TIMEOUT_S
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(budget_s):
+                await _confirm_gone(old)
+                await self._starter(old.slot, lead)()
+        except Exception as error:
+            raise EngineFailure(
+                f"engine {engine_id}: restart failed: {describe(error)}",
+                engine_id=engine_id,
+                operation="restart",
+                elapsed_s=asyncio.get_running_loop().time() - started,
+            ) from error
+        return self._members[engine_id]
+
+    def _starter(
+        self, slot: EngineSlot, lead: Callable[[Member], Awaitable[None]] | None = None
+    ) -> Callable[[], Awaitable[None]]:
         async def start() -> None:
             # A task of its own, so that a stop need not wait until the start is over.
-            task = asyncio.create_task(self._launch(slot), name=f"launch:{slot.engine_id}")
+            task = asyncio.create_task(self._launch(slot, lead), name=f"launch:{slot.engine_id}")
             self._launching.add(task)
             task.add_done_callback(self._launching.discard)
             await task
 
         return start
 
-    async def _launch(self, slot: EngineSlot) -> None:
+    async def _launch(
+        self, slot: EngineSlot, lead: Callable[[Member], Awaitable[None]] | None
+    ) -> None:
         process = await self._launcher.launch(self._spec(slot))
         engine = self._connect(process.endpoint, slot.engine_id)
         try:
-            self._members[slot.engine_id] = await self._admit(slot, process, engine)
+            member = await self._admit(slot, process, engine)
+            if lead is not None:
+                member.is_stale, member.is_proved = True, False
+                await lead(member)
+            self._members[slot.engine_id] = member
         except BaseException:
             await process.kill()
             await engine.aclose()
@@ -175,13 +236,20 @@ class Roster:
                 "needs_offload to false"
             )
         version = await engine.weight_version()
-        return Member(
+        endpoints = await engine.endpoints()
+        by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
+        member = Member(
             slot=slot,
             process=process,
             engine=engine,
-            has_session="/begin_weight_update" in await engine.endpoints(),
+            has_session="/begin_weight_update" in endpoints,
             weight_version=int(version) if version.isdigit() else None,
+            has_checker=by_fingerprint and "/weights_checker" in endpoints,
         )
+        if self._weights_cpu_backup:
+            # Some of these weights must outlive a release: what they are now is what to expect.
+            member.record = await member.fingerprints()
+        return member
 
     def _spec(self, slot: EngineSlot) -> EngineSpec:
         config = self._settings.group.engine
@@ -242,6 +310,38 @@ class Roster:
             budget_s=_KILL_TIMEOUT_S,
         )
         _log_failures(answers)  # the fence stands all the same
+
+
+async def _confirm_gone(member: Member) -> None:
+    """Make sure that nothing is left of a fenced engine, so that its place can be used again."""
+    try:
+        async with asyncio.timeout(_KILL_TIMEOUT_S):
+            await member.process.kill()
+    except Exception:
+        # Its owner may be lost, and then its guard has ended it: nobody listens there any more.
+        if await _is_heard(member.process):
+            raise
+    held = await member.process.resident_bytes()
+    if held:
+        raise EngineFailure(
+            f"engine {member.engine_id} was killed and still holds {held} bytes",
+            engine_id=member.engine_id,
+            operation="kill",
+        )
+
+
+async def _is_heard(process: RunningEngine) -> bool:
+    """Whether anything listens where the engine was."""
+    try:
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(process.endpoint.host, process.endpoint.port), _TAIL_TIMEOUT_S
+        )
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True  # nobody says no: it may only be out of reach
+    writer.close()
+    return True
 
 
 def calling(

@@ -21,14 +21,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from engines.launch import EngineLauncher
-from engines.protocol import MemoryTag, PauseMode
+from engines.protocol import MemoryTag, PauseMode, WeightsReport
 from rollout import lifecycle
+from rollout.config import WeightUpdate
 from rollout.errors import LifecycleError, PhaseFailed
 from rollout.fanout import Answer, fan_out, finish
 from rollout.lifecycle import Command, Phase
 from rollout.policy import group_traits, release_policy
 from rollout.roster import Connect, GroupSettings, Member, Roster, calling, connect_http, told
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
+from rollout.verification import ALL_TENSORS, Evidence, judge
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 logger = logging.getLogger(__name__)
@@ -140,6 +142,7 @@ class ServerGroup:
         for member in members:
             member.weight_version = None
             member.is_proved = False
+            member.changed |= self._changed_by(push)
         answers = await push_weights(
             push,
             {
@@ -153,17 +156,41 @@ class ServerGroup:
                 member.weight_version = push.version
         return await finish(self._conclude(command, target, answers, started))
 
-    async def verify(self, version: int, order: int | None = None) -> PhaseReport:
-        """Prove that every engine holds ``version``, by asking it."""
+    def _changed_by(self, push: WeightPush) -> frozenset[str]:
+        is_full = self._settings.update is WeightUpdate.FULL
+        return ALL_TENSORS if is_full else frozenset(push.manifest.tensors)
 
-        async def verify(member: Member) -> None:
+    async def verify(self, version: int, order: int | None = None) -> PhaseReport:
+        """Prove that every engine holds ``version``: it says so, and its weights do.
+
+        The fingerprints of what must not have changed are compared with the engine's own, those
+        of what was pushed with the other engines'.
+        """
+
+        async def verify(member: Member) -> WeightsReport | None:
             if member.weight_version != version:
                 holds = "no whole version" if member.weight_version is None else "another one"
                 raise LifecycleError(f"weight version {version} never reached it; it holds {holds}")
             held = await member.engine.weight_version()
             if held != str(version):
                 raise LifecycleError(f"it reports weight version {held!r}, not '{version}'")
-            member.is_proved = True
+            return await member.fingerprints()
+
+        def compare(answers: dict[str, Answer[Any]]) -> dict[str, Answer[Any]]:
+            reports = {name: one.value for name, one in answers.items() if one.failure is None}
+            wrong = judge(
+                {
+                    name: Evidence(report, self._roster[name].record, self._roster[name].changed)
+                    for name, report in reports.items()
+                    if report is not None
+                }
+            )
+            for name, report in reports.items():
+                if name in wrong:
+                    answers[name] = answers[name].refused("verify", name, wrong[name])
+                else:
+                    self._roster[name].prove(report)
+            return answers
 
         def nobody_holds_it() -> str:
             held = {member.weight_version for member in self._roster.unfenced()}
@@ -175,6 +202,7 @@ class ServerGroup:
             self._settings.lifecycle.verify_timeout_s,
             order,
             why_not=nobody_holds_it,
+            review=compare,
         )
 
     async def resume_kv(self, order: int | None = None) -> PhaseReport:
@@ -261,6 +289,7 @@ class ServerGroup:
         budget_s: float,
         *,
         why_not: Callable[[], str] = str,
+        review: Callable[[dict[str, Answer[Any]]], dict[str, Answer[Any]]] = dict,
     ) -> PhaseReport:
         started = _now()
         if lifecycle.is_repeat(self._phase, command):
@@ -274,7 +303,7 @@ class ServerGroup:
                 operation=command.value,
                 budget_s=budget_s,
             )
-            return await self._conclude(command, target, answers, started)
+            return await self._conclude(command, target, review(answers), started)
 
         # Cancelled in between, the engines would be in a phase that the group knows nothing of.
         return await finish(carry_out())

@@ -40,6 +40,9 @@ _NOWHERE = Endpoint("127.0.0.1", 1)
 _NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
 _HEALTH_TIMEOUT_S = 20.0
 _SESSION_PATHS = frozenset({"/begin_weight_update", "/end_weight_update"})
+_PATHS = frozenset(
+    {"/generate", "/pause_generation", "/update_weights_from_tensor", "/weights_checker"}
+)
 
 
 class FakeEngine:
@@ -368,7 +371,7 @@ class FakeEngine:
 
     async def endpoints(self) -> frozenset[str]:
         async with self._call("endpoints"):
-            paths = frozenset({"/generate", "/pause_generation", "/update_weights_from_tensor"})
+            paths = _PATHS
             return paths | _SESSION_PATHS if self._needs_session else paths
 
     async def is_ready(self) -> bool:

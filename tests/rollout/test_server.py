@@ -138,6 +138,7 @@ async def test_a_group_that_keeps_its_gpus_goes_along_without_release_and_resume
         "update_weights_from_tensor",
         "end_weight_update",
         "weight_version",
+        "weights_checker",
         "continue_generation",
     ]
 

@@ -8,11 +8,12 @@ import pytest
 
 from engines.errors import EngineNotReady, EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine, FakeLauncher
-from engines.protocol import MemoryTag, PauseMode
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, MemoryTag, PauseMode
 from rollout.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
 from rollout.server_group import ServerGroup
 from rollout.weights.push import WeightPush
-from tests.support.builders import make_group, manifest, push, started_group
+from tests.support.builders import TENSOR_NAMES, make_group, manifest, push, started_group
 from tests.support.virtual_time import virtual_time
 
 # What start asks an engine; a test of a later command looks past it.
@@ -65,6 +66,7 @@ async def test_a_step_sends_each_engine_its_calls_in_the_order_that_works() -> N
             "update_weights_from_tensor",
             "end_weight_update",
             "weight_version",
+            "weights_checker",
             "resume_memory_occupation",
             "continue_generation",
         ]
@@ -527,3 +529,45 @@ async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
     gate.open()
     assert (await going_on).phase == "serving"
     assert (await pausing).phase == await phase_of(group) == "paused"
+
+
+# -- fingerprints -------------------------------------------------------------------------------
+
+
+def forgetful(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    """An engine told to back its weights up that does not: what our policy is forced past by."""
+    return FakeEngine(spec.engine_id, endpoint=endpoint, memory_saver=True)
+
+
+async def test_a_base_that_came_back_as_garbage_is_found_and_its_engines_fenced() -> None:
+    group, launcher = make_group(2, update="lora", launcher=FakeLauncher(forgetful))
+    await group.start()
+    await offload(group)
+    await group.resume_weights()
+    with pytest.raises(PhaseFailed, match="is not what it was before, and was not pushed"):
+        await group.verify(0)
+    assert await states_of(group) == ["fenced", "fenced"]
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+async def test_a_base_that_was_backed_up_is_proved() -> None:
+    group, engines = await started_group(2, update="lora")
+    await offload(group)
+    await group.resume_weights()
+    await group.verify(0)
+    await group.resume_kv()
+    await group.continue_generation()
+    assert not any(engine.weights_are_garbage for engine in engines)
+
+
+async def test_an_engine_whose_push_differs_from_the_others_is_outvoted() -> None:
+    group, engines = await started_group(3)
+    await offload(group)
+    await group.resume_weights()
+    await group.update_weights(push(1))
+    engines[1].weights.digests[TENSOR_NAMES[0]] = "torn"
+    report = await group.verify(1)
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    said = report.failures[0].failure
+    assert f"tensor '{TENSOR_NAMES[0]}' differs from engine main-0 and 1 more" in said
+    assert await states_of(group) == ["verified", "fenced", "verified"]
