@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollout
+from engines.sglang_cpu.commands import app as sglang_cpu
 from rollout.config import RolloutConfig, check_paths
 from rollout.errors import ConfigError, RolloutError
 from rollout.placement import plan_placement
@@ -29,6 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(sglang_cpu, name="sglang-cpu")
 console = Console()
 ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
 
