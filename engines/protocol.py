@@ -152,12 +152,16 @@ class ServerInfo:
 
     ``enable_memory_saver`` matters: without it SGLang answers release and resume with 200 and
     frees nothing.
+
+    Attributes:
+        resident_bytes: memory of each tag now; empty where the engine does not tell.
     """
 
     version: str
     engine: str
     enable_memory_saver: bool
     enable_weights_cpu_backup: bool
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -90,6 +90,7 @@ def read_server_info(answer: Any) -> ServerInfo:
         engine=str(answer.get("engine", "sglang")),
         enable_memory_saver=bool(answer.get("enable_memory_saver", False)),
         enable_weights_cpu_backup=bool(answer.get("enable_weights_cpu_backup", False)),
+        resident_bytes={tag: int(num) for tag, num in (answer.get("resident_bytes") or {}).items()},
         raw=answer,
     )
 

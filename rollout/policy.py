@@ -6,6 +6,7 @@ serves again; a configuration without one is refused at start-up with the settin
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.protocol import MemoryTag
@@ -65,6 +66,29 @@ def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> Relea
         )
     source = "CPU backup" if update is WeightUpdate.FROZEN else "CPU backup, then the push"
     return ReleasePolicy(_ALL_TAGS, True, source)
+
+
+# Memory of a process is never exact: allocators keep pages, caches come and go.
+_SLACK_BYTES = 32 * 1024 * 1024
+_SHARE_OF_REPORTED = 0.8
+_SHARE_OF_CHECKPOINT = 0.5
+
+
+def least_freed_bytes(
+    tags: Sequence[MemoryTag], resident_bytes: Mapping[str, int], checkpoint_bytes: int
+) -> int:
+    """What a release of ``tags`` must free at the least, before the trainer may have the memory.
+
+    Args:
+        resident_bytes: memory per tag, as the engine itself said just before; it is believed.
+        checkpoint_bytes: size of the weights on disk, for engines that say nothing; half of it
+            is asked for, since the engine may hold them in a smaller type.
+    """
+    if resident_bytes:
+        expected = _SHARE_OF_REPORTED * sum(resident_bytes.get(tag, 0) for tag in tags)
+    else:
+        expected = _SHARE_OF_CHECKPOINT * checkpoint_bytes if MemoryTag.WEIGHTS in tags else 0.0
+    return max(0, int(expected) - _SLACK_BYTES)
 
 
 def group_traits(name: str, group: GroupConfig, update: WeightUpdate) -> Traits:

@@ -57,6 +57,7 @@ class Member:
         record: its fingerprints when it was last proved; None where none were taken.
         changed: names of the tensors that were pushed since the record.
         has_checker: it can tell fingerprints of its weights, and is asked for them.
+        tells_memory: it can tell how much memory each tag has.
         is_stale: it was started again and lacks what was pushed before: it goes through every
             phase with the others, but no request may reach it.
     """
@@ -70,6 +71,7 @@ class Member:
     is_proved: bool = True
     fenced_because: str = ""
     has_checker: bool = False
+    tells_memory: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     is_stale: bool = False
@@ -81,6 +83,10 @@ class Member:
     async def fingerprints(self) -> WeightsReport | None:
         """Of its weights as they are now; None where it cannot tell."""
         return await self.engine.weights_checker() if self.has_checker else None
+
+    async def memory_by_tag(self) -> Mapping[str, int]:
+        """What it says of its memory now; empty where it cannot tell."""
+        return (await self.engine.server_info()).resident_bytes if self.tells_memory else {}
 
     def prove(self, report: WeightsReport | None) -> None:
         """Its weights are as they should be, and this is what they look like."""
@@ -105,7 +111,7 @@ class GroupSettings:
     group: GroupConfig
     update: WeightUpdate
     lifecycle: LifecycleConfig
-    health: HealthConfig = HealthConfig()
+    health: HealthConfig = field(default_factory=HealthConfig)
 
 
 class Roster:
@@ -245,6 +251,7 @@ class Roster:
             has_session="/begin_weight_update" in endpoints,
             weight_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
+            tells_memory=bool(info.resident_bytes),
         )
         if self._weights_cpu_backup:
             # Some of these weights must outlive a release: what they are now is what to expect.

@@ -17,21 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from engines.launch import EngineLauncher
 from engines.protocol import MemoryTag, PauseMode, WeightsReport
 from rollout import lifecycle
 from rollout.config import WeightUpdate
-from rollout.errors import LifecycleError, PhaseFailed
+from rollout.errors import EngineFailure, LifecycleError, PhaseFailed
 from rollout.fanout import Answer, fan_out, finish
+from rollout.health import LOOKS
 from rollout.lifecycle import Command, Phase
-from rollout.policy import group_traits, release_policy
+from rollout.policy import group_traits, least_freed_bytes, release_policy
 from rollout.roster import Connect, GroupSettings, Member, Roster, calling, connect_http, told
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.verification import ALL_TENSORS, Evidence, judge
+from rollout.watching import GroupProbe, adopt, probe_all, walk
 from rollout.weights.push import PushTarget, WeightPush, push_weights
+from rollout.weights.source import DiskSource, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +64,19 @@ class ServerGroup:
             settings,
             slots,
             launcher,
-            connect or connect_http(settings.lifecycle),
+            connect or connect_http(settings.lifecycle, settings.health),
             memory_saver=self._traits.needs_offload,
             weights_cpu_backup=self._policy.weights_cpu_backup,
         )
+        self._checkpoint_bytes = _size_of_weights(settings.model_path)
         self._phase = Phase.SERVING
         self._last_order = 0
         # Whoever gave up on a command may send the next while it still runs.
         self._turn = asyncio.Lock()
+        self._num_commands = 0
+        self._is_mending = False
+        path = settings.health.weights_path
+        self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -106,18 +116,28 @@ class ServerGroup:
         return await self._command(Command.FLUSH, flush, budget_s, order)
 
     async def release(self, order: int | None = None) -> PhaseReport:
-        """Give the memory back and measure how much came free."""
+        """Give the memory back, and measure that it came free."""
 
         async def release(member: Member) -> int:
             tags = [tag for tag in self._policy.tags if tag not in member.released]
+            if not tags:
+                return 0
+            by_tag = await member.memory_by_tag()
             before = await member.process.resident_bytes()
-            if tags:
-                await member.engine.release_memory_occupation(tags)
-                member.released.update(tags)
-                if not self._policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
-                    member.weight_version = None
+            await member.engine.release_memory_occupation(tags)
+            member.released.update(tags)
+            if not self._policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
+                member.weight_version = None
             after = await member.process.resident_bytes()
-            return max(0, before - after) if before is not None and after is not None else 0
+            if before is None or after is None:
+                return 0
+            least = least_freed_bytes(tags, by_tag, self._checkpoint_bytes)
+            if before - after < least:
+                raise LifecycleError(
+                    f"release of {', '.join(tags)} freed {_mib(before - after)}, at least "
+                    f"{_mib(least)} must come free; it still holds {_mib(after)}"
+                )
+            return max(0, before - after)
 
         return await self._command(
             Command.RELEASE, release, self._settings.lifecycle.release_timeout_s, order
@@ -151,9 +171,10 @@ class ServerGroup:
             },
             budget_s=self._settings.lifecycle.update_timeout_s,
         )
+        is_whole = self._settings.update is WeightUpdate.FULL
         for member in members:
-            if answers[member.engine_id].failure is None:
-                member.weight_version = push.version
+            if answers[member.engine_id].failure is None and (is_whole or not member.is_stale):
+                member.weight_version, member.is_stale = push.version, False
         return await finish(self._conclude(command, target, answers, started))
 
     def _changed_by(self, push: WeightPush) -> frozenset[str]:
@@ -168,6 +189,8 @@ class ServerGroup:
         """
 
         async def verify(member: Member) -> WeightsReport | None:
+            if member.is_stale:
+                return None  # it goes along, and serves nothing
             if member.weight_version != version:
                 holds = "no whole version" if member.weight_version is None else "another one"
                 raise LifecycleError(f"weight version {version} never reached it; it holds {holds}")
@@ -188,7 +211,7 @@ class ServerGroup:
             for name, report in reports.items():
                 if name in wrong:
                     answers[name] = answers[name].refused("verify", name, wrong[name])
-                else:
+                elif not self._roster[name].is_stale:
                     self._roster[name].prove(report)
             return answers
 
@@ -232,7 +255,7 @@ class ServerGroup:
         for member in self._roster.unfenced():
             if member.released:
                 return f"engine {member.engine_id} has {_tags(member)} released"
-            if not member.is_proved:
+            if not member.is_proved and not member.is_stale:
                 return f"the weights of engine {member.engine_id} were not verified"
         return ""
 
@@ -250,13 +273,14 @@ class ServerGroup:
             EngineStatus(
                 engine_id=member.engine_id,
                 endpoint=member.process.endpoint,
-                state="fenced" if member.fenced_because else self._phase.value,
+                state=self._state_of(member),
                 weight_version=member.weight_version,
                 released=tuple(sorted(member.released)),
                 node_id=member.slot.node_id,
                 pid=member.process.pid,
                 resident_bytes=await member.process.resident_bytes(),
                 fenced_because=member.fenced_because,
+                is_stale=member.is_stale,
             )
             for member in self._roster.members()
         ]
@@ -267,6 +291,79 @@ class ServerGroup:
             needs_offload=self._traits.needs_offload,
             engines=tuple(engines),
         )
+
+    def _state_of(self, member: Member) -> str:
+        if member.fenced_because:
+            return "fenced"
+        return "stale" if member.is_stale else self._phase.value
+
+    # -- failing and coming back ------------------------------------------------------------
+
+    async def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> GroupProbe:
+        """Look at all engines, in the way that makes sense in this phase.
+
+        Args:
+            distrusted: engines that must also still hold the weights they should.
+        """
+        before = self._pulse()
+        found = await probe_all(self._roster.members(), LOOKS[self._phase], budget_s, distrusted)
+        is_steady = before == self._pulse() and not before[-1]
+        return GroupProbe(self._phase.value, is_steady, found)
+
+    def _pulse(self) -> tuple[int, Phase, bool]:
+        return self._num_commands, self._phase, self._turn.locked() and not self._is_mending
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        """Take an engine out of everything and end its process, also while a command hangs on it.
+
+        One that is fenced already only gets the new reason.
+        """
+        member = self._roster[engine_id]
+        if member.fenced_because:
+            member.fenced_because = reason
+            return
+        failure = EngineFailure(reason, engine_id=engine_id, operation="fence")
+        await self._roster.fence([failure])
+
+    async def restart(self, engine_id: str) -> None:
+        """Start a fenced engine again in its place and lead it to this phase; it is stale then.
+
+        Raises:
+            EngineFailure: what was there may not be gone, or it did not start; it stays fenced.
+        """
+        tags = self._policy.tags if self._traits.needs_offload else ()
+        async with self._mending():
+            await self._roster.replace(engine_id, lambda new: walk(new, self._phase, tags))
+
+    async def adopt(self, engine_id: str, version: int) -> bool:
+        """Let a stale engine serve again if it holds ``version`` or can be given it; True if so.
+
+        Raises:
+            WeightMismatch: it says that it holds them, and does not.
+        """
+        async with self._mending():
+            member = self._roster[engine_id]
+            if member.fenced_because or not member.is_stale:
+                return not member.fenced_because
+            return await adopt(member, version, self._sources, self._proof_of(version))
+
+    def _proof_of(self, version: int) -> WeightsReport | None:
+        """Fingerprints of an engine that was proved at ``version``."""
+        proofs = (
+            member.record
+            for member in self._roster.unfenced()
+            if member.weight_version == version and member.is_proved and not member.changed
+        )
+        return next(proofs, None)
+
+    @asynccontextmanager
+    async def _mending(self) -> AsyncIterator[None]:
+        async with self._turn:
+            self._is_mending = True
+            try:
+                yield
+            finally:
+                self._is_mending = False
 
     # -- how a command is carried out -------------------------------------------------------
 
@@ -378,6 +475,7 @@ class ServerGroup:
 
     def _check_order(self, order: int | None) -> None:
         """Refuse a command older than one already seen: Ray does not keep the order of calls."""
+        self._num_commands += 1
         if order is None:
             return
         if order <= self._last_order:
@@ -394,6 +492,14 @@ class ServerGroup:
         if wanted is not None:
             return wanted
         return len(self._roster) if self._raises() else min(1, len(self._roster))
+
+
+def _size_of_weights(model_path: str) -> int:
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _now() -> float:

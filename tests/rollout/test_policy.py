@@ -5,7 +5,7 @@ import pytest
 from engines.protocol import MemoryTag
 from rollout.config import GroupConfig, WeightUpdate
 from rollout.errors import ConfigError
-from rollout.policy import group_traits, release_policy
+from rollout.policy import group_traits, least_freed_bytes, release_policy
 
 
 def group(backup: bool | None = None, *, needs_offload: bool = True) -> GroupConfig:
@@ -61,3 +61,24 @@ def test_weights_survive_with_a_backup_or_where_nothing_is_released(update, need
     assert traits.needs_offload is needs_offload
     assert traits.is_frozen is (update is WeightUpdate.FROZEN)
     assert traits.weights_survive is not (needs_offload and update is WeightUpdate.FULL)
+
+
+MIB = 1024 * 1024
+SAID = {"weights": 500 * MIB, "kv_cache": 500 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("tags", "said", "checkpoint", "least_mib"),
+    [
+        (("weights", "kv_cache"), SAID, 0, 768),
+        (("kv_cache",), SAID, 900 * MIB, 368),
+        (("weights", "kv_cache"), {}, 400 * MIB, 168),
+        (("kv_cache",), {}, 400 * MIB, 0),
+        (("weights",), {}, 10 * MIB, 0),
+    ],
+)
+def test_what_must_come_free_is_what_the_engine_says_or_half_its_checkpoint(
+    tags: tuple[str, ...], said: dict[str, int], checkpoint: int, least_mib: int
+) -> None:
+    asked = least_freed_bytes([MemoryTag(tag) for tag in tags], said, checkpoint)
+    assert asked // MIB == least_mib

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from pathlib import Path
 
 import pytest
 
@@ -571,3 +572,39 @@ async def test_an_engine_whose_push_differs_from_the_others_is_outvoted() -> Non
     said = report.failures[0].failure
     assert f"tensor '{TENSOR_NAMES[0]}' differs from engine main-0 and 1 more" in said
     assert await states_of(group) == ["verified", "fenced", "verified"]
+
+
+# -- the memory is measured ---------------------------------------------------------------------
+
+MIB = 1024 * 1024
+
+
+class Hoarder(FakeEngine):
+    """Answers a release with yes, and keeps most of the memory."""
+
+    @property
+    def resident_bytes(self) -> int:
+        return 900 * MIB - (100 * MIB if self.released else 0)
+
+
+async def test_an_engine_that_keeps_its_memory_is_fenced_before_the_trainer_gets_it(
+    tmp_path: Path,
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as checkpoint:
+        checkpoint.truncate(600 * MIB)
+    launcher = FakeLauncher(
+        lambda spec, endpoint: (Hoarder if spec.engine_id == "main-1" else FakeEngine)(
+            spec.engine_id, endpoint=endpoint, memory_bytes=900 * MIB
+        )
+    )
+    group, _ = make_group(2, launcher=launcher, model_path=str(tmp_path))
+    await group.start()
+    await group.pause()
+    await group.flush()
+    report = await group.release()
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    said = report.failures[0].failure
+    assert "engine main-1: release failed" in said
+    assert "freed 100 MiB, at least 268 MiB must come free; it still holds 800 MiB" in said
+    assert launcher.processes["main-1"].is_stopped
+    assert report.freed_bytes == 900 * MIB

@@ -1,9 +1,11 @@
 """Groups, servers and pushes over fake engines, ready to be driven."""
 
+import asyncio
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.weights import DEFAULT_TENSORS
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, WeightUpdate
-from rollout.routing import Member
+from rollout.routing import Member, MemberState
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
 from rollout.types import EngineSlot
@@ -30,6 +32,7 @@ def server_config(
     *,
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
+    health: Mapping[str, Any] | None = None,
     model_path: str = "/nowhere",
 ) -> ServerConfig:
     return ServerConfig.model_validate(
@@ -37,6 +40,8 @@ def server_config(
             "model_path": model_path,
             "groups": groups,
             "lifecycle": lifecycle or {},
+            # In the background of most tests, recovery would only blur what they look at.
+            "health": {"recover": False} if health is None else health,
             "weights": {"update": update},
         }
     )
@@ -49,6 +54,7 @@ def make_group(
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
+    model_path: str = "/nowhere",
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
@@ -57,7 +63,7 @@ def make_group(
     settings = GroupSettings(
         name=name,
         path=f"servers.policy.groups.{name}",
-        model_path="/nowhere",
+        model_path=model_path,
         log_dir="/nowhere",
         group=config.groups[name],
         update=WeightUpdate(update),
@@ -111,6 +117,8 @@ class RecordingRouter:
     epochs: list[int] = field(default_factory=list)
     num_stops: int = 0
     start_error: Exception | None = None
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    has_failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> Endpoint:
         if self.start_error is not None:
@@ -129,6 +137,22 @@ class RecordingRouter:
 
     async def stats(self) -> dict[str, Any]:
         return {}
+
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.has_failed.wait(), timeout_s)
+        self.has_failed.clear()
+        failed, self.failed = self.failed, []
+        return failed
+
+    def fail(self, engine_id: str) -> None:
+        """A request was lost: the router takes the engine out by itself."""
+        self.members = [
+            replace(one, state=MemberState.DEAD) if one.engine_id == engine_id else one
+            for one in self.members
+        ]
+        self.failed.append((engine_id, "connection reset"))
+        self.has_failed.set()
 
     @property
     def gate(self) -> str:
@@ -169,12 +193,14 @@ def make_server(
     *,
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
+    health: Mapping[str, Any] | None = None,
 ) -> ServerBench:
     """A server that is not started, over a checkpoint with the fake's tensors."""
     config = server_config(
         groups or TWO_GROUPS,
         update=update,
         lifecycle=lifecycle,
+        health=health,
         model_path=write_checkpoint(folder),
     )
     launcher = FakeLauncher()
@@ -188,6 +214,7 @@ def make_server(
                 group=group,
                 update=config.weights.update,
                 lifecycle=config.lifecycle,
+                health=config.health,
             ),
             slots(name, group.num_engines),
             launcher,
