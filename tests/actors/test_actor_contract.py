@@ -243,15 +243,23 @@ def test_an_order_older_than_one_already_seen_is_refused(world: World) -> None:
 
 def test_orders_that_overtake_one_another_never_undo_a_later_one(world: World) -> None:
     group = _engineless_group(world)
-    calls = [group.pause(1), group.continue_generation(2), group.pause(3)]
-    outcomes = []
-    for call in calls:
-        try:
-            outcomes.append(_result(world, call).phase)
-        except LifecycleError as error:
-            outcomes.append(str(error))
-    assert _result(world, group.status()).phase == "paused", outcomes
+    for first in range(1, 60, 3):
+        calls = [
+            group.pause(first),
+            group.continue_generation(first + 1),
+            group.pause(first + 2),
+        ]
+        outcomes = [_outcome(world, call) for call in calls]
+        assert outcomes[-1] == "paused", outcomes
+        assert _result(world, group.status()).phase == "paused", outcomes
     world.ray.kill(group._actor)
+
+
+def _outcome(world: World, call: Any) -> str:
+    try:
+        return str(_result(world, call).phase)
+    except LifecycleError as error:
+        return str(error)
 
 
 def _engineless_group(world: World) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
 from engines.errors import EngineUnreachable
 from rollout.deployment import Deployment
-from rollout.errors import ConfigError, PhaseFailed
+from rollout.errors import ActorLost, ConfigError, PhaseFailed
 from tests.support.builders import ServerBench, push, started_server
+from tests.support.virtual_time import virtual_time
 
 
 class Pair:
@@ -127,3 +129,32 @@ async def test_stop_ends_the_engines_of_every_server(tmp_path: Path) -> None:
     await servers.deployment.stop()
     assert all(process.is_stopped for process in servers.policy.launcher.processes.values())
     assert all(process.is_stopped for process in servers.reference.launcher.processes.values())
+
+
+class StoppedServer:
+    """A ``ServerPort`` whose stop ends as it is told to."""
+
+    def __init__(self, ending: Exception | None = None, *, hangs: bool = False) -> None:
+        self.ending, self.hangs = ending, hangs
+        self.is_stopped = False
+
+    async def stop(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.ending is not None:
+            raise self.ending
+        self.is_stopped = True
+
+
+@virtual_time
+async def test_a_stop_ends_in_time_and_says_which_servers_are_lost_or_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lost, hung, well = StoppedServer(ActorLost("gone")), StoppedServer(hangs=True), StoppedServer()
+    servers = {"lost": lost, "hung": hung, "well": well}
+    with caplog.at_level(logging.ERROR):
+        await Deployment(servers, stop_budget_s=60.0).stop()
+    assert well.is_stopped
+    assert "server lost did not stop by itself: gone" in caplog.text
+    assert "server hung did not stop by itself: TimeoutError" in caplog.text
+    assert asyncio.get_running_loop().time() == 60.0
