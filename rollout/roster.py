@@ -60,6 +60,7 @@ class Member:
         tells_memory: it can tell how much memory each tag has.
         is_stale: it was started again and lacks what was pushed before: it goes through every
             phase with the others, but no request may reach it.
+        is_gone: fenced, it has been ended for certain.
     """
 
     slot: EngineSlot
@@ -75,6 +76,7 @@ class Member:
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     is_stale: bool = False
+    is_gone: bool = False
 
     @property
     def engine_id(self) -> str:
@@ -308,6 +310,7 @@ class Roster:
             logger.error("fenced: %s\n%s", member.fenced_because, await _tail(member.process))
             try:
                 await member.process.kill()
+                member.is_gone = True
             finally:
                 await member.engine.aclose()
 
@@ -317,6 +320,29 @@ class Roster:
             budget_s=_KILL_TIMEOUT_S,
         )
         _log_failures(answers)  # the fence stands all the same
+
+    async def confirm_gone(self) -> None:
+        """Make sure that no fenced engine still holds memory; end those whose kill failed.
+
+        Raises:
+            PhaseFailed: naming the engines that may still hold theirs.
+        """
+        answers = await fan_out(
+            {
+                member.engine_id: calling(_confirm_gone, member)
+                for member in self._members.values()
+                if member.fenced_because and not member.is_gone
+            },
+            operation="kill",
+            budget_s=_KILL_TIMEOUT_S,
+        )
+        failures = [one.failure for one in answers.values() if one.failure is not None]
+        if failures:
+            raise PhaseFailed(
+                f"{told('kill', self._settings.name, failures)}; its memory may not be free",
+                phase="release",
+                failures=failures,
+            )
 
 
 async def _confirm_gone(member: Member) -> None:
@@ -335,6 +361,7 @@ async def _confirm_gone(member: Member) -> None:
             engine_id=member.engine_id,
             operation="kill",
         )
+    member.is_gone = True
 
 
 async def _is_heard(process: RunningEngine) -> bool:

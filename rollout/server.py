@@ -302,6 +302,11 @@ class RolloutServer:
             return self._unverified()
         if command is Command.CONTINUE:
             return [name for name, phase in self._phases.items() if phase is not Phase.SERVING]
+        if command is Command.RELEASE:
+            # Who is offloaded is asked again, and does nothing: a resume that came late after
+            # its caller had given up would be known there alone, or is out of date from now on.
+            down = (Phase.FLUSHED, Phase.OFFLOADED)
+            return [name for name in self._offloading() if self._phases[name] in down]
         return self._concerned(command)
 
     # -- the phases -------------------------------------------------------------------------
@@ -378,6 +383,7 @@ class RolloutServer:
         """
         cancelled = isinstance(error, asyncio.CancelledError)
         reason = f"{command} was cancelled" if cancelled else describe(error)
+        before = self._fenced()
         steps = [self._publish_members]
         if self._gate != "open" and not isinstance(error, LifecycleError):
             steps.insert(0, lambda: self._shut_gate("closed", reason, command.value))
@@ -389,6 +395,19 @@ class RolloutServer:
         self._phases.update(
             {name: Phase(status.phase) for name, status in self._last_known.items()}
         )
+        # The error of one group says nothing of whom another has fenced meanwhile.
+        for engine_id, because in self._fenced().items():
+            if engine_id not in before and because not in str(error):
+                error.add_note(f"also fenced: {because}")
+
+    def _fenced(self) -> dict[str, str]:
+        """Engines known to be fenced, and why."""
+        return {
+            engine.engine_id: engine.fenced_because
+            for status in self._last_known.values()
+            for engine in status.engines
+            if engine.fenced_because
+        }
 
     def _budget_s(self, command: Command) -> float:
         budgets = self._config.lifecycle

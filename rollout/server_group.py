@@ -8,7 +8,8 @@ Always true:
 - what each engine has released is recorded per memory tag, and nothing is released or resumed
   twice: SGLang dies of that;
 - no engine generates with memory released, or with weights that changed and were not verified;
-- the phase moves on only if enough engines are left; else it stays where it was.
+- the phase is where all engines are that are not fenced, also after a command that failed;
+- a release says that it is done only when fenced engines are known to be gone.
 
 ``ServerGroup`` knows nothing of Ray; every method is a coroutine.
 """
@@ -139,9 +140,11 @@ class ServerGroup:
                 )
             return max(0, before - after)
 
-        return await self._command(
+        report = await self._command(
             Command.RELEASE, release, self._settings.lifecycle.release_timeout_s, order
         )
+        await self._roster.confirm_gone()
+        return report
 
     async def resume_weights(self, order: int | None = None) -> PhaseReport:
         """Take the memory of the weights back; its contents are not trusted yet."""
@@ -400,7 +403,9 @@ class ServerGroup:
                 operation=command.value,
                 budget_s=budget_s,
             )
-            return await self._conclude(command, target, review(answers), started)
+            if len(self._roster):  # it was not stopped meanwhile
+                answers = review(answers)
+            return await self._conclude(command, target, answers, started)
 
         # Cancelled in between, the engines would be in a phase that the group knows nothing of.
         return await finish(carry_out())
@@ -442,10 +447,12 @@ class ServerGroup:
             )
         await self._roster.fence(failures)
         left = len(self._roster.unfenced())
+        if left:  # and they have all done it
+            self._phase = target
         if left < self._min_engines() or (failures and self._raises()):
             raise PhaseFailed(
                 f"{told(command.value, self.name, failures)}; {left} of {len(self._roster)} "
-                f"engines left, {self._min_engines()} needed; the group stays {self._phase}",
+                f"engines left, {self._min_engines()} needed; the group is {self._phase}",
                 phase=command.value,
                 failures=failures,
             )

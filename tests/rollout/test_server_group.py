@@ -196,15 +196,17 @@ async def test_a_lost_answer_is_never_followed_by_the_same_call() -> None:
     assert not good.is_dead
 
 
-async def test_below_the_fewest_engines_the_phase_fails_and_the_group_stays() -> None:
+async def test_below_the_fewest_engines_the_phase_fails_and_the_group_is_where_the_others_are() -> (
+    None
+):
     group, (bad, good) = await started_group(min_engines=2)
     await group.pause()
     bad.fail_next("flush_cache", EngineRejected("busy", status=400))
-    message = "1 of 2 engines left, 2 needed; the group stays paused"
+    message = "1 of 2 engines left, 2 needed; the group is flushed"
     with pytest.raises(PhaseFailed, match=message) as caught:
         await group.flush()
     assert [failure.engine_id for failure in caught.value.failures] == ["main-0"]
-    assert await phase_of(group) == "paused"
+    assert await phase_of(group) == "flushed"
     assert sent(good) == ["pause_generation", "flush_cache"]
 
 
@@ -214,7 +216,7 @@ async def test_with_raise_one_failure_stops_the_phase_after_all_siblings_finishe
     with pytest.raises(PhaseFailed, match="engine main-0: pause failed"):
         await group.pause()
     assert good.paused is PauseMode.ABORT
-    assert await phase_of(group) == "serving"
+    assert await phase_of(group) == "paused"
 
 
 async def test_a_group_without_any_engine_left_never_goes_on() -> None:
@@ -249,7 +251,7 @@ async def test_after_a_half_failed_release_an_empty_engine_neither_serves_nor_is
     bad.fail_next("release_memory_occupation", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed):
         await group.release()
-    with pytest.raises(LifecycleError, match=r"engine main-1 has .* released"):
+    with pytest.raises(LifecycleError, match="while offloaded; legal now: resume_weights"):
         await (
             group.continue_generation() if command == "continue" else group.update_weights(push(1))
         )
@@ -371,7 +373,7 @@ async def test_new_weights_that_one_sibling_missed_are_not_served_unverified() -
     bad.fail_next("begin_weight_update", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed):
         await group.update_weights(push(1))
-    with pytest.raises(LifecycleError, match="weights of engine main-1 were not verified"):
+    with pytest.raises(LifecycleError, match="cannot continue while weights_updated"):
         await group.continue_generation()
     assert good.paused is PauseMode.ABORT
 
