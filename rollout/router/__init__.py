@@ -1,10 +1,13 @@
 """The one door to a server's engines: HTTP in, a chosen engine, HTTP out.
 
-gate.py, membership.py    who is let in, and to whom          (pure)
-headers.py, stamp.py      what is changed in a message        (pure)
-proxy.py                  one request from its first byte to its last
-transport.py, upstream.py how a request reaches an engine     (replaceable under the same gate)
-app.py                    what can be read over HTTP
+gate.py, membership.py    who is let in, and to whom              (pure)
+headers.py, stamp.py      what is changed in a message            (pure)
+message.py, answers.py    a request read; what we answer ourselves
+protocol.py               the client's connection
+exchange.py               one request from its first byte to its last
+upstream.py               the engines' connections
+proxy.py                  what all exchanges share
+app.py, control.py        what can be read over HTTP; what the router asks engines
 host.py                   all of it in a thread of its own
 """
 

@@ -1,119 +1,434 @@
-"""The client's side of one request: read it whole, answer it, notice when the client leaves."""
+"""One generation request from its first byte to its last.
+
+Always true:
+- An admitted request leaves the gate exactly once: at its last byte, error or disconnect.
+- A client gets one whole answer, or a cut connection, or (in an event stream) an error event;
+  an engine's failure is never an error of the router, and it names the engine.
+- A request is sent a second time only if no byte of an answer has reached its client, once, and
+  to another engine, through the gate like any other.  Whatever an engine answers is final.
+
+There is no task and no await: client, gate, engine and clock each call it when something happens.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Protocol
 
-from starlette.types import Receive, Scope, Send
+from rollout.router import answers
+from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
+from rollout.router.headers import Headers, reply_head, to_client
+from rollout.router.message import Request, Route, read_request
+from rollout.router.upstream import ReplyHead, Sending
 
-from rollout.router.headers import Headers
+if TYPE_CHECKING:
+    from rollout.router.proxy import Proxy
 
-CUT_EXTENSION = "rollout.cut"
-"""ASGI extension of ``RouterProtocol``: ``close`` and ``abort`` of the client's connection."""
+logger = logging.getLogger(__name__)
+
+_JOINED_UP_TO_BYTES = 1 << 16
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSE = b"connection: close\r\n"
+_CHUNKED = b"transfer-encoding: chunked\r\n"
+_BETWEEN_EVENTS = (b"\n\n\r\n", b"\r\n\r\n\r\n")
 
 
-class Client:
-    """Whoever sent one request.
+class Client(Protocol):
+    """The connection a request came on."""
 
-    From ``watch`` on, the task that serves the request is cancelled when the client leaves.
-    """
+    is_write_paused: bool
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._extensions: dict[str, Any] = scope.get("extensions") or {}
-        self._watcher: asyncio.Task[None] | None = None
+    def write(self, data: bytes) -> None: ...
+    def finish(self, *, is_closing: bool) -> None:
+        """The answer is complete; the next request on this connection has its turn."""
+        ...
+
+    def cut(self, *, is_flushed: bool) -> None:
+        """The answer cannot be completed: close, after what was written or at once."""
+        ...
+
+    def finish_unread(self) -> None:
+        """The answer is complete and the rest of the request is not wanted: close."""
+        ...
+
+
+class Exchange:
+    """A request of ``client`` on its way through ``proxy``."""
+
+    __slots__ = (
+        "_admission",
+        "_client",
+        "_expects_continue",
+        "_failure",
+        "_has_written",
+        "_head",
+        "_headers",
+        "_is_chunking",
+        "_is_close_delimited",
+        "_is_done",
+        "_is_event_stream",
+        "_is_on",
+        "_is_whole",
+        "_method",
+        "_num_attempts",
+        "_num_bytes",
+        "_parts",
+        "_proxy",
+        "_request",
+        "_route",
+        "_tail",
+        "_timer",
+        "_waiter",
+        "began_s",
+        "is_decoding",
+        "is_last",
+        "upstream",
+    )
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        client: Client,
+        method: bytes,
+        route: Route,
+        headers: Headers,
+        *,
+        is_last: bool = False,
+        is_http_1_0: bool = False,
+        expects_continue: bool = False,
+    ) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._method = method
+        self._route = route
+        self._headers = headers
+        self._expects_continue = expects_continue
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self._is_on = False
+        self._is_whole = False
         self._is_done = False
+        self._request: Request | None = None
+        self._waiter: Waiter | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._admission: Admission | None = None
+        self._failure: ConnectionFailure | None = None
+        self._num_attempts = 0
+        self._head = b""
+        self._has_written = False
         self._is_event_stream = False
-        self._last_chunk = b""
-        self.has_left = False
-        self.has_started = False
+        self._is_chunking = False
+        self._is_close_delimited = False
+        self._tail = b""
+        self.began_s = 0.0
+        self.is_last = is_last
+        self.is_decoding = is_http_1_0
+        self.upstream: Sending | None = None
 
-    async def read_body(self) -> bytes | None:
-        """The request's whole body; None if the client left meanwhile."""
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body", False):
-            body: bytes = message.get("body", b"")
-            return body
-        parts = []
-        while message["type"] == "http.request":
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                return b"".join(parts)
-            message = await self._receive()
-        self.has_left = True
-        return None
+    # -- the client's side ------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Cancel the current task once the client has left."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._watcher = asyncio.create_task(self._wait_until_left(task.cancel))
+    def start(self) -> None:
+        """All answers before this one are complete."""
+        self._is_on = True
+        self.began_s = self._proxy.now_s()
+        self._proxy.live.add(self)
+        if self._route.problem:
+            self._answer(answers.problem(400, "bad_request", self._route.problem))
+        elif (refusal := self._proxy.gate.would_refuse()) is not None:
+            self._answer(answers.refused(refusal))
+        elif self._num_bytes > self._proxy.max_body_bytes:
+            self._refuse_size()
+        elif self._is_whole:
+            self._begin()
+        elif self._expects_continue:
+            self._client.write(_CONTINUE)
 
-    async def _wait_until_left(self, cancel: Callable[[], bool]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._is_done:
-            self.has_left = True
-            cancel()
+    def feed(self, data: bytes) -> None:
+        """More of the request's body."""
+        if self._is_done:
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes <= self._proxy.max_body_bytes:
+            self._parts.append(data)
+        else:
+            self._parts.clear()
+            if self._is_on:
+                self._refuse_size()
 
-    def unwatch(self) -> None:
-        self._is_done = True
-        if self._watcher is not None:
-            self._watcher.cancel()
+    def end_of_request(self) -> None:
+        """The whole request has come."""
+        self._is_whole = True
+        if self._is_on and not self._is_done:
+            self._begin()
 
-    async def start(self, status: int, headers: Headers) -> None:
-        fields = dict(headers)
-        self._is_event_stream = (
-            fields.get(b"content-type", b"").startswith(b"text/event-stream")
-            and b"content-length" not in fields
-            and b"content-encoding" not in fields
+    def client_left(self) -> None:
+        """Nobody is there to be answered."""
+        if self._is_done:
+            return
+        if self._is_on:
+            self._proxy.counts.num_clients_left += 1
+        self._end()
+
+    def write_paused(self) -> None:
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def write_resumed(self) -> None:
+        if self.upstream is not None:
+            self.upstream.resume()
+
+    def _refuse_size(self) -> None:
+        message = f"the body is over {self._proxy.max_body_bytes} bytes"
+        self._answer(answers.problem(413, "too_large", message))
+
+    # -- through the gate -------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        parts = self._parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._request = read_request(self._method, self._route, self._headers, body)
+        self._enter("")
+
+    def _enter(self, not_on: str) -> None:
+        request = self._request
+        assert request is not None
+        decision = self._proxy.gate.enter(
+            rid=request.rid, num_bytes=len(request.body), not_on=not_on
         )
-        self.has_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if isinstance(decision, Waiter):
+            self._waiter = decision
+            decision.on_decision = self._decided
+            self._timer = self._proxy.call_later(
+                self._proxy.hold_timeout_s, self._proxy.gate.expire, decision
+            )
+        else:
+            self._decided(decision)
 
-    async def write(self, chunk: bytes, *, is_last: bool = False) -> None:
-        if is_last:
-            self._is_done = True
-        elif self._is_event_stream:
-            self._last_chunk = chunk
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+    def _decided(self, decision: Admission | Refusal) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waiter = None
+        if isinstance(decision, Admission):
+            self._send(decision)
+        elif self._failure is None or decision.is_abort:
+            self._answer(answers.refused(decision))
+        else:
+            self._answer(answers.engine_failed(self._failure))
 
-    async def answer(self, status: int, payload: dict[str, Any], headers: Headers) -> None:
-        """A whole JSON answer of the router itself."""
-        body = json.dumps(payload).encode()
-        await self.start(
-            status,
-            [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                *headers,
-            ],
+    def _send(self, admission: Admission) -> None:
+        request = self._request
+        assert request is not None
+        self._admission = admission
+        admission.on_cut = self._cut_off
+        self._num_attempts += 1
+        if self._failure is not None:
+            self._proxy.counts.num_retried += 1
+        endpoint = admission.member.endpoint
+        self._proxy.pool.send(
+            self,
+            endpoint,
+            request.parts_for(endpoint, admission.weight_version),
+            is_head=self._method == b"HEAD",
         )
-        await self.write(body, is_last=True)
 
-    async def break_off(self, payload: dict[str, Any]) -> None:
-        """End a reply that has begun and cannot be completed.
+    # -- the engine's side ------------------------------------------------------------------
+
+    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+        admission = self._admission
+        assert admission is not None
+        headers = to_client(
+            head.headers, head.status, admission.member.engine_id, admission.weight_version
+        )
+        extra = []
+        if head.is_chunked or head.is_until_close:
+            self._is_event_stream = _is_event_stream(head.headers)
+            self._is_close_delimited = self.is_decoding
+            if self.is_decoding:
+                self.is_last = True
+            else:
+                self._is_chunking = head.is_until_close
+                extra.append(_CHUNKED)
+        if self.is_last:
+            extra.append(_CLOSE)
+        self._head = reply_head(head.status, headers, *extra)
+        # A length says that more comes at once: it can go with the head.
+        if is_alone and (head.is_chunked or head.is_until_close):
+            self._write(b"")
+        elif self._client.is_write_paused and self.upstream is not None:
+            self.upstream.pause()
+
+    def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        if self._is_chunking:
+            data = _chunk(data) if data else b""
+            if is_end:
+                data += b"0\r\n\r\n"
+        if is_end:
+            self._leave()
+        self._write(data)
+        if is_end:
+            self._finish()
+        else:
+            self._tail = data
+
+    def on_upstream_lost(self, why: str) -> None:
+        admission = self._admission
+        assert admission is not None
+        proxy, target = self._proxy, self._route.target.decode()
+        proxy.counts.num_engine_failures += 1
+        failure = proxy.gate.report_failure(admission, target, why)
+        method = self._method.decode()
+        logger.warning(
+            "engine %s failed %s %s: %s",
+            failure.engine_id,
+            method,
+            target,
+            why,
+            extra={"engine_id": failure.engine_id, "rid": admission.rid},
+        )
+        self._leave()
+        self._fail_over(failure)
+
+    def on_no_connection(self, why: str) -> None:
+        self._leave()
+        self._answer(answers.refused(Refusal(why, self._proxy.gate.state)))
+
+    def may_reconnect(self) -> bool:
+        return self._admission is not None and self._proxy.gate.still_serves(self._admission)
+
+    def _cut_off(self, why: str) -> None:
+        """The owner of the engines says that this one is lost."""
+        admission = self._admission
+        assert admission is not None
+        self._drop()
+        engine_id, target = admission.member.engine_id, self._route.target.decode()
+        self._proxy.counts.num_cut += 1
+        self._leave()
+        self._fail_over(ConnectionFailure(engine_id, target, why, False, 0))
+
+    def _fail_over(self, failure: ConnectionFailure) -> None:
+        self._failure = failure
+        if self._has_written:
+            self._break_off(answers.engine_failed(failure))
+        elif self._num_attempts < 2:
+            self._head = b""
+            self._enter(failure.engine_id)
+        else:
+            self._answer(answers.engine_failed(failure))
+
+    # -- the clock's and the owner's --------------------------------------------------------
+
+    def expire(self, after_s: float) -> None:
+        """The request has taken too long."""
+        if self._is_done:
+            return
+        where = self._admission.member.engine_id if self._admission is not None else "the router"
+        message = f"no whole answer after {after_s:.0f} s, the last of them on {where}"
+        self._proxy.counts.num_expired += 1
+        self._give_up(answers.problem(504, "deadline", message))
+
+    def stop(self) -> None:
+        """The router stops now."""
+        if self._is_done:
+            return
+        if self._has_written:
+            self._end()
+            self._client.cut(is_flushed=False)
+        else:
+            stopping = Refusal("the router is stopping", GateState.CLOSED)
+            self._give_up(answers.refused(stopping))
+
+    def _give_up(self, answer: answers.Answer) -> None:
+        self._drop()
+        self._leave()
+        if self._has_written:
+            self._break_off(answer)
+        else:
+            self._answer(answer)
+
+    # -- how it ends ------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        client = self._client
+        if self._head:
+            head, self._head = self._head, b""
+            self._has_written = True
+            if len(data) <= _JOINED_UP_TO_BYTES:
+                data = head + data
+            else:
+                client.write(head)
+        if data:
+            client.write(data)
+
+    def _answer(self, answer: answers.Answer) -> None:
+        """End with an answer of the router's own."""
+        is_unread = not self._is_whole and (self._expects_continue or answer.status == 413)
+        is_last = self.is_last or is_unread
+        is_head = self._method == b"HEAD"
+        self._client.write(answer.to_bytes(is_head=is_head, is_last=is_last))
+        self._end()
+        if is_unread:
+            self._client.finish_unread()
+        else:
+            self._client.finish(is_closing=is_last)
+
+    def _break_off(self, answer: answers.Answer) -> None:
+        """End an answer that has begun and cannot be completed.
 
         An event stream that stands between two events gets one more that tells why, as SGLang
         does.  Anything else is cut, so that no client takes it for whole.
         """
-        is_between_events = self._last_chunk[-2:] == b"\n\n" or self._last_chunk[-4:] == b"\r\n\r\n"
-        if self._is_event_stream and (is_between_events or not self._last_chunk):
-            await self.write(b"data: " + json.dumps(payload).encode() + b"\n\n", is_last=True)
+        self._proxy.counts.num_broken_replies += 1
+        is_between = not self._tail or self._tail.endswith(_BETWEEN_EVENTS)
+        self._end()
+        if self._is_event_stream and not self._is_close_delimited and is_between:
+            event = b"data: " + json.dumps(answer.payload).encode() + b"\n\n"
+            self._client.write(_chunk(event) + b"0\r\n\r\n")
+            self._client.finish(is_closing=self.is_last)
         else:
-            await self.cut()
+            self._client.cut(is_flushed=not self._is_close_delimited)
 
-    async def cut(self, *, is_flushed: bool = True) -> None:
-        """Close the connection; returns when it is closed.
+    def _finish(self) -> None:
+        self._end()
+        self._client.finish(is_closing=self.is_last)
 
-        ``is_flushed`` first waits until the client has taken what it was already sent.
-        """
+    def _drop(self) -> None:
+        if self.upstream is not None:
+            self.upstream.drop()
+            self.upstream = None
+
+    def _leave(self) -> None:
+        if self._admission is not None:
+            admission, self._admission = self._admission, None
+            admission.on_cut = None
+            self._proxy.gate.leave(admission)
+
+    def _end(self) -> None:
         self._is_done = True
-        close = self._extensions.get(CUT_EXTENSION, {}).get("close" if is_flushed else "abort")
-        if close is not None and self._watcher is not None:
-            close()
-            await asyncio.wait({self._watcher})
+        self._drop()
+        self._leave()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiter is not None:
+            self._proxy.gate.leave(self._waiter)
+            self._waiter = None
+        self._parts.clear()
+        self._request = None
+        self._proxy.live.discard(self)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    is_one = False
+    for name, value in headers:
+        if name == b"content-encoding":
+            return False
+        if name == b"content-type":
+            is_one = value.startswith(b"text/event-stream")
+    return is_one

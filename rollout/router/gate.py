@@ -38,12 +38,14 @@ class Admission:
     Attributes:
         epoch: epoch of the membership it was admitted under.
         weight_version: what the engines held at that moment; None where nobody said.
+        on_cut: called, with the reason, if its engine is lost to a newer membership.
     """
 
     member: Member
     epoch: int
     weight_version: int | None
     rid: str
+    on_cut: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,22 @@ class Gate:
             self._decide_all()
 
     def set_members(self, epoch: int, members: Sequence[Member]) -> bool:
-        """Take over a full set of engines; False if its epoch is not newer."""
-        return self.members.replace(epoch, members)
+        """Take over a full set of engines; False if its epoch is not newer.
+
+        Requests on engines that are gone, dead or fenced now are cut.  Draining and sleeping
+        ones finish what they have.
+        """
+        if not self.members.replace(epoch, members):
+            return False
+        for admission in list(self.in_flight):
+            why = self.members.why_lost(admission.member)
+            if why and admission.on_cut is not None:
+                admission.on_cut(why)
+        return True
+
+    def still_serves(self, admission: Admission) -> bool:
+        """Its engine is the one it was admitted to, and would be chosen today."""
+        return self.members.serves_since(admission.member) <= admission.epoch
 
     def _decide_all(self) -> None:
         waiters, self._waiters, self._held_bytes = list(self._waiters), {}, 0

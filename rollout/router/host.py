@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -22,12 +23,13 @@ import uvloop
 
 from engines.protocol import Endpoint
 from rollout.errors import ConfigError, PhaseTimeout, RolloutError
-from rollout.router.app import router_app
+from rollout.router.app import control_app
+from rollout.router.control import ControlClient
 from rollout.router.gate import ConnectionFailure, Gate, GateState
 from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
 from rollout.router.settings import RouterSettings
-from rollout.router.upstream import Upstream
+from rollout.router.upstream import Pool
 from rollout.routing import Member, Policy
 
 logger = logging.getLogger(__name__)
@@ -61,18 +63,19 @@ class RouterHost:
             on_failure=self._pass_failure_on,
             on_idle=self._wake_drained,
         )
-        self._data = Upstream(
+        pool = Pool(
             connect_timeout_s=settings.connect_timeout_s,
             max_connections=settings.max_connections,
         )
-        self._control = Upstream(
+        self._control = ControlClient(
             connect_timeout_s=settings.connect_timeout_s,
-            max_connections=0,
             total_timeout_s=_CONTROL_TIMEOUT_S,
         )
-        self._proxy = Proxy(self._gate, self._data, hold_timeout_s=settings.hold_timeout_s)
+        self._proxy = Proxy(self._gate, pool, settings)
         self._drained: set[asyncio.Future[None]] = set()
         self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._failed: dict[str, str] = {}
+        self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -166,6 +169,18 @@ class RouterHost:
 
         return await self._call(read())
 
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        """Engines that lost a request and left routing since the last call, and why.
+
+        Returns when there is one, or empty after ``timeout_s``.  For the loop that awaited
+        ``start``, and for one caller.
+        """
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_failed.wait(), timeout_s)
+        failed, self._failed = self._failed, {}
+        self._has_failed.clear()
+        return list(failed.items())
+
     async def drained(self, timeout_s: float) -> None:
         """Wait until no engine has a request of this router.  Held requests do not count.
 
@@ -204,10 +219,17 @@ class RouterHost:
                 drained.set_result(None)
 
     def _pass_failure_on(self, failure: ConnectionFailure) -> None:
-        if self._on_engine_failure is None or self._owner is None or self._owner.is_closed():
+        if self._owner is None or self._owner.is_closed():
             return
         with suppress(RuntimeError):  # it was closed just now
-            self._owner.call_soon_threadsafe(self._on_engine_failure, failure)
+            self._owner.call_soon_threadsafe(self._note_failure, failure)
+
+    def _note_failure(self, failure: ConnectionFailure) -> None:
+        if failure.has_left_routing:
+            self._failed[failure.engine_id] = failure.message
+            self._has_failed.set()
+        if self._on_engine_failure is not None:
+            self._on_engine_failure(failure)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work`` on the router's loop; if the router ends first, say so."""
@@ -258,8 +280,8 @@ class RouterHost:
 
         self._server = _Server(
             uvicorn.Config(
-                router_app(self._gate, self._proxy, self._data, self._control),
-                http=RouterProtocol,
+                control_app(self._proxy, self._control),
+                http=partial(RouterProtocol, self._proxy),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -272,6 +294,7 @@ class RouterHost:
                 timeout_keep_alive=_CLIENT_KEEPALIVE_S,
             ),
             on_started,
+            self._proxy.stop_live,
         )
         await self._server.serve(sockets=[listener])
 
@@ -279,9 +302,15 @@ class RouterHost:
 class _Server(uvicorn.Server):
     """uvicorn, which says when it listens and stops when told, not at its next tick."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        stop_live: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._stop_live = stop_live
         self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -293,9 +322,10 @@ class _Server(uvicorn.Server):
         await self._stopping.wait()
 
     def stop_within(self, budget_s: float) -> None:
-        # The annotation says int, but it only ever reaches asyncio.wait_for; with 0 that would
-        # not even look whether anything still runs.
-        self.config.timeout_graceful_shutdown = max(budget_s, 0.01)  # type: ignore[assignment]
+        # The annotation says int, but it only ever reaches asyncio.wait_for.  What is spliced
+        # ends at the budget; the second more is for the control application.
+        self.config.timeout_graceful_shutdown = budget_s + 1.0  # type: ignore[assignment]
+        asyncio.get_running_loop().call_later(budget_s, self._stop_live)
         self._stopping.set()
 
 

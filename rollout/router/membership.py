@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from rollout.routing import Member, MemberState
 
+_LOST = frozenset({MemberState.DEAD, MemberState.FENCED})
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -75,6 +77,26 @@ class Membership:
         self._choose_again()
         return True
 
+    def why_lost(self, member: Member) -> str:
+        """Why nothing more can be expected of it; empty if it can finish what it has."""
+        entry = self._entries.get(member.engine_id)
+        if entry is None or entry.member.endpoint != member.endpoint:
+            return "taken out of the membership"
+        if entry.member.state in _LOST:
+            return f"is {_state_words(entry.member)}"
+        return ""
+
+    def serves_since(self, member: Member) -> float:
+        """The epoch since when this engine has served without a break; infinite if it does not."""
+        entry = self._entries.get(member.engine_id)
+        if (
+            entry is None
+            or entry.member.endpoint != member.endpoint
+            or entry.member.state is not MemberState.SERVING
+        ):
+            return float("inf")
+        return entry.serving_since
+
     def _choose_again(self) -> None:
         self.choosable = tuple(member for member in self if member.is_choosable)
 
@@ -95,8 +117,12 @@ class Membership:
 
 
 def _words(member: Member) -> str:
-    state = member.state.value
     if member.state is MemberState.SERVING:
         state = f"a {member.worker_type.value} engine"
+        return f"{member.engine_id} is {state}"
+    return f"{member.engine_id} is {_state_words(member)}"
+
+
+def _state_words(member: Member) -> str:
     because = f" ({member.because})" if member.because else ""
-    return f"{member.engine_id} is {state}{because}"
+    return f"{member.state.value}{because}"

@@ -6,23 +6,26 @@
   cache key, so that cached KV of two versions never mixes.
 
 Both are put at the front of the JSON object.  A client's own key is looked for as text, and the
-body is parsed only if that text is there.  Should a client spell its key with escapes, so that
-the text is not, its value still wins: of equal keys JSON parsers keep the last.
+body is parsed only if that text is there, elsewhere than as the first or the last member.  Should
+a client spell its key with escapes, so that the text is not, its value still wins: of equal keys
+JSON parsers keep the last.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import uuid
+from functools import lru_cache
 
 MAX_PARSED_BYTES = 1 << 20
 _OPENS = re.compile(rb"\s*\{")
 _CLOSES = re.compile(rb"\s*\}")
+_LONGEST_PLAIN_VALUE = 256
 
 
 def new_rid() -> str:
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def is_stampable(body: bytes) -> bool:
@@ -35,8 +38,16 @@ def find(body: bytes, key: str) -> tuple[bool, object]:
 
     A body too long to parse that has the key's text somewhere counts as having the key.
     """
-    if f'"{key}"'.encode() not in body:
+    quoted, first, last = _patterns(key)
+    at = body.find(quoted)
+    if at < 0:
         return False, None
+    if body.find(quoted, at + 1) < 0:  # only here, so no later one can take its place
+        found = first.match(body)
+        if found is None and len(body) - at <= _LONGEST_PLAIN_VALUE:
+            found = last.match(body, at)
+        if found is not None:
+            return True, found[1].decode()
     if len(body) > MAX_PARSED_BYTES:
         return True, None
     try:
@@ -46,6 +57,17 @@ def find(body: bytes, key: str) -> tuple[bool, object]:
     return key in parsed, parsed.get(key)
 
 
+@lru_cache
+def _patterns(key: str) -> tuple[bytes, re.Pattern[bytes], re.Pattern[bytes]]:
+    """The key's text; the key as first member; the key as last one, before the outermost end."""
+    pair = rf'"{key}"\s*:\s*"([ !#-\[\]-~]*)"'
+    return (
+        f'"{key}"'.encode(),
+        re.compile(rf"\s*\{{\s*{pair}\s*[,}}]".encode()),
+        re.compile(rf"{pair}\s*\}}\s*\Z".encode()),
+    )
+
+
 def stamp(body: bytes, **values: str) -> bytes:
     """``body`` with ``values`` as its first members."""
     opening = _OPENS.match(body)
@@ -53,4 +75,4 @@ def stamp(body: bytes, **values: str) -> bytes:
         return body
     front = json.dumps(values).encode()[:-1]
     comma = b"" if _CLOSES.match(body, opening.end()) else b", "
-    return front + comma + body[opening.end() :]
+    return b"".join((front, comma, body[opening.end() :]))

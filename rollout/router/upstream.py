@@ -1,139 +1,483 @@
-"""The way to engines over aiohttp's client.
+"""Connections to engines, on which requests are written and answers handed on as they come.
 
-It decodes nothing, follows nothing and remembers no cookies.  Connections are kept for less time
-than SGLang keeps its side (5 s), so that an idle connection is not closed under a new request.
+Always true:
+- A connection carries one request at a time, and is used again only if the answer before it was
+  whole, nothing came after it and the engine keeps the connection.
+- Whoever sent hears of each request exactly once how it ended: by the end of its answer, or by
+  ``on_upstream_lost``; nothing after ``drop``.
+- A request written onto a kept connection that the engine closes without a byte (it was closing
+  it just then) goes out again on a fresh one, silently, if its sender still wants that.
+
+Framing is read by httptools, never by hand.  Bodies are passed on with the framing they have;
+only ``is_decoding`` senders get them without.
 """
 
 from __future__ import annotations
 
-import io
+import asyncio
+import errno
+import logging
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
 
-import aiohttp
-from multidict import CIMultiDict
-from yarl import URL
+import httptools
 
-from engines.errors import EngineUnreachable
 from engines.protocol import Endpoint
 from rollout.router.headers import Headers
-from rollout.router.transport import Request
 
 KEEPALIVE_S = 4.0
-_MAX_HEAD_BYTES = 1 << 16
-_CHUNKED_FROM_BYTES = 1 << 20
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_NEVER_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_LOST = (aiohttp.ClientError, OSError, TimeoutError)
+"""Less than SGLang keeps its side (5 s), so that few connections close under a new request."""
+
+MAX_HEAD_BYTES = 1 << 16
+_JOINED_UP_TO_BYTES = 1 << 16
+_RECONNECT_WITHIN_S = 1.0
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_WITHOUT_BODY = frozenset({204, 304})
+_OUR_OWN_LIMITS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+)
+
+logger = logging.getLogger(__name__)
 
 
-class UpstreamReply:
-    """An answer whose body is read as it comes."""
+@dataclass(slots=True)
+class ReplyHead:
+    """The head of an answer; names of headers are lower case.
 
-    __slots__ = ("_content", "_engine_id", "_response", "headers", "status")
-
-    def __init__(self, engine_id: str, response: aiohttp.ClientResponse) -> None:
-        self._engine_id = engine_id
-        self._response = response
-        self._content = response.content
-        self.status = response.status
-        self.headers = response.raw_headers
-
-    @property
-    def is_at_end(self) -> bool:
-        return self._content.at_eof()
-
-    async def read(self) -> bytes:
-        try:
-            return await self._content.readany()
-        except _LOST as error:
-            raise EngineUnreachable(
-                f"broke off its reply: {describe(error)}", engine=self._engine_id
-            ) from error
-
-    def close(self) -> None:
-        self._response.close()
-
-
-class Upstream:
-    """A pool of connections to engines.
-
-    Args:
-        connect_timeout_s: until the connection stands.
-        total_timeout_s: until the last byte; None for generation, which may take hours.
+    Attributes:
+        is_chunked: what follows is in chunks, unless the sender is decoding.
+        is_until_close: no length and no chunks: the body ends with the connection.
     """
 
-    def __init__(
-        self,
-        *,
-        connect_timeout_s: float,
-        max_connections: int,
-        total_timeout_s: float | None = None,
-    ) -> None:
-        self._max_connections = max_connections
-        self._timeout = aiohttp.ClientTimeout(total=total_timeout_s, sock_connect=connect_timeout_s)
-        self._session: aiohttp.ClientSession | None = None
+    status: int
+    headers: Headers
+    is_chunked: bool = False
+    is_until_close: bool = False
 
-    async def open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=self._max_connections,
-                keepalive_timeout=KEEPALIVE_S,
-                use_dns_cache=True,
+
+class Sender(Protocol):
+    """Whoever sends a request and takes its answer."""
+
+    upstream: Sending | None
+    is_decoding: bool
+
+    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+        """The head of the answer; ``is_alone`` if nothing came with it."""
+        ...
+
+    def on_reply_data(self, data: bytes, is_end: bool) -> None: ...
+    def on_upstream_lost(self, why: str) -> None:
+        """The engine did not answer, or not to the end."""
+        ...
+
+    def on_no_connection(self, why: str) -> None:
+        """This process cannot open another connection; the engine has no part in it."""
+        ...
+
+    def may_reconnect(self) -> bool:
+        """The engine may still be sent this request."""
+        ...
+
+
+class Sending(Protocol):
+    """A request that has been sent, or waits for its connection."""
+
+    def drop(self) -> None:
+        """Its sender has lost interest: close the connection, which ends the engine's work."""
+        ...
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    endpoint: Endpoint
+    parts: list[bytes]
+    is_head: bool
+
+
+class _Reader:
+    """What httptools tells of an answer.  Without ``on_body``, so that no body is copied."""
+
+    def __init__(self) -> None:
+        self.headers: Headers = []
+        self.is_over = False
+        self.is_kept = False
+        self.num_begun = 0
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_message_begin(self) -> None:
+        self.num_begun += 1
+        self.headers = []
+        self.is_over = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.is_kept = self.parser.should_keep_alive()
+
+    def on_message_complete(self) -> None:
+        self.is_over = True
+
+
+class _DecodingReader(_Reader):
+    """The same, which also keeps the body."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        super().__init__()
+
+    def on_body(self, data: bytes) -> None:
+        self.parts.append(data)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an engine."""
+
+    def __init__(self, pool: Pool, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.idle_since_s = 0.0
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._sender: Sender | None = None
+        self._outgoing: _Outgoing | None = None
+        self._sent_at_s = 0.0
+        self._is_reused = False
+        self._is_paused = False
+        self._raw = _Reader()
+        self._decoding: _DecodingReader | None = None
+        self._reader: _Reader = self._raw
+        self._head = b""
+        self._has_head = False
+        self._is_until_close = False
+        self._is_head_request = False
+
+    # -- its sender's side ------------------------------------------------------------------
+
+    def send(self, sender: Sender, outgoing: _Outgoing, now_s: float) -> None:
+        """Write a request; the connection is idle."""
+        assert self._transport is not None
+        sender.upstream = self
+        self._sender = sender
+        self._outgoing = outgoing
+        self._sent_at_s = now_s
+        if sender.is_decoding:
+            self._decoding = self._decoding or _DecodingReader()
+            self._reader = self._decoding
+        else:
+            self._reader = self._raw
+        self._reader.num_begun = 0
+        self._has_head = False
+        self._is_head_request = outgoing.is_head
+        parts = outgoing.parts
+        if len(parts) > 1 and sum(map(len, parts)) <= _JOINED_UP_TO_BYTES:
+            self._transport.write(b"".join(parts))
+        else:
+            for part in parts:
+                self._transport.write(part)
+
+    def drop(self) -> None:
+        self._sender = None
+        self.close()
+
+    @property
+    def is_usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def pause(self) -> None:
+        if not self._is_paused and self._transport is not None and self._sender is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- the engine's side ------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not one by class
+
+    def data_received(self, data: bytes) -> None:
+        if self._sender is None:  # an idle engine has nothing to say
+            self.close()
+            return
+        try:
+            if self._has_head:
+                self._read_body(data)
+            else:
+                self._read_head(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"answered what is no HTTP: {error}")
+
+    def _read_head(self, data: bytes) -> None:
+        if self._outgoing is not None:
+            self._outgoing = None  # from the first byte on, it is never sent again
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        end = data.find(b"\r\n\r\n") + 4
+        if end == 3:
+            if len(data) > MAX_HEAD_BYTES:
+                return self._fail(f"answered with a head of over {MAX_HEAD_BYTES} bytes")
+            if not b"HTTP/1.".startswith(data[:7]):
+                return self._fail("answered what is no HTTP")
+            self._head = data
+            return None
+        head, rest = data[:end], data[end:]
+        reader = self._reader
+        reader.parser.feed_data(head)
+        status: int = reader.parser.get_status_code()
+        if reader.num_begun != 1 or end > MAX_HEAD_BYTES or _CONTROL.search(head):
+            return self._fail("answered with a head that is no HTTP")
+        if 100 <= status < 200 and status != 101:
+            reader.num_begun = 0
+            return self._read_head(rest) if rest else None
+        if not 200 <= status <= 599:
+            return self._fail(f"answered with status {status}")
+        self._has_head = True
+        return self._pass_on_head(status, rest)
+
+    def _pass_on_head(self, status: int, rest: bytes) -> None:
+        assert self._sender is not None
+        reader = self._reader
+        is_chunked = has_length = False
+        for name, value in reader.headers:
+            if name == b"transfer-encoding":
+                is_chunked = True
+                if value.lower() != b"chunked":
+                    return self._fail("answered with a transfer encoding other than chunked")
+            elif name == b"content-length":
+                has_length = True
+        has_body = status not in _WITHOUT_BODY and not self._is_head_request
+        self._is_until_close = has_body and not is_chunked and not has_length
+        sender = self._sender
+        sender.on_reply(
+            ReplyHead(
+                status,
+                reader.headers,
+                is_chunked and has_body,
+                self._is_until_close,
             ),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            max_line_size=_MAX_HEAD_BYTES,
-            max_field_size=_MAX_HEAD_BYTES,
+            has_body and not rest and not reader.is_over,
         )
+        if sender.upstream is not self:  # it dropped the request on hearing this
+            return None
+        if not has_body:
+            # After an answer to HEAD the parser would wait for the body: take a new connection.
+            self._end(b"", is_kept=reader.is_over and not rest)
+        elif rest or reader.is_over:
+            self._read_body(rest)
+        return None
 
-    async def aclose(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def _read_body(self, data: bytes) -> None:
+        reader, sender = self._reader, self._sender
+        assert sender is not None
+        if data:
+            reader.parser.feed_data(data)
+        if reader.num_begun != 1:
+            return self._fail("sent more than its answer")
+        if sender.is_decoding:
+            assert isinstance(reader, _DecodingReader)
+            data = reader.parts[0] if len(reader.parts) == 1 else b"".join(reader.parts)
+            reader.parts.clear()
+        if reader.is_over:
+            self._end(data, is_kept=reader.is_kept)
+        elif data:
+            sender.on_reply_data(data, False)
+        return None
 
-    async def send(
-        self, engine_id: str, endpoint: Endpoint, request: Request, body: bytes
-    ) -> UpstreamReply:
-        assert self._session is not None, "send before open"
+    def _end(self, data: bytes, *, is_kept: bool) -> None:
+        sender, self._sender = self._sender, None
+        assert sender is not None
+        assert self._transport is not None
+        sender.upstream = None
+        if is_kept and not self._transport.get_write_buffer_size():
+            self.resume()
+            self._is_reused = True
+            self._pool.keep(self)
+        else:
+            self.close()
+        sender.on_reply_data(data, True)
+
+    def _fail(self, why: str) -> None:
+        sender, self._sender = self._sender, None
+        self.close()
+        if sender is not None:
+            sender.upstream = None
+            sender.on_upstream_lost(why)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.forget(self)
+        sender = self._sender
+        if sender is None:
+            return
+        if self._has_head and self._is_until_close and error is None:
+            return self._end(b"", is_kept=False)
+        outgoing = self._outgoing
+        is_closed_as_we_wrote = (
+            outgoing is not None
+            and self._is_reused
+            and self._pool.now_s() - self._sent_at_s < _RECONNECT_WITHIN_S
+        )
+        if outgoing is not None and is_closed_as_we_wrote and sender.may_reconnect():
+            self._sender = None
+            self._pool.send_anew(sender, outgoing)
+            return None
+        broke_off = "broke off its reply" if self._has_head or self._head else "gave no answer"
+        why = describe(error) if error is not None else "connection closed"
+        return self._fail(f"{broke_off}: {why}")
+
+
+class _Connecting:
+    """A request whose connection is being made."""
+
+    def __init__(self) -> None:
+        self.is_dropped = False
+        self.task: asyncio.Task[None] | None = None
+
+    def drop(self) -> None:
+        self.is_dropped = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause(self) -> None:
+        """There is nothing to pause yet."""
+
+    def resume(self) -> None:
+        """Nor to resume."""
+
+
+class Pool:
+    """Kept connections to every engine; call it from one event loop.
+
+    Args:
+        connect_timeout_s: until a connection stands.
+        max_connections: open ones, idle or not; a request that needs one more fails.
+    """
+
+    def __init__(self, *, connect_timeout_s: float, max_connections: int) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._max_connections = max_connections
+        self._open: set[Connection] = set()
+        self._idle: dict[Endpoint, list[Connection]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.now_s: Callable[[], float] = lambda: 0.0
+
+    def open(self) -> None:
+        self.now_s = asyncio.get_running_loop().time
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for connection in list(self._open):
+            connection.close()
+
+    def send(
+        self, sender: Sender, endpoint: Endpoint, parts: list[bytes], *, is_head: bool = False
+    ) -> None:
+        """Send ``parts`` to ``endpoint``; ``sender.upstream`` is what it can be dropped by."""
+        outgoing = _Outgoing(endpoint, parts, is_head)
+        idle = self._idle.get(endpoint)
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable:
+                connection.send(sender, outgoing, self.now_s())
+                return
+        self.send_anew(sender, outgoing)
+
+    def send_anew(self, sender: Sender, outgoing: _Outgoing) -> None:
+        """Send on a connection of its own."""
+        connecting = _Connecting()
+        sender.upstream = connecting
+        task = asyncio.get_running_loop().create_task(self._connect(sender, outgoing, connecting))
+        connecting.task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, sender: Sender, outgoing: _Outgoing, connecting: _Connecting) -> None:
+        endpoint = outgoing.endpoint
         try:
-            response = await self._session.request(
-                request.method,
-                URL(endpoint.url + request.target, encoded=True),
-                headers=_as_text(request.headers),
-                data=io.BytesIO(body) if len(body) > _CHUNKED_FROM_BYTES else body or None,
-                allow_redirects=False,
-            )
-        except _LOST as error:
-            raise EngineUnreachable(
-                describe(error),
-                engine=engine_id,
-                operation=request.target,
-                maybe_executed=not isinstance(error, _NEVER_CONNECTED),
-            ) from error
-        if problem := _problem(response):
-            response.close()
-            raise EngineUnreachable(problem, engine=engine_id, operation=request.target)
-        return UpstreamReply(engine_id, response)
+            connection = await self._new_connection(endpoint)
+        except OSError as error:
+            if connecting.is_dropped:
+                return
+            sender.upstream = None
+            if error.errno in _OUR_OWN_LIMITS:
+                logger.warning("no connection to %s: %s", endpoint.url, error)
+                sender.on_no_connection(f"the router cannot open a connection: {error}")
+            else:
+                sender.on_upstream_lost(f"cannot connect: {describe(error)}")
+            return
+        if connecting.is_dropped:
+            connection.close()
+        else:
+            connection.send(sender, outgoing, self.now_s())
 
-
-def _problem(response: aiohttp.ClientResponse) -> str:
-    """Why a head that aiohttp's lenient parser took cannot be passed on; empty if it can."""
-    if not 200 <= response.status <= 599:
-        return f"answered with status {response.status}"
-    if _CONTROL.search(b"".join([value for _, value in response.raw_headers])):
-        return "answered with control characters in a header"
-    return ""
-
-
-def _as_text(headers: Headers) -> CIMultiDict[str]:
-    text: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers:
+    async def _new_connection(self, endpoint: Endpoint) -> Connection:
+        if len(self._open) >= self._max_connections and not self._close_an_idle_one():
+            message = f"all {self._max_connections} connections to engines are in use"
+            raise OSError(errno.EMFILE, message)
+        connection = Connection(self, endpoint)
+        self._open.add(connection)
         try:
-            text.add(name.decode("ascii"), value.decode())
-        except UnicodeDecodeError:
-            text.add(name.decode("latin-1"), value.decode("latin-1"))
-    return text
+            async with asyncio.timeout(self._connect_timeout_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection, endpoint.host, endpoint.port
+                )
+        except BaseException as error:
+            connection.close()
+            self.forget(connection)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no connection in {self._connect_timeout_s} s") from None
+            raise
+        return connection
+
+    def _close_an_idle_one(self) -> bool:
+        for idle in self._idle.values():
+            if idle:
+                connection = idle.pop(0)
+                self._open.discard(connection)
+                connection.close()
+                return True
+        return False
+
+    def keep(self, connection: Connection) -> None:
+        """It is idle now."""
+        connection.idle_since_s = self.now_s()
+        self._idle.setdefault(connection.endpoint, []).append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        idle = self._idle.get(connection.endpoint)
+        if idle is None:
+            return
+        if connection in idle:
+            idle.remove(connection)
+        if not idle:
+            del self._idle[connection.endpoint]
+
+    def sweep(self) -> None:
+        """Close what has been idle for too long."""
+        too_old_s = self.now_s() - KEEPALIVE_S
+        for idle in list(self._idle.values()):
+            while idle and idle[0].idle_since_s < too_old_s:
+                idle.pop(0).close()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
 
 def describe(error: BaseException) -> str:

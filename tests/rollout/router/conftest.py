@@ -25,6 +25,8 @@ class Settings:
     hold_timeout_s: float = 30.0
     connect_timeout_s: float = 5.0
     max_connections: int = 1000
+    max_body_bytes: int = 64 << 20
+    request_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

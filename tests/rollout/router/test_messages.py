@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.router.app import is_generation
 from rollout.router.headers import to_client, to_engine
+from rollout.router.message import Request, is_generation
 from rollout.router.stamp import MAX_PARSED_BYTES, find, is_stampable, new_rid, stamp
-from rollout.router.transport import Request
 
 
 def test_hop_by_hop_headers_and_those_named_by_connection_stay_here():
@@ -34,10 +33,10 @@ def test_hop_by_hop_headers_and_those_named_by_connection_stay_here():
 def test_a_reply_keeps_its_encoding_and_length_and_says_who_answered():
     headers = to_client(
         [
-            (b"Content-Encoding", b"gzip"),
-            (b"Content-Length", b"9"),
-            (b"Connection", b"close"),
-            (b"X-Engine-Id", b"forged"),
+            (b"content-encoding", b"gzip"),
+            (b"content-length", b"9"),
+            (b"connection", b"close"),
+            (b"x-engine-id", b"forged"),
         ],
         200,
         "decode-0",
@@ -103,7 +102,7 @@ def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
 
 def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
     request = Request(
-        "POST", "/generate", [], b"{}", rid="r", is_rid_ours=True, is_extra_key_ours=True
+        b"POST", b"/generate", [], b"{}", rid="r", is_rid_ours=True, is_extra_key_ours=True
     )
     assert json.loads(request.body_under(3)) == {"rid": "r", "extra_key": "v3"}
     assert json.loads(request.body_under(4)) == {"rid": "r", "extra_key": "v4"}

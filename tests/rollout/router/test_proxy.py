@@ -13,6 +13,8 @@ from engines.protocol import Endpoint
 from rollout.router import Member, MemberState
 
 from .conftest import Settings
+from .raw import answer as answer_to
+from .raw import connect, post
 from .stub_engine import (
     Hold,
     chunk,
@@ -24,20 +26,6 @@ from .stub_engine import (
 )
 
 PROMPT = {"input_ids": [1, 2, 3]}
-
-
-async def raw(bench, *parts: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(bench.endpoint.host, bench.endpoint.port)
-    writer.write(b"".join(parts))
-    await writer.drain()
-    return reader, writer
-
-
-def post(body: bytes, path: bytes = b"/generate", extra: bytes = b"") -> bytes:
-    return (
-        b"POST %s HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n%s\r\n%s" % (path, len(body), extra, body)
-    )
 
 
 async def test_a_reply_comes_back_with_engine_and_weight_version(make_bench):
@@ -68,7 +56,7 @@ async def test_a_client_keeps_its_own_rid_and_other_routes_are_not_touched(make_
 
 async def test_method_query_and_headers_pass_and_hop_by_hop_headers_do_not(make_bench):
     bench = await make_bench(reply())
-    await raw_answer(
+    await answer_to(
         bench,
         b"PUT /v1/files/a%2Fb?x=1&y=%20z HTTP/1.1\r\nHost: router.example\r\nX-Keep: yes\r\n"
         b"Connection: close, X-Hop\r\nX-Hop: no\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\n"
@@ -81,14 +69,6 @@ async def test_method_query_and_headers_pass_and_hop_by_hop_headers_do_not(make_
     assert seen.header("x-keep") == ["yes"]
     for name in ("x-hop", "te", "transfer-encoding", "user-agent", "accept-encoding"):
         assert seen.header(name) == []
-
-
-async def raw_answer(bench, *parts: bytes) -> bytes:
-    """All that comes back until the router closes."""
-    reader, writer = await raw(bench, *parts)
-    answer = await reader.read()
-    writer.close()
-    return answer
 
 
 async def test_get_and_head_pass_without_a_body(make_bench):
@@ -120,7 +100,7 @@ async def test_bodies_of_32_mb_and_replies_of_8_mb_pass(make_bench):
     bench = await make_bench(reply(b"y" * (8 << 20)))
     body = b"x" * (32 << 20)
     assert len((await bench.ask("/v1/completions", data=b"x")).body) == 8 << 20
-    reader, writer = await raw(bench, post(body, b"/v1/completions", b"Connection: close\r\n"))
+    reader, writer = await connect(bench, post(body, b"/v1/completions", b"Connection: close\r\n"))
     assert (await reader.read()).endswith(b"y" * 100)
     writer.close()
     assert len(bench.engines[0].seen[1].body) == 32 << 20
@@ -129,7 +109,7 @@ async def test_bodies_of_32_mb_and_replies_of_8_mb_pass(make_bench):
 async def test_a_slowly_sent_body_arrives_whole(make_bench):
     bench = await make_bench(reply())
     message = post(json.dumps(PROMPT).encode(), extra=b"Connection: close\r\n")
-    reader, writer = await raw(bench)
+    reader, writer = await connect(bench)
     for index in range(0, len(message), 16):
         writer.write(message[index : index + 16])
         await writer.drain()
@@ -167,7 +147,7 @@ async def test_a_redirect_is_the_clients_to_follow(make_bench):
 async def test_cookies_of_one_client_are_not_sent_for_another(make_bench):
     bench = await make_bench(reply(headers=("Set-Cookie: a=1",)))
     for _ in range(2):
-        await raw_answer(bench, post(b"{}", extra=b"Connection: close\r\n"))
+        await answer_to(bench, post(b"{}", extra=b"Connection: close\r\n"))
     assert [seen.header("cookie") for seen in bench.engines[0].seen] == [[], []]
 
 
@@ -331,7 +311,7 @@ async def test_an_event_stream_that_breaks_within_an_event_is_cut(make_bench, ca
 async def test_a_client_that_leaves_before_the_answer_ends_the_work_at_once(make_bench):
     hold = Hold()
     bench = await make_bench(hold_then_reply(hold))
-    _, writer = await raw(bench, post(b"{}"))
+    _, writer = await connect(bench, post(b"{}"))
     await hold.entered.wait()
     writer.close()
     await asyncio.wait_for(bench.engines[0].peer_closed.wait(), 2)
@@ -345,7 +325,7 @@ async def test_a_client_that_leaves_within_a_stream_ends_the_work_at_once(make_b
     hold = Hold()
     bench = await make_bench(stream(b"data: 1\n\n", hold))
     bench.engines[0].script = endless
-    reader, writer = await raw(bench, post(b"{}"))
+    reader, writer = await connect(bench, post(b"{}"))
     await reader.readuntil(b"data: 1\n\n")
     writer.close()
     await asyncio.wait_for(bench.engines[0].peer_closed.wait(), 2)
@@ -374,7 +354,7 @@ async def test_a_client_that_does_not_read_slows_its_engine_down_and_can_leave(m
         await connection.reader.readexactly(1)
 
     bench = await make_bench(flood)
-    reader, writer = await raw(bench, post(b"{}"))
+    reader, writer = await connect(bench, post(b"{}"))
     await reader.readexactly(1000)
     await asyncio.wait_for(stalled.wait(), 5)
     writer.transport.abort()
@@ -384,7 +364,7 @@ async def test_a_client_that_does_not_read_slows_its_engine_down_and_can_leave(m
 
 async def test_a_client_that_leaves_while_its_body_is_read_costs_nothing(make_bench):
     bench = await make_bench(reply())
-    _, writer = await raw(bench, post(b"x" * 100)[:-50])
+    _, writer = await connect(bench, post(b"x" * 100)[:-50])
     writer.close()
     while (await bench.host.stats())["num_clients_left"] != 1:
         pass
@@ -433,7 +413,7 @@ async def test_a_held_request_whose_deadline_comes_is_told_to_come_again(make_be
 async def test_a_held_request_whose_client_left_is_dropped(make_bench):
     bench = await make_bench(reply())
     await bench.host.set_gate("holding")
-    _, writer = await raw(bench, post(b"{}"))
+    _, writer = await connect(bench, post(b"{}"))
     await bench.wait_until_held(1)
     writer.close()
     await bench.wait_until_held(0)
@@ -444,7 +424,7 @@ async def test_a_held_request_whose_client_left_is_dropped(make_bench):
 async def test_a_closed_gate_answers_before_the_body_is_there(make_bench):
     bench = await make_bench(reply())
     await bench.host.set_gate("closed", reason="update failed on e-0", phase="weights_onloaded")
-    reader, writer = await raw(bench, post(b"x" * 100)[:-50])
+    reader, writer = await connect(bench, post(b"x" * 100)[:-50])
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503")
     assert b"retry-after: 2" in head
@@ -495,14 +475,14 @@ async def test_an_engine_taken_out_finishes_what_it_has_and_gets_no_more(make_be
 async def test_conflicting_framing_is_a_400_and_reaches_no_engine(make_bench, framing):
     bench = await make_bench(reply())
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n3\r\nabc\r\n0\r\n\r\n"
-    assert (await raw_answer(bench, head)).startswith(b"HTTP/1.1 400")
+    assert (await answer_to(bench, head)).startswith(b"HTTP/1.1 400")
     assert bench.engines[0].seen == []
 
 
 async def test_a_client_that_waits_for_100_continue_gets_it(make_bench):
     bench = await make_bench(reply())
     head = post(b"{}", extra=b"Expect: 100-continue\r\nConnection: close\r\n").removesuffix(b"{}")
-    reader, writer = await raw(bench, head)
+    reader, writer = await connect(bench, head)
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"{}")
     assert (await reader.read()).startswith(b"HTTP/1.1 200")
@@ -517,7 +497,7 @@ async def test_pipelined_requests_are_answered_in_order(make_bench):
     bench = await make_bench(echo)
     paths = [b"/v1/a", b"/v1/b", b"/v1/c"]
     last = post(b"{}", b"/v1/last", b"Connection: close\r\n")
-    answer = await raw_answer(bench, *(post(b"{}", path) for path in paths), last)
+    answer = await answer_to(bench, *(post(b"{}", path) for path in paths), last)
     assert [part.split(b"\r\n\r\n")[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == [
         *paths,
         b"/v1/last",
@@ -528,5 +508,5 @@ async def test_pipelined_requests_are_answered_in_order(make_bench):
 async def test_a_path_that_climbs_out_of_generation_is_refused(make_bench, path):
     bench = await make_bench(reply())
     head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
-    assert (await raw_answer(bench, head)).startswith(b"HTTP/1.1 400")
+    assert (await answer_to(bench, head)).startswith(b"HTTP/1.1 400")
     assert bench.engines[0].seen == []

@@ -1,0 +1,107 @@
+"""One generation request, kept until its answer has begun, and where each path goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import unquote
+
+import httptools
+
+from engines.protocol import Endpoint
+from rollout.router import stamp
+from rollout.router.headers import Headers, request_head, to_engine
+
+GENERATION_PATHS = frozenset(
+    {
+        "/generate",
+        "/encode",
+        "/classify",
+        "/invocations",
+        "/vertex_generate",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Paths that go through the gate, with all below ``/v1/`` but ``/v1/models``."""
+
+
+def is_generation(path: str) -> bool:
+    return path in GENERATION_PATHS or (path.startswith("/v1/") and path != "/v1/models")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What the target of a request says.
+
+    Attributes:
+        target: path and query, as the client sent them.
+        problem: why it is not passed on; empty if it is.
+    """
+
+    target: bytes
+    path: str
+    is_generation: bool
+    problem: str = ""
+
+
+@lru_cache(4096)
+def route_of(url: bytes) -> Route:
+    """Read a request's target."""
+    try:
+        parsed = httptools.parse_url(url)
+        path = unquote(parsed.path.decode("ascii"))
+        (parsed.query or b"").decode("ascii")
+    except (httptools.HttpParserInvalidURLError, UnicodeDecodeError, AttributeError):
+        return Route(url, "", True, "path and query must be percent-encoded")
+    if not is_generation(path):
+        return Route(url, path, False)
+    problem = "path must not contain .." if ".." in path.split("/") else ""
+    target = parsed.path + b"?" + parsed.query if parsed.query else parsed.path
+    return Route(target, path, True, problem)
+
+
+@dataclass(slots=True)
+class Request:
+    """A whole request.
+
+    Attributes:
+        headers: those meant for the engine.
+        rid: its id, where it is known.
+        is_rid_ours: the router gave it that id and has to write it in.
+        is_extra_key_ours: the router writes the weight version in.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    body: bytes
+    rid: str = ""
+    is_rid_ours: bool = False
+    is_extra_key_ours: bool = False
+
+    def body_under(self, weight_version: int | None) -> bytes:
+        """The body an engine gets when admitted under this weight version."""
+        values = {}
+        if self.is_rid_ours:
+            values["rid"] = self.rid
+        if self.is_extra_key_ours and weight_version is not None:
+            values["extra_key"] = f"v{weight_version}"
+        return stamp.stamp(self.body, **values)
+
+    def parts_for(self, endpoint: Endpoint, weight_version: int | None) -> list[bytes]:
+        """What is written on the connection to an engine."""
+        body = self.body_under(weight_version)
+        head = request_head(self.method, self.target, endpoint, self.headers, len(body))
+        return [head, body] if body else [head]
+
+
+def read_request(method: bytes, route: Route, headers: Headers, body: bytes) -> Request:
+    """The request for an engine, with what is to be stamped on it."""
+    request = Request(method, route.target, to_engine(headers), body)
+    if route.path == "/generate" and method == b"POST" and stamp.is_stampable(body):
+        has_rid, rid = stamp.find(body, "rid")
+        request.is_rid_ours = not has_rid
+        request.rid = rid if isinstance(rid, str) else "" if has_rid else stamp.new_rid()
+        request.is_extra_key_ours = not stamp.find(body, "extra_key")[0]
+    return request
