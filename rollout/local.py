@@ -45,6 +45,7 @@ def group_settings(config: RolloutConfig, server: str, group: str) -> GroupSetti
         group=of_server.groups[group],
         update=of_server.weights.update,
         lifecycle=of_server.lifecycle,
+        health=of_server.health,
     )
 
 

@@ -24,9 +24,11 @@ from rollout import lifecycle
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.errors import LifecycleError, WeightMismatch
 from rollout.fanout import barrier, describe
+from rollout.health import Verdict
 from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
 from rollout.policy import group_traits
+from rollout.recovery import FailureSource, GroupTerms, RecoverableGroup, Recovery
 from rollout.routing import Member, MemberState
 from rollout.types import EngineStatus, GroupStatus, PhaseReport, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manifest
@@ -39,7 +41,7 @@ _GROUP_MARGIN_S = 30.0
 _LOOK_TIMEOUT_S = 15.0
 
 
-class GroupPort(Protocol):
+class GroupPort(RecoverableGroup, Protocol):
     """A ``ServerGroup``, here or in an actor.  Every method starts its work at once."""
 
     def start(self) -> Awaitable[GroupStatus]: ...
@@ -55,7 +57,7 @@ class GroupPort(Protocol):
     def status(self) -> Awaitable[GroupStatus]: ...
 
 
-class RouterPort(Protocol):
+class RouterPort(FailureSource, Protocol):
     """A ``RouterHost``, here or in an actor."""
 
     def start(self) -> Awaitable[Endpoint]: ...
@@ -94,6 +96,16 @@ class RolloutServer:
             for group in self._groups
         }
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
+        self._publishing = asyncio.Lock()
+        self._recovery = Recovery(
+            name,
+            config.health,
+            self._groups,
+            {group: _terms(config, group) for group in self._groups},
+            self,
+            router,
+            self._lock,
+        )
         self._last_known: dict[str, GroupStatus] = {}
         self._order = 0
         self._epoch = 0
@@ -121,6 +133,7 @@ class RolloutServer:
                 )
                 self._check_start_versions(statuses)
                 await self._open_gate()
+                self._recovery.start()
             except BaseException:
                 await self._stop_all()
                 raise
@@ -133,6 +146,7 @@ class RolloutServer:
     async def _stop_all(self) -> None:
         # No lock: a stop must work while a command hangs.
         self._gate = "closed"
+        await self._recovery.stop()
         budget_s = self._config.lifecycle.stop_timeout_s
         parts: dict[str, Awaitable[Any]] = {}
         if self._endpoint is not None:
@@ -275,6 +289,15 @@ class RolloutServer:
 
         return await barrier({name: look(name, one) for name, one in self._groups.items()})
 
+    @property
+    def weight_version(self) -> int:
+        """The version published last."""
+        return self._weight_version
+
+    def phases(self) -> Mapping[str, Phase]:
+        """Where each group is."""
+        return self._phases
+
     async def expected_manifest(self) -> Manifest | None:
         """What a full push must contain; None if the checkpoint does not say."""
         return self._expected
@@ -322,6 +345,9 @@ class RolloutServer:
         return await self._phase(Command.RELEASE, names, lambda group, o: group.release(o))
 
     async def _onload_weights(self, names: Iterable[str]) -> StepReport:
+        names = list(names)
+        # Offloaded, nobody could be started: the memory is ours again only from here on.
+        await self._recovery.revive(names)
         return await self._phase(
             Command.RESUME_WEIGHTS, names, lambda group, o: group.resume_weights(o)
         )
@@ -368,7 +394,8 @@ class RolloutServer:
         for name, report in reports.items():
             self._phases[name] = Phase(report.phase)
         if any(report.failures for report in reports.values()):
-            await self._publish_members()
+            await self.publish_members()
+            self._recovery.look_soon()
         return StepReport(
             phase_s={command.value: asyncio.get_running_loop().time() - started},
             freed_bytes=sum(report.freed_bytes for report in reports.values()),
@@ -384,7 +411,7 @@ class RolloutServer:
         cancelled = isinstance(error, asyncio.CancelledError)
         reason = f"{command} was cancelled" if cancelled else describe(error)
         before = self._fenced()
-        steps = [self._publish_members]
+        steps = [self.publish_members]
         if self._gate != "open" and not isinstance(error, LifecycleError):
             steps.insert(0, lambda: self._shut_gate("closed", reason, command.value))
         for step in steps:
@@ -399,6 +426,7 @@ class RolloutServer:
         for engine_id, because in self._fenced().items():
             if engine_id not in before and because not in str(error):
                 error.add_note(f"also fenced: {because}")
+        self._recovery.look_soon()
 
     def _fenced(self) -> dict[str, str]:
         """Engines known to be fenced, and why."""
@@ -454,7 +482,7 @@ class RolloutServer:
     # -- gate and membership ----------------------------------------------------------------
 
     async def _open_gate(self) -> None:
-        await self._publish_members()
+        await self.publish_members()
         await self._router.set_gate("open", weight_version=self._weight_version)
         self._gate = "open"
 
@@ -462,17 +490,21 @@ class RolloutServer:
         await self._router.set_gate(state, reason=reason, phase=phase)
         self._gate = state
 
-    async def _publish_members(self) -> None:
-        statuses = await self._look_at_groups()
-        self._epoch += 1
-        await self._router.set_members(
-            self._epoch,
-            [
-                _member(status.worker_type, engine)
-                for status in statuses.values()
-                for engine in status.engines
-            ],
-        )
+    async def publish_members(self) -> None:
+        """Tell the router who serves, as it is now."""
+        async with self._publishing:  # or an older view could get a newer epoch
+            statuses = await self._look_at_groups()
+            out = self._recovery.out_of_routing()
+            self._epoch += 1
+            await self._router.set_members(
+                self._epoch,
+                [
+                    _member(status.worker_type, engine, out.get(engine.engine_id))
+                    for status in statuses.values()
+                    for engine in status.engines
+                ],
+            )
+            self._recovery.has_published(out)
 
 
 def _lost(status: GroupStatus, because: str) -> GroupStatus:
@@ -484,8 +516,27 @@ def _lost(status: GroupStatus, because: str) -> GroupStatus:
     return replace(status, engines=tuple(engines))
 
 
-def _member(worker_type: WorkerType, engine: EngineStatus) -> Member:
-    state = MemberState.FENCED if engine.fenced_because else MemberState.SERVING
-    return Member(
-        engine.engine_id, engine.endpoint, state, worker_type, because=engine.fenced_because
+def _terms(config: ServerConfig, name: str) -> GroupTerms:
+    group = config.groups[name]
+    fewest = group.num_engines if config.lifecycle.on_failure == "raise" else 1
+    return GroupTerms(
+        needs_offload=group.needs_offload,
+        min_engines=fewest if group.min_engines is None else group.min_engines,
+        has_processes=group.engine.kind != "attached",
+        start_timeout_s=group.engine.start_timeout_s,
+        adopt_timeout_s=config.lifecycle.update_timeout_s,
     )
+
+
+def _member(
+    worker_type: WorkerType, engine: EngineStatus, out: tuple[Verdict, str] | None
+) -> Member:
+    state, because = MemberState.SERVING, ""
+    if engine.fenced_because:
+        state, because = MemberState.FENCED, engine.fenced_because
+    elif engine.is_stale:
+        state, because = MemberState.FENCED, "started again, it lacks the published weights"
+    elif out is not None:
+        verdict, because = out
+        state = MemberState.DEAD if verdict is Verdict.DEAD else MemberState.DRAINING
+    return Member(engine.engine_id, engine.endpoint, state, worker_type, because=because)

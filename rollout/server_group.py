@@ -75,7 +75,8 @@ class ServerGroup:
         # Whoever gave up on a command may send the next while it still runs.
         self._turn = asyncio.Lock()
         self._num_commands = 0
-        self._is_mending = False
+        self._num_mending = 0
+        self._mending_door = asyncio.Lock()
         path = settings.health.weights_path
         self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
 
@@ -314,7 +315,7 @@ class ServerGroup:
         return GroupProbe(self._phase.value, is_steady, found)
 
     def _pulse(self) -> tuple[int, Phase, bool]:
-        return self._num_commands, self._phase, self._turn.locked() and not self._is_mending
+        return self._num_commands, self._phase, self._turn.locked() and not self._num_mending
 
     async def fence(self, engine_id: str, reason: str) -> None:
         """Take an engine out of everything and end its process, also while a command hangs on it.
@@ -361,12 +362,17 @@ class ServerGroup:
 
     @asynccontextmanager
     async def _mending(self) -> AsyncIterator[None]:
-        async with self._turn:
-            self._is_mending = True
-            try:
-                yield
-            finally:
-                self._is_mending = False
+        """No command meanwhile, but others may be mended too: the first takes the turn for all."""
+        async with self._mending_door:
+            if not self._num_mending:
+                await self._turn.acquire()
+            self._num_mending += 1
+        try:
+            yield
+        finally:
+            self._num_mending -= 1
+            if not self._num_mending:
+                self._turn.release()
 
     # -- how a command is carried out -------------------------------------------------------
 

@@ -167,7 +167,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One engine as its group sees it."""
+    """One engine as its group sees it.
+
+    Attributes:
+        is_stale: it was started again and lacks what was pushed before; it serves nothing.
+    """
 
     engine_id: str
     endpoint: Endpoint
@@ -178,6 +182,7 @@ class EngineStatus:
     pid: int | None = None
     resident_bytes: int | None = None
     fenced_because: str = ""
+    is_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ the error as it was raised, without Ray's wrappers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engines.protocol import Endpoint
@@ -14,6 +15,7 @@ from rollout.actors.calls import RemoteCall
 from rollout.lifecycle import Command
 from rollout.routing import Member
 from rollout.types import GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
@@ -63,6 +65,18 @@ class RayGroup(_Port):
     def status(self) -> RemoteCall[GroupStatus]:
         return self._call(self._actor.status.remote())
 
+    def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> RemoteCall[GroupProbe]:
+        return self._call(self._actor.probe.remote(budget_s, distrusted))
+
+    def fence(self, engine_id: str, reason: str) -> RemoteCall[None]:
+        return self._call(self._actor.fence.remote(engine_id, reason))
+
+    def restart(self, engine_id: str) -> RemoteCall[None]:
+        return self._call(self._actor.restart.remote(engine_id))
+
+    def adopt(self, engine_id: str, version: int) -> RemoteCall[bool]:
+        return self._call(self._actor.adopt.remote(engine_id, version))
+
 
 class RayRouter(_Port):
     """A ``RouterPort``."""
@@ -85,6 +99,9 @@ class RayRouter(_Port):
 
     def set_members(self, epoch: int, members: list[Member]) -> RemoteCall[None]:
         return self._call(self._actor.set_members.remote(epoch, members))
+
+    def failures(self, timeout_s: float) -> RemoteCall[list[tuple[str, str]]]:
+        return self._call(self._actor.failures.remote(timeout_s))
 
     def stats(self) -> RemoteCall[dict[str, Any]]:
         return self._call(self._actor.stats.remote())

@@ -21,6 +21,7 @@ from rollout.routing import Member
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
 from rollout.types import EngineSlot, GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
@@ -94,6 +95,18 @@ class ServerGroupActor:
     async def status(self) -> GroupStatus:
         return await self._group.status()
 
+    async def probe(self, budget_s: float, distrusted: Sequence[str]) -> GroupProbe:
+        return await self._group.probe(budget_s, distrusted)
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        await self._group.fence(engine_id, reason)
+
+    async def restart(self, engine_id: str) -> None:
+        await self._group.restart(engine_id)
+
+    async def adopt(self, engine_id: str, version: int) -> bool:
+        return await self._group.adopt(engine_id, version)
+
 
 class RouterActor:
     """A ``RouterHost``: HTTP in a thread of its own, control through actor calls."""
@@ -114,6 +127,9 @@ class RouterActor:
 
     async def set_members(self, epoch: int, members: list[Member]) -> None:
         await self._host.set_members(epoch, members)
+
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        return await self._host.failures(timeout_s)
 
     async def stats(self) -> dict[str, Any]:
         return await self._host.stats()
