@@ -5,6 +5,7 @@ held at a gate, made to fail, or robbed of their answer (``engine.faults``).  It
 torch nor a socket.  README.md beside this file shows how to break each phase by hand.
 """
 
+from engines.fake.checkpoint import write_checkpoint
 from engines.fake.engine import FakeEngine
 from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate
 from engines.fake.launcher import FakeLauncher, FakeRunningEngine
@@ -21,4 +22,5 @@ __all__ = [
     "FaultPlan",
     "Gate",
     "pack_tensors",
+    "write_checkpoint",
 ]

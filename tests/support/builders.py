@@ -1,14 +1,13 @@
 """Groups, servers and pushes over fake engines, ready to be driven."""
 
 import asyncio
-import json
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.weights import DEFAULT_TENSORS
 from engines.protocol import Endpoint, TensorInfo
@@ -98,14 +97,7 @@ def push(version: int, names: Sequence[str] = TENSOR_NAMES, *, num_buckets: int 
 
 def write_checkpoint(folder: Path, tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> str:
     """A checkpoint that names ``tensors``; its path."""
-    header = {
-        one.name: {"dtype": "F32", "shape": list(one.shape), "data_offsets": [0, 0]}
-        for one in tensors
-    }
-    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    (folder / "config.json").write_text("{}")
-    return str(folder)
+    return str(fake.write_checkpoint(folder, tensors))
 
 
 @dataclass
