@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from engines.errors import EngineNotReady, EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, MemoryTag, PauseMode
+from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo
 from rollout.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
 from rollout.server_group import ServerGroup
 from rollout.weights.push import WeightPush
@@ -537,9 +538,15 @@ async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
 # -- fingerprints -------------------------------------------------------------------------------
 
 
+class Forgetful(FakeEngine):
+    """Says that it backs its weights up, and does not."""
+
+    async def server_info(self) -> ServerInfo:
+        return replace(await super().server_info(), enable_weights_cpu_backup=True)
+
+
 def forgetful(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    """An engine told to back its weights up that does not: what our policy is forced past by."""
-    return FakeEngine(spec.engine_id, endpoint=endpoint, memory_saver=True)
+    return Forgetful(spec.engine_id, endpoint=endpoint)
 
 
 async def test_a_base_that_came_back_as_garbage_is_found_and_its_engines_fenced() -> None:
