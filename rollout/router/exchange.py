@@ -306,6 +306,7 @@ class Exchange:
         self._drop()
         engine_id, target = admission.member.engine_id, self._route.target.decode()
         self._proxy.counts.num_cut += 1
+        self._num_attempts -= 1  # the engine was taken away, it did not fail this request
         self._leave()
         self._fail_over(ConnectionFailure(engine_id, target, why, False, 0))
 

@@ -1,0 +1,7 @@
+"""The router beside its peers, on the same stub engines, in one run.
+
+stub.py    engines that answer by script            (a process)
+load.py    clients: as fast as they can, or paced
+serve.py   our router, and a plain FastAPI and httpx proxy  (a process)
+peers.py   the Rust routers, installed into an environment of their own
+"""

@@ -1,0 +1,173 @@
+"""Clients: raw HTTP/1.1 over kept connections, so that they cost as little as they can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+
+IDS = list(range(1000, 1340))
+
+
+def request_bytes(kind: str) -> bytes:
+    """2 KB with token ids, as training sends them; a stop string says what is wanted back."""
+    sampling = {"max_new_tokens": 16, "temperature": 1.0, "stop": [f"kind={kind}"]}
+    payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
+    body = json.dumps(payload).encode()
+    return (
+        b"POST /generate HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+
+@dataclass
+class Outcome:
+    """What a load saw."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    num_errors: int = 0
+    elapsed_s: float = 0.0
+
+
+class Client(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._done: asyncio.Future[bool] | None = None
+        self._buffer = bytearray()
+        self._left = -1
+        self._is_chunked = False
+        self.transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def ask(self, request: bytes) -> asyncio.Future[bool]:
+        """Send; the answer is whether it was a whole 200."""
+        assert self.transport is not None
+        self._done = asyncio.get_running_loop().create_future()
+        self._left = -1
+        self._is_chunked = False
+        self._buffer.clear()
+        self.transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        if self._left > 0:
+            self._left -= len(data)
+        elif self._is_chunked:
+            self._buffer = self._buffer[-8:] + data
+        else:
+            self._buffer += data
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = bytes(self._buffer[:end]).lower()
+            if not head.startswith(b"http/1.1 200"):
+                self._finish(False)
+                return
+            at = head.find(b"content-length:")
+            if at >= 0:
+                length = int(head[at + 15 :].split(b"\r\n", 1)[0])
+                self._left = length - (len(self._buffer) - end - 4)
+            else:
+                self._is_chunked = True
+        if self._left == 0 or (self._is_chunked and self._buffer.endswith(b"\r\n0\r\n\r\n")):
+            self._finish(True)
+
+    def _finish(self, is_good: bool) -> None:
+        if not is_good and self.transport is not None:
+            self.transport.abort()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(is_good)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.transport = None
+        self._finish(False)
+
+
+async def connect(port: int) -> Client:
+    _, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    return client
+
+
+async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> Outcome:
+    """Each client sends its next request when it has its answer."""
+    request, outcome = request_bytes(kind), Outcome()
+    began = time.perf_counter()
+    until = began + for_s
+
+    async def work() -> None:
+        client = await connect(port)
+        while (sent := time.perf_counter()) < until:
+            if client.transport is None:
+                client = await connect(port)
+            if await client.ask(request):
+                outcome.latencies_s.append(time.perf_counter() - sent)
+            else:
+                outcome.num_errors += 1
+        if client.transport is not None:
+            client.transport.close()
+
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    outcome.elapsed_s = time.perf_counter() - began
+    return outcome
+
+
+async def paced(port: int, kind: str, per_s: float, for_s: float) -> Outcome:
+    """Requests at a steady rate, whether or not answers come; latency counts from when due."""
+    request, outcome = request_bytes(kind), Outcome()
+    idle: list[Client] = []
+    tasks = set()
+
+    async def one(due: float) -> None:
+        while idle and idle[-1].transport is None:
+            idle.pop()
+        try:
+            client = idle.pop() if idle else await connect(port)
+        except OSError:
+            outcome.num_errors += 1
+            return
+        if await client.ask(request):
+            outcome.latencies_s.append(time.perf_counter() - due)
+            idle.append(client)
+        else:
+            outcome.num_errors += 1
+
+    began = time.perf_counter()
+    for number in range(int(per_s * for_s)):
+        due = began + number / per_s
+        if (wait_s := due - time.perf_counter()) > 0.0005:
+            await asyncio.sleep(wait_s)
+        tasks.add(asyncio.create_task(one(due)))
+    await asyncio.gather(*tasks)
+    outcome.elapsed_s = time.perf_counter() - began
+    for client in idle:
+        if client.transport is not None:
+            client.transport.close()
+    return outcome
+
+
+async def burst(port: int, kind: str, num: int) -> Outcome:
+    """``num`` requests in flight at the same time."""
+    request, outcome = request_bytes(kind), Outcome()
+    clients = []
+    for start in range(0, num, 256):
+        batch = (connect(port) for _ in range(min(256, num - start)))
+        clients += await asyncio.gather(*batch)
+    began = time.perf_counter()
+
+    async def one(client: Client) -> None:
+        sent = time.perf_counter()
+        if await client.ask(request):
+            outcome.latencies_s.append(time.perf_counter() - sent)
+        else:
+            outcome.num_errors += 1
+
+    await asyncio.gather(*map(one, clients))
+    outcome.elapsed_s = time.perf_counter() - began
+    for client in clients:
+        if client.transport is not None:
+            client.transport.close()
+    return outcome

@@ -1,0 +1,84 @@
+"""Routers in Python: ``python -m benchmarks.router.serve NAME PORT...`` prints its own port.
+
+``ours`` is the router as it ships; ``ours_failover`` keeps every token so that a request can go
+on elsewhere; ``fastapi_httpx`` is what most projects start with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import httpx
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from engines.protocol import Endpoint
+from rollout.config import RouterConfig
+from rollout.router import Member, RouterHost
+
+
+async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
+    config = RouterConfig.model_validate({"token_failover": "on"} if has_failover else {})
+    host = RouterHost(config)
+    endpoint = await host.start()
+    members = [Member(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
+    await host.set_members(1, members)
+    await host.set_gate("open", weight_version=1)
+    print(json.dumps(endpoint.port), flush=True)
+    await asyncio.Event().wait()
+
+
+def fastapi_httpx(ports: list[int]) -> FastAPI:
+    """Round robin; streams what says that it is a stream, buffers the rest."""
+    app = FastAPI()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    client = httpx.AsyncClient(limits=limits, timeout=None)
+    turns = itertools.cycle(ports)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        url = f"http://127.0.0.1:{next(turns)}/generate"
+        body = await request.body()
+        outgoing = client.build_request("POST", url, content=body)
+        answer = await client.send(outgoing, stream=True)
+        kind = answer.headers.get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            whole = await answer.aread()
+            await answer.aclose()
+            return Response(whole, answer.status_code, media_type=kind)
+
+        async def events() -> AsyncIterator[bytes]:
+            async for chunk in answer.aiter_raw():
+                yield chunk
+            await answer.aclose()
+
+        return StreamingResponse(events(), answer.status_code, media_type=kind)
+
+    return app
+
+
+def main() -> None:
+    name, *ports = sys.argv[1:]
+    engines = [int(port) for port in ports]
+    if name != "fastapi_httpx":
+        uvloop.run(serve_ours(engines, has_failover=name == "ours_failover"))
+        return
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    print(json.dumps(listener.getsockname()[1]), flush=True)
+    config = uvicorn.Config(fastapi_httpx(engines), log_level="warning", access_log=False)
+    asyncio.run(uvicorn.Server(config).serve([listener]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Stub engines: ``python -m benchmarks.router.stub NUM`` prints their ports, one line of JSON.
+
+What a request wants is one of its stop strings, because routers rewrite the rest: ``kind=small``
+(2 KB), ``medium`` (64 KB), ``large`` (1 MB), ``sse`` (100 events), ``long`` (2 KB after half a
+second), ``many`` (2 KB after four seconds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+
+import uvloop
+
+NUM_EVENTS = 100
+NUM_TOKENS = 16
+_KIND = re.compile(rb"kind=(\w+)")
+_LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
+_STREAM = re.compile(rb'"stream": ?true')
+_RID = re.compile(rb'"rid": ?"([^"]*)"')
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+_EVENTS = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_PADDING = {"small": 2 << 10, "medium": 64 << 10, "large": 1 << 20}
+_DELAY_S = {"long": 0.5, "many": 4.0}
+_INFO = {
+    "model_path": "stub",
+    "served_model_name": "stub",
+    "is_generation": True,
+    "status": "ok",
+    "data": [{"id": "stub", "object": "model"}],
+}
+
+
+def _answer(num_tokens: int, num_bytes: int, *, is_over: bool = True) -> dict[str, object]:
+    ids = list(range(100, 100 + num_tokens))
+    payload: dict[str, object] = {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {
+            "id": "stub",
+            "finish_reason": {"type": "length", "length": num_tokens} if is_over else None,
+            "prompt_tokens": 340,
+            "completion_tokens": num_tokens,
+            "cached_tokens": 0,
+            "weight_version": "1",
+        },
+    }
+    payload["text"] = "x" * max(1, num_bytes - len(json.dumps(payload)))
+    return payload
+
+
+def _event(payload: object) -> bytes:
+    event = b"data: " + (payload if isinstance(payload, bytes) else json.dumps(payload).encode())
+    return b"%x\r\n%s\n\n\r\n" % (len(event) + 2, event)
+
+
+WHOLE = {
+    kind: _JSON % (len(body), body)
+    for kind, size in _PADDING.items()
+    for body in [json.dumps(_answer(NUM_TOKENS, size)).encode()]
+}
+EVENTS = [
+    *(_event(_answer(n + 1, 300, is_over=n + 1 == NUM_EVENTS)) for n in range(NUM_EVENTS)),
+    _event(b"[DONE]") + b"0\r\n\r\n",
+]
+STREAMED = {
+    kind: _EVENTS + _event(_answer(NUM_TOKENS, size)) + EVENTS[-1]
+    for kind, size in _PADDING.items()
+}
+
+
+class Engine(asyncio.Protocol):
+    """One connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while True:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            length = _LENGTH.search(self._buffer, 0, end)
+            total = end + 4 + (int(length[1]) if length else 0)
+            if len(self._buffer) < total:
+                return
+            request, self._buffer = self._buffer[:total], self._buffer[total:]
+            self._serve(request, end)
+
+    def _serve(self, request: bytes, end: int) -> None:
+        kind = _KIND.search(request, end)
+        if kind is None:
+            body = json.dumps(_INFO).encode()
+            self._write(_JSON % (len(body), body))
+            return
+        name = kind[1].decode()
+        if name == "sse":
+            self._write(_EVENTS + EVENTS[0])
+            self._next_event(1)
+            return
+        whole = STREAMED if _STREAM.search(request, end) else WHOLE
+        delay_s = _DELAY_S.get(name)
+        if delay_s is None:
+            self._write(whole[name])
+        else:
+            asyncio.get_running_loop().call_later(delay_s, self._write, whole["small"])
+
+    def _next_event(self, number: int) -> None:
+        self._write(EVENTS[number])
+        if number + 1 < len(EVENTS):
+            asyncio.get_running_loop().call_soon(self._next_event, number + 1)
+
+    def _write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)  # type: ignore[attr-defined]
+
+
+async def serve(num: int) -> None:
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Engine, "127.0.0.1", 0, backlog=4096) for _ in range(num)]
+    print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1])))
