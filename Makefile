@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 
 BIN := $(VENV)/bin
-RUN_EXTRAS := ray,embedded,bench
+RUN_EXTRAS := ray,embedded,bench,data
 DEV_EXTRAS := $(RUN_EXTRAS),dev
 # What is installed is remembered in a stamp inside the environment, and done again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run

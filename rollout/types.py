@@ -1,77 +1,17 @@
-"""The words as values: samples, slots, and what a lifecycle phase reports.
+"""The words as values: slots, and what a lifecycle phase reports.
 
-All are immutable except ``Sample``, whose reward is filled in after generation.  Lengths that
-must agree are checked when a value is made.
+All are immutable except ``Sample``, which ``rollout.samples`` makes and this passes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
 
-from engines.protocol import Endpoint, FinishReason, VersionSpan, WorkerType
-
-
-class SampleStatus(StrEnum):
-    """How far a sample has come."""
-
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-@dataclass(slots=True)
-class Sample:
-    """One prompt and one completion.
-
-    Attributes:
-        prompt_ids: token ids of the prompt, shape ``[prompt_length]``.
-        output_ids: token ids of the completion, shape ``[output_length]``.
-        output_logprobs: natural-log probability of each output id under the policy that drew
-            it, shape ``[output_length]``.
-        weight_versions: spans that say which weight version drew which output tokens.
-        finish_reason: why generation ended; None for a failed sample.
-        reward: None until rewarded.
-        error: what went wrong, for a failed sample.
-
-    Raises:
-        ValueError: ``output_ids`` and ``output_logprobs`` differ in length.
-    """
-
-    prompt_ids: list[int]
-    output_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    weight_versions: tuple[VersionSpan, ...] = ()
-    finish_reason: FinishReason | None = None
-    status: SampleStatus = SampleStatus.COMPLETED
-    reward: float | None = None
-    error: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.output_ids) != len(self.output_logprobs):
-            raise ValueError(
-                f"{len(self.output_ids)} output ids but {len(self.output_logprobs)} log-probs; "
-                "a sample is never padded or cut to make them agree"
-            )
-
-
-@dataclass(slots=True)
-class SampleGroup:
-    """Siblings: all samples of one prompt in one rollout."""
-
-    prompt_index: int
-    samples: list[Sample]
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def rewards(self) -> list[float]:
-        """Rewards of the samples that have one."""
-        return [sample.reward for sample in self.samples if sample.reward is not None]
+from engines.protocol import Endpoint, WorkerType
+from rollout.samples import Sample as Sample
+from rollout.samples import SampleGroup as SampleGroup
+from rollout.samples import SampleStatus as SampleStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ ROW_OF = {
     "rollout.actors": "ray",
     "rollout.cli": "doors",
     "rollout.config": "words",
+    "rollout.driver.batch": "decisions",
+    "rollout.driver.partial": "decisions",
+    "rollout.driver.prompts": "words",
     "rollout.errors": "words",
     "rollout.health": "decisions",
     "rollout.lifecycle": "decisions",
@@ -38,6 +41,7 @@ ROW_OF = {
     "rollout.policy": "decisions",
     "rollout.router.settings": "words",
     "rollout.routing": "decisions",
+    "rollout.samples": "words",
     "rollout.types": "words",
 }
 # Clocks, sockets, threads and processes: a decision is a plain function of its arguments.
@@ -135,7 +139,7 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
         name.removesuffix(".__init__")
         for name in MODULES
         if not name.startswith(("rollout.actors", "engines.embedded", "engines.sglang_cpu.shims"))
-        and name not in ("rollout.__main__", "rollout.weights.tensors")
+        and name not in ("rollout.__main__", "rollout.weights.tensors", "rollout.driver.tensors")
     ]
     missing = "import sys; sys.modules |= dict.fromkeys(['ray', 'torch', 'transformers'])"
     code = f"{missing}; import {', '.join(bare)}"
