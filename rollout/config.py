@@ -102,6 +102,28 @@ class RouterConfig(_Slice):
     """The longest request body it takes; a longer one gets a 413."""
     request_timeout_s: Seconds = 7200.0
     """From a request's head to its last byte, waiting included; past it, 504 or a cut reply."""
+    policy: Literal["least_in_flight", "power_of_two", "round_robin", "session", "prefix"] = (
+        "least_in_flight"
+    )
+    """How an engine is chosen; ``session`` goes by ``X-Session-ID`` or ``session_id``, ``prefix``
+    by the beginning of the prompt, both within bounds of load."""
+    session_ttl_s: Seconds = 3600.0
+    """A session (its engine, its recorded turns) unheard of for so long is forgotten."""
+    max_sessions: Annotated[int, Field(ge=1)] = 100_000
+    """Sessions remembered; beyond it the oldest is forgotten, and recording another is refused."""
+    token_failover: Literal["off", "asked", "on"] = "asked"
+    """Whether a request goes on elsewhere, token by token, when its engine dies: never, when its
+    header ``X-Token-Failover: on`` asks for it, or always."""
+    failover_interval: Annotated[int, Field(ge=1)] = 32
+    """Tokens between two looks at a request that can fail over; what came since is recomputed."""
+    max_failovers: Annotated[int, Field(ge=1)] = 8
+    """How many engines one request may lose before it fails."""
+    client_key: str = ""
+    """Bearer key that clients must show; left out: none needed."""
+    control_key: str = ""
+    """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts; left out: the client's."""
+    max_recorded_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Recorded turns of all sessions together; past it, recording another turn is refused."""
 
 
 class LifecycleConfig(_Slice):

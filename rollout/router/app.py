@@ -55,7 +55,7 @@ def control_app(proxy: Proxy, control: ControlClient) -> FastAPI:
         stats = gate.stats()["gate"]
         if gate.is_ready:
             return JSONResponse(stats)
-        why = "" if gate.members.choosable else gate.members.why_none_serves()
+        why = "" if gate.members.can_serve else gate.members.why_none_serves()
         return JSONResponse({**stats, "why": why}, 503, {"retry-after": "2"})
 
     @app.get("/engines")

@@ -21,7 +21,9 @@ from rollout.router import answers
 from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.headers import Headers, reply_head, to_client
 from rollout.router.message import Request, Route, read_request
+from rollout.router.pairs import PrefillSide, bootstrap_fields
 from rollout.router.upstream import ReplyHead, Sending
+from rollout.routing import NO_HINT
 
 if TYPE_CHECKING:
     from rollout.router.proxy import Proxy
@@ -75,6 +77,7 @@ class Exchange:
         "_num_attempts",
         "_num_bytes",
         "_parts",
+        "_prefill",
         "_proxy",
         "_request",
         "_route",
@@ -115,6 +118,7 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._admission: Admission | None = None
         self._failure: ConnectionFailure | None = None
+        self._prefill: PrefillSide | None = None
         self._num_attempts = 0
         self._head = b""
         self._has_written = False
@@ -195,8 +199,12 @@ class Exchange:
     def _enter(self, not_on: str) -> None:
         request = self._request
         assert request is not None
-        decision = self._proxy.gate.enter(
-            rid=request.rid, num_bytes=len(request.body), not_on=not_on
+        proxy = self._proxy
+        decision = proxy.gate.enter(
+            rid=request.rid,
+            num_bytes=len(request.body),
+            not_on=not_on,
+            hint=proxy.hint_of(request, self._headers) if proxy.wants_hint else NO_HINT,
         )
         if isinstance(decision, Waiter):
             self._waiter = decision
@@ -227,13 +235,15 @@ class Exchange:
         self._num_attempts += 1
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
-        endpoint = admission.member.endpoint
-        self._proxy.pool.send(
-            self,
-            endpoint,
-            request.parts_for(endpoint, admission.weight_version),
-            is_head=self._method == b"HEAD",
-        )
+        pool, endpoint = self._proxy.pool, admission.member.endpoint
+        version, more = admission.weight_version, {}
+        if admission.partner is not None:
+            more = bootstrap_fields(admission.partner)
+            self._prefill = PrefillSide(self._on_prefill_lost, self.on_no_connection)
+            place = admission.partner.endpoint
+            pool.send(self._prefill, place, request.parts_for(place, version, more))
+        parts = request.parts_for(endpoint, version, more)
+        pool.send(self, endpoint, parts, is_head=self._method == b"HEAD")
 
     # -- the engine's side ------------------------------------------------------------------
 
@@ -275,11 +285,17 @@ class Exchange:
             self._tail = data
 
     def on_upstream_lost(self, why: str) -> None:
+        self._lost(why, is_partner=False)
+
+    def _on_prefill_lost(self, why: str) -> None:
+        self._lost(why, is_partner=True)
+
+    def _lost(self, why: str, *, is_partner: bool) -> None:
         admission = self._admission
         assert admission is not None
         proxy, target = self._proxy, self._route.target.decode()
         proxy.counts.num_engine_failures += 1
-        failure = proxy.gate.report_failure(admission, target, why)
+        failure = proxy.gate.report_failure(admission, target, why, is_partner=is_partner)
         method = self._method.decode()
         logger.warning(
             "engine %s failed %s %s: %s",
@@ -289,10 +305,12 @@ class Exchange:
             why,
             extra={"engine_id": failure.engine_id, "rid": admission.rid},
         )
+        self._drop()
         self._leave()
         self._fail_over(failure)
 
     def on_no_connection(self, why: str) -> None:
+        self._drop()
         self._leave()
         self._answer(answers.refused(Refusal(why, self._proxy.gate.state)))
 
@@ -400,6 +418,9 @@ class Exchange:
         if self.upstream is not None:
             self.upstream.drop()
             self.upstream = None
+        if self._prefill is not None:
+            self._prefill.drop()
+            self._prefill = None
 
     def _leave(self) -> None:
         if self._admission is not None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from engines.protocol import WorkerType
 from rollout.router.membership import Membership
-from rollout.routing import InFlight, LeastInFlight, Member, Policy
+from rollout.routing import NO_HINT, Hint, InFlight, LeastInFlight, Member, Policy
 
 
 class GateState(StrEnum):
@@ -38,6 +39,7 @@ class Admission:
     Attributes:
         epoch: epoch of the membership it was admitted under.
         weight_version: what the engines held at that moment; None where nobody said.
+        partner: the prefill engine, where ``member`` is a decode engine.
         on_cut: called, with the reason, if its engine is lost to a newer membership.
     """
 
@@ -45,6 +47,7 @@ class Admission:
     epoch: int
     weight_version: int | None
     rid: str
+    partner: Member | None = None
     on_cut: Callable[[str], None] | None = None
 
 
@@ -68,6 +71,7 @@ class Waiter:
     num_bytes: int
     not_on: str
     since_s: float
+    hint: Hint = NO_HINT
     decision: Admission | Refusal | None = None
     on_decision: Callable[[Admission | Refusal], None] | None = None
 
@@ -109,6 +113,7 @@ class Gate:
     ) -> None:
         self.members = Membership()
         self.in_flight: InFlight[Admission] = InFlight()
+        self.prefilling: InFlight[Admission] = InFlight()
         self.state = GateState.CLOSED
         self.reason = "the router has just started"
         self.phase = ""
@@ -118,7 +123,8 @@ class Gate:
         self._held_bytes = 0
         self._max_held = max_held
         self._max_held_bytes = max_held_bytes
-        self._policy = policy or LeastInFlight()
+        self.policy: Policy = policy or LeastInFlight()
+        self._decode_policy = LeastInFlight()
         self._clock = clock
         self._on_failure = on_failure
         self._on_idle = on_idle
@@ -156,6 +162,8 @@ class Gate:
             return False
         for admission in list(self.in_flight):
             why = self.members.why_lost(admission.member)
+            if not why and admission.partner is not None:
+                why = self.members.why_lost(admission.partner)
             if why and admission.on_cut is not None:
                 admission.on_cut(why)
         return True
@@ -167,28 +175,28 @@ class Gate:
     def _decide_all(self) -> None:
         waiters, self._waiters, self._held_bytes = list(self._waiters), {}, 0
         for waiter in waiters:
-            _tell(waiter, self._admit_or_refuse(waiter.rid, waiter.not_on))
+            _tell(waiter, self._admit_or_refuse(waiter.rid, waiter.not_on, waiter.hint))
 
     # -- what a request does ----------------------------------------------------------------
 
     def enter(
-        self, *, rid: str = "", num_bytes: int = 0, not_on: str = ""
+        self, *, rid: str = "", num_bytes: int = 0, not_on: str = "", hint: Hint = NO_HINT
     ) -> Admission | Refusal | Waiter:
         """Ask to be let in.  ``not_on`` names an engine that must not be chosen."""
         if self.state is not GateState.HOLDING:
-            return self._admit_or_refuse(rid, not_on)
+            return self._admit_or_refuse(rid, not_on, hint)
         if len(self._waiters) >= self._max_held:
             return self._refuse(f"{len(self._waiters)} requests are already held")
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
-        waiter = Waiter(rid, num_bytes, not_on, self._clock())
+        waiter = Waiter(rid, num_bytes, not_on, self._clock(), hint)
         self._waiters[waiter] = None
         self._held_bytes += num_bytes
         return waiter
 
     def would_refuse(self) -> Refusal | None:
         """The refusal a request would get now, so that its body need not be read first."""
-        if self.state is GateState.OPEN and self.members.choosable:
+        if self.state is GateState.OPEN and self.members.can_serve:
             return None
         if self.state is GateState.HOLDING and len(self._waiters) < self._max_held:
             return None
@@ -207,14 +215,18 @@ class Gate:
             self._unpark(request)
             if isinstance(request.decision, Admission):
                 self.leave(request.decision)
-        elif self.in_flight.discard(request.member.engine_id, request) and not self.in_flight:
+            return
+        if request.partner is not None:
+            self.prefilling.discard(request.partner.engine_id, request)
+        if self.in_flight.discard(request.member.engine_id, request) and not self.in_flight:
             self._on_idle()
 
     def report_failure(
-        self, admission: Admission, operation: str, message: str
+        self, admission: Admission, operation: str, message: str, *, is_partner: bool = False
     ) -> ConnectionFailure:
         """The connection of ``admission`` failed: its engine gets no more requests."""
-        engine_id = admission.member.engine_id
+        member = admission.partner if is_partner and admission.partner else admission.member
+        engine_id = member.engine_id
         has_left = self.members.fail(engine_id, admission.epoch, message)
         failure = ConnectionFailure(
             engine_id, operation, message, has_left, self.members.num_failures(engine_id)
@@ -238,13 +250,19 @@ class Gate:
 
     def holders(self, rid: str) -> list[Member]:
         """The engines that have a live request with exactly this rid."""
-        return [admission.member for admission in self.in_flight if admission.rid == rid]
+        return [
+            member
+            for admission in self.in_flight
+            if admission.rid == rid
+            for member in (admission.member, admission.partner)
+            if member is not None
+        ]
 
     # -- what can be seen -------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        return self.state is GateState.OPEN and bool(self.members.choosable)
+        return self.state is GateState.OPEN and self.members.can_serve
 
     @property
     def num_held(self) -> int:
@@ -273,7 +291,8 @@ class Gate:
                     "worker_type": member.worker_type.value,
                     "state": member.state.value,
                     "because": member.because,
-                    "num_in_flight": self.in_flight.num(member.engine_id),
+                    "num_in_flight": self.in_flight.num(member.engine_id)
+                    + self.prefilling.num(member.engine_id),
                     "num_failures": self.members.num_failures(member.engine_id),
                 }
                 for member in self.members
@@ -282,17 +301,22 @@ class Gate:
 
     # -- within -----------------------------------------------------------------------------
 
-    def _admit_or_refuse(self, rid: str, not_on: str) -> Admission | Refusal:
+    def _admit_or_refuse(self, rid: str, not_on: str, hint: Hint) -> Admission | Refusal:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
-        candidates: Sequence[Member] = self.members.choosable
-        if not_on:
-            candidates = [member for member in candidates if member.engine_id != not_on]
-        if not candidates:
-            return self._refuse(f"no engine serves: {self.members.why_none_serves()}")
-        member = self._policy.choose(candidates, self.in_flight.num)
-        admission = Admission(member, self.members.epoch, self.weight_version, rid)
+        members = self.members
+        member = _choose(self.policy, members.choosable, not_on, hint, self.in_flight)
+        partner = None
+        if member is None:
+            # What a prompt or session left in a cache is on the prefill engine.
+            member = _choose(self._decode_policy, members.decode, not_on, NO_HINT, self.in_flight)
+            partner = _choose(self.policy, members.prefill, not_on, hint, self.prefilling)
+        if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
+            return self._refuse(f"no engine serves: {members.why_none_serves()}")
+        admission = Admission(member, members.epoch, self.weight_version, rid, partner)
         self.in_flight.add(member.engine_id, admission)
+        if partner is not None:
+            self.prefilling.add(partner.engine_id, admission)
         self._num_admitted += 1
         return admission
 
@@ -312,3 +336,15 @@ def _tell(waiter: Waiter, decision: Admission | Refusal) -> None:
     waiter.decision = decision
     if waiter.on_decision is not None:
         waiter.on_decision(decision)
+
+
+def _choose(
+    policy: Policy,
+    candidates: Sequence[Member],
+    not_on: str,
+    hint: Hint,
+    live: InFlight[Admission],
+) -> Member | None:
+    if not_on:
+        candidates = [member for member in candidates if member.engine_id != not_on]
+    return policy.choose(candidates, live.num, hint) if candidates else None

@@ -30,7 +30,7 @@ from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
 from rollout.router.settings import RouterSettings
 from rollout.router.upstream import Pool
-from rollout.routing import Member, Policy
+from rollout.routing import Member, Policy, policy_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,12 @@ class RouterHost:
         self._on_engine_failure = on_engine_failure
         self._gate = Gate(
             max_held=settings.max_held_requests,
-            policy=policy,
+            policy=policy
+            or policy_of(
+                settings.policy,
+                session_ttl_s=settings.session_ttl_s,
+                max_sessions=settings.max_sessions,
+            ),
             on_failure=self._pass_failure_on,
             on_idle=self._wake_drained,
         )

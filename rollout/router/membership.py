@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from engines.protocol import WorkerType
 from rollout.routing import Member, MemberState
 
 _LOST = frozenset({MemberState.DEAD, MemberState.FENCED})
@@ -29,6 +30,8 @@ class Membership:
     def __init__(self) -> None:
         self.epoch = -1
         self.choosable: tuple[Member, ...] = ()
+        self.prefill: tuple[Member, ...] = ()
+        self.decode: tuple[Member, ...] = ()
         self._entries: dict[str, _Entry] = {}
 
     def replace(self, epoch: int, members: Sequence[Member]) -> bool:
@@ -99,6 +102,14 @@ class Membership:
 
     def _choose_again(self) -> None:
         self.choosable = tuple(member for member in self if member.is_choosable)
+        serving = [member for member in self if member.state is MemberState.SERVING]
+        self.prefill = tuple(one for one in serving if one.worker_type is WorkerType.PREFILL)
+        self.decode = tuple(one for one in serving if one.worker_type is WorkerType.DECODE)
+
+    @property
+    def can_serve(self) -> bool:
+        """There is an engine for a request, or a pair of them."""
+        return bool(self.choosable or (self.prefill and self.decode))
 
     def __iter__(self) -> Iterator[Member]:
         return (entry.member for entry in self._entries.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
@@ -28,6 +30,26 @@ GENERATION_PATHS = frozenset(
 
 def is_generation(path: str) -> bool:
     return path in GENERATION_PATHS or (path.startswith("/v1/") and path != "/v1/models")
+
+
+_NOTHING: Mapping[str, str | int] = {}
+_PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
+_MAX_PROMPT_BYTES = 1 << 16
+
+
+def session_of(body: bytes, headers: Headers) -> str:
+    """The session a request says it belongs to, in a header or in its body; or nothing."""
+    for name, value in headers:
+        if name == b"x-session-id":
+            return value.decode("latin-1")
+    session = stamp.find(body, "session_id")[1]
+    return session if isinstance(session, str) else ""
+
+
+def prompt_of(body: bytes) -> bytes:
+    """The beginning of the prompt, as the body spells it."""
+    found = _PROMPT.search(body)
+    return body[found.end() : found.end() + _MAX_PROMPT_BYTES] if found else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +102,25 @@ class Request:
     is_rid_ours: bool = False
     is_extra_key_ours: bool = False
 
-    def body_under(self, weight_version: int | None) -> bytes:
+    def body_under(
+        self, weight_version: int | None, more: Mapping[str, str | int] = _NOTHING
+    ) -> bytes:
         """The body an engine gets when admitted under this weight version."""
-        values = {}
+        values: dict[str, str | int] = {**more} if more else {}
         if self.is_rid_ours:
             values["rid"] = self.rid
         if self.is_extra_key_ours and weight_version is not None:
             values["extra_key"] = f"v{weight_version}"
         return stamp.stamp(self.body, **values)
 
-    def parts_for(self, endpoint: Endpoint, weight_version: int | None) -> list[bytes]:
-        """What is written on the connection to an engine."""
-        body = self.body_under(weight_version)
+    def parts_for(
+        self,
+        endpoint: Endpoint,
+        weight_version: int | None,
+        more: Mapping[str, str | int] = _NOTHING,
+    ) -> list[bytes]:
+        """What is written on the connection to an engine, with ``more`` in the body."""
+        body = self.body_under(weight_version, more)
         head = request_head(self.method, self.target, endpoint, self.headers, len(body))
         return [head, body] if body else [head]
 

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 
 from rollout.router.exchange import Exchange
 from rollout.router.gate import Gate
+from rollout.router.headers import Headers
+from rollout.router.message import Request, prompt_of, session_of
 from rollout.router.settings import RouterSettings
 from rollout.router.upstream import Pool
+from rollout.routing import Hint
 
 SWEEP_S = 0.5
 
@@ -40,6 +43,7 @@ class Proxy:
         self.hold_timeout_s = settings.hold_timeout_s
         self.max_body_bytes = settings.max_body_bytes
         self.request_timeout_s = settings.request_timeout_s
+        self.wants_hint = gate.policy.wants_session or gate.policy.wants_prompt
         self.counts = Counts()
         self.live: set[Exchange] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
@@ -63,6 +67,15 @@ class Proxy:
         """End what still runs: refuse what has not begun to answer, cut the rest."""
         for exchange in list(self.live):
             exchange.stop()
+
+    def hint_of(self, request: Request, headers: Headers) -> Hint:
+        """What the policy wants to know of a request."""
+        policy = self.gate.policy
+        return Hint(
+            session_of(request.body, headers) if policy.wants_session else "",
+            prompt_of(request.body) if policy.wants_prompt else b"",
+            self.now_s(),
+        )
 
     def stats(self) -> dict[str, int]:
         return asdict(self.counts)

@@ -68,7 +68,7 @@ def _patterns(key: str) -> tuple[bytes, re.Pattern[bytes], re.Pattern[bytes]]:
     )
 
 
-def stamp(body: bytes, **values: str) -> bytes:
+def stamp(body: bytes, **values: str | int) -> bytes:
     """``body`` with ``values`` as its first members."""
     opening = _OPENS.match(body)
     if not values or opening is None:

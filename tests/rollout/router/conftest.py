@@ -27,6 +27,15 @@ class Settings:
     max_connections: int = 1000
     max_body_bytes: int = 64 << 20
     request_timeout_s: float = 60.0
+    policy: str = "least_in_flight"
+    session_ttl_s: float = 3600.0
+    max_sessions: int = 1000
+    token_failover: str = "asked"
+    failover_interval: int = 4
+    max_failovers: int = 8
+    client_key: str = ""
+    control_key: str = ""
+    max_recorded_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""Prefill and decode engines, faked: they check that they were told to meet at one place."""
+
+import asyncio
+
+import pytest
+
+from engines.protocol import WorkerType
+
+from .conftest import Settings
+from .stub_engine import Hold, die_unanswered, hold_then_reply, reply
+
+
+async def pair(make_bench, *scripts, prefill=1, port=9123):
+    bench = await make_bench(*scripts)
+    members = [
+        bench.member(
+            index,
+            worker_type=WorkerType.PREFILL if index < prefill else WorkerType.DECODE,
+            bootstrap_port=port,
+        )
+        for index in range(len(scripts))
+    ]
+    await bench.host.set_members(2, members)
+    return bench
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_both_get_the_request_with_one_place_to_meet_and_decode_answers(make_bench, path):
+    bench = await pair(make_bench, reply(b"prefill"), reply(b"decode"))
+    got = await bench.ask(path)
+    assert (got.body, got.headers["x-engine-id"]) == (b"decode", "e-1")
+    while not bench.engines[0].seen:
+        await bench.host.stats()
+    first, second = (engine.seen[0].json for engine in bench.engines)
+    assert first == second
+    assert (first["bootstrap_host"], first["bootstrap_port"]) == ("127.0.0.1", 9123)
+    assert 0 <= first["bootstrap_room"] < 1 << 63
+
+
+async def test_rooms_differ_and_pairs_share_the_load(make_bench):
+    holds = [Hold() for _ in range(4)]
+    bench = await pair(make_bench, *map(hold_then_reply, holds), prefill=2)
+    asked = [bench.begin() for _ in "12"]
+    for hold in holds:
+        await hold.entered.wait()
+    engines = (await bench.host.stats())["engines"]
+    assert [engine["num_in_flight"] for engine in engines] == [1, 1, 1, 1]
+    rooms = [engine.seen[0].json["bootstrap_room"] for engine in bench.engines]
+    assert (len(set(rooms)), set(rooms[:2]) == set(rooms[2:])) == (2, True)
+    for hold in holds:
+        hold.opened.set()
+    await asyncio.gather(*asked)
+
+
+async def test_a_prefill_engine_alone_serves_nobody(make_bench):
+    bench = await pair(make_bench, reply())
+    got = await bench.ask()
+    assert (got.status, "a prefill engine" in got.json["error"]["message"]) == (503, True)
+
+
+async def test_a_prefill_engine_that_dies_is_replaced_with_a_new_place_to_meet(make_bench):
+    hold = Hold()
+    bench = await pair(make_bench, die_unanswered(), reply(), hold_then_reply(hold), prefill=2)
+    asked = bench.begin()
+    while len(bench.engines[2].seen) < 2:
+        await bench.host.stats()
+    hold.opened.set()
+    assert (await asked).status == 200
+    rooms = [seen.json["bootstrap_room"] for seen in bench.engines[2].seen]
+    assert (len(set(rooms)), bench.failures[0].engine_id) == (2, "e-0")
+
+
+async def test_a_client_that_leaves_ends_the_work_of_both(make_bench):
+    holds = [Hold(), Hold()]
+    bench = await pair(make_bench, *map(hold_then_reply, holds))
+    asked = bench.begin()
+    for hold in holds:
+        await hold.entered.wait()
+    asked.cancel()
+    for engine in bench.engines:
+        await asyncio.wait_for(engine.peer_closed.wait(), 2)
+    await bench.host.drained(2)
+
+
+async def test_sessions_reach_their_engine_by_header_and_by_body(make_bench):
+    bench = await make_bench(*[reply()] * 4, settings=Settings(policy="session"))
+    by_header = {
+        (await bench.ask(json={}, headers={"X-Session-ID": "s1"})).headers["x-engine-id"]
+        for _ in range(5)
+    }
+    by_body = {(await bench.ask(json={"session_id": "s1"})).headers["x-engine-id"] for _ in "ab"}
+    without = {(await bench.ask()).headers["x-engine-id"] for _ in range(5)}
+    assert (len(by_header), by_body == by_header, len(without)) == (1, True, 4)
+
+
+async def test_prompts_with_one_beginning_reach_one_engine(make_bench):
+    bench = await make_bench(*[reply()] * 4, settings=Settings(policy="prefix"))
+    shared = list(range(1000, 1200))
+    chosen = {
+        (await bench.ask(json={"input_ids": [*shared, n]})).headers["x-engine-id"] for n in range(6)
+    }
+    assert len(chosen) == 1
