@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-
-import httpx
+from contextlib import suppress
 
 from engines.client import EngineClient
 from engines.errors import EngineError, EngineNotReady
@@ -42,6 +41,8 @@ class AttachedEngine:
         except OSError:
             return False
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
         return True
 
     async def log_tail(self, lines: int = 20) -> str:
@@ -57,25 +58,14 @@ class AttachedEngine:
         logger.warning("attached engine %s is not ours to kill; it runs on", self._engine_id)
 
 
-def endpoint_of(url: str) -> Endpoint:
-    """Where ``url`` points.
-
-    Raises:
-        ValueError: it is no plain ``http://host:port``.
-    """
-    parsed = httpx.URL(url)
-    if parsed.scheme != "http" or not parsed.host or parsed.port is None or parsed.path != "/":
-        raise ValueError(f"engine URL {url!r}: must be http://host:port, nothing else")
-    return Endpoint(parsed.host, parsed.port)
-
-
 async def attach(spec: EngineSpec) -> AttachedEngine:
     """Wait until the engine at ``spec.url`` takes requests, and give it a numbered version.
 
     Raises:
         EngineNotReady: it did not within ``spec.start_timeout_s``.
+        ValueError: the URL is none of an engine.
     """
-    endpoint = endpoint_of(spec.url)
+    endpoint = Endpoint.of_url(spec.url)
     client = EngineClient(endpoint, engine_id=spec.engine_id)
     last_answer = "it answers 503: paused, starting or unhealthy"
     try:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 
 class WorkerType(StrEnum):
@@ -50,6 +51,25 @@ class Endpoint:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    @classmethod
+    def of_url(cls, url: str) -> Endpoint:
+        """Where ``url`` points.
+
+        Raises:
+            ValueError: it is no plain ``http://host:port``.
+        """
+        parts = urlsplit(url)
+        if (
+            parts.scheme != "http"
+            or not parts.hostname
+            or not parts.port  # which itself raises for a port that is no number
+            or parts.path not in ("", "/")
+            or parts.query
+            or parts.username
+        ):
+            raise ValueError(f"{url!r} is not the URL of an engine: http://host:port, no more")
+        return cls(parts.hostname, parts.port)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engines.protocol import WorkerType
+from engines.protocol import Endpoint, WorkerType
 from rollout.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -29,6 +29,7 @@ class EngineKind(StrEnum):
 
     EMBEDDED = "embedded"
     SGLANG = "sglang"
+    ATTACHED = "attached"
 
 
 class WeightUpdate(StrEnum):
@@ -48,7 +49,12 @@ class EngineConfig(_Slice):
     """How one engine of a group is started."""
 
     kind: EngineKind = EngineKind.EMBEDDED
-    """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang."""
+    """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang;
+    ``attached`` uses engines that run already, and never ends them."""
+    urls: tuple[str, ...] = ()
+    """Where attached engines listen, ``http://host:port`` each; they are the group's engines."""
+    python: str = ""
+    """Interpreter that has the engine, left out: this one; ``sglang-cpu``: the cached CPU one."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs one engine spans (tensor times pipeline parallel); 0 runs it on the CPU."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -61,6 +67,25 @@ class EngineConfig(_Slice):
     """Options of the engine itself, in its own names, such as ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables added to the engine's own."""
+
+    @model_validator(mode="after")
+    def _attached_is_told_where_and_nothing_else(self) -> EngineConfig:
+        if self.kind is not EngineKind.ATTACHED:
+            if self.urls:
+                raise ValueError("urls are for engines of kind attached")
+            return self
+        if not self.urls:
+            raise ValueError("an attached engine needs urls, a list of http://host:port")
+        for url in self.urls:
+            Endpoint.of_url(url)
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls name an engine twice")
+        launching = [name for name in ("gpus", "python", "options", "env") if getattr(self, name)]
+        if launching:
+            raise ValueError(
+                f"{', '.join(launching)} cannot be set: an attached engine is launched by others"
+            )
+        return self
 
 
 class GroupConfig(_Slice):
@@ -75,6 +100,22 @@ class GroupConfig(_Slice):
     min_engines: Annotated[int, Field(ge=0)] | None = None
     """Fewest engines it may go on with when one fails; left out: 1, or all with ``raise``."""
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _attached_engines_are_counted(cls, values: Any) -> Any:
+        engine = values.get("engine") if isinstance(values, Mapping) else None
+        urls = engine.get("urls") if isinstance(engine, Mapping) else getattr(engine, "urls", ())
+        if urls and isinstance(urls, (list, tuple)):
+            return {"num_engines": len(urls), **values}
+        return values
+
+    @model_validator(mode="after")
+    def _urls_are_as_many_as_engines(self) -> GroupConfig:
+        urls = self.engine.urls
+        if urls and len(urls) != self.num_engines:
+            raise ValueError(f"num_engines {self.num_engines}, but {len(urls)} urls; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _min_engines_fit(self) -> GroupConfig:

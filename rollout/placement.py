@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.protocol import WorkerType
-from rollout.config import GroupConfig
+from rollout.config import EngineKind, GroupConfig
 from rollout.errors import PlacementError
 from rollout.types import EngineSlot
 
@@ -70,7 +70,7 @@ def plan_placement(
     """Bundles and spans for all groups of all servers.
 
     A GPU bundle holds one GPU and one CPU; an engine of ``gpus: n`` spans n of them.  A CPU
-    engine has one bundle with its cores.
+    engine has one bundle with its cores; an attached one has its own place and needs none.
     """
     demands = [
         ((server, name, index), group)
@@ -96,7 +96,9 @@ def plan_placement(
         position += group.engine.gpus
     bundles = [BundleRequest(num_gpus=1, num_cpus=1.0)] * position
     for key, group in demands:
-        if not group.engine.gpus:
+        if group.engine.kind is EngineKind.ATTACHED:
+            spans[key] = range(0)
+        elif not group.engine.gpus:
             spans[key] = range(len(bundles), len(bundles) + 1)
             bundles.append(BundleRequest(num_gpus=0, num_cpus=group.engine.cpus))
     cpus = {key: group.engine.cpus for key, group in demands}
@@ -134,7 +136,7 @@ def assign_slots(plan: Plan, granted: Sequence[Bundle]) -> dict[tuple[str, str],
                 engine_id=engine_id,
                 group=group,
                 index=index,
-                node_id=nodes[0],
+                node_id=nodes[0] if nodes else "elsewhere",
                 bundle_indices=tuple(one.index for one in mine),
                 gpu_ids=tuple(gpu_id for one in mine for gpu_id in one.gpu_ids),
                 num_cpus=plan.num_cpus[server, group, index],

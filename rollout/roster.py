@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.client import Deadlines, EngineClient
+from engines.features import read_features
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, WeightsReport
+from rollout.admission import unfit
 from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
 from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
 from rollout.fanout import Answer, describe, fan_out, settle
@@ -53,6 +55,7 @@ class Member:
     """One engine and all that is known of it.
 
     Attributes:
+        num_payloads: copies of a payload it wants, one per tensor-parallel rank.
         is_proved: its weights were verified after they were last changed.
         record: its fingerprints when it was last proved; None where none were taken.
         changed: names of the tensors that were pushed since the record.
@@ -68,6 +71,7 @@ class Member:
     engine: Engine
     has_session: bool
     weight_version: int | None
+    num_payloads: int = 1
     released: set[MemoryTag] = field(default_factory=set)
     is_proved: bool = True
     fenced_because: str = ""
@@ -236,21 +240,24 @@ class Roster:
             raise
 
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> Member:
-        info = await engine.server_info()
-        if self._memory_saver and not info.enable_memory_saver:
-            raise ConfigError(
-                f"{self._settings.path}.needs_offload: engine {slot.engine_id} runs without a "
-                "memory saver, so a release would free nothing; start it with one, or set "
-                "needs_offload to false"
-            )
+        info, endpoints = await engine.server_info(), await engine.endpoints()
+        features = read_features(info, endpoints)
+        if why := unfit(
+            features,
+            self._settings.group,
+            self._settings.update,
+            memory_saver=self._memory_saver,
+            weights_cpu_backup=self._weights_cpu_backup,
+        ):
+            raise ConfigError(f"{self._settings.path}{why.replace("{engine}", slot.engine_id)}")
         version = await engine.weight_version()
-        endpoints = await engine.endpoints()
         by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
         member = Member(
             slot=slot,
             process=process,
             engine=engine,
-            has_session="/begin_weight_update" in endpoints,
+            has_session=features.has_weight_session,
+            num_payloads=features.num_payloads,
             weight_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             tells_memory=bool(info.resident_bytes),
@@ -274,6 +281,9 @@ class Roster:
             start_timeout_s=config.start_timeout_s,
             options=config.options,
             env=config.env,
+            worker_type=self._settings.group.worker_type,
+            python=config.python,
+            url=config.urls[slot.index] if config.urls else "",
         )
 
     async def stop(self) -> None:

@@ -170,7 +170,7 @@ class ServerGroup:
         answers = await push_weights(
             push,
             {
-                member.engine_id: PushTarget(member.engine, 1, member.has_session)
+                member.engine_id: PushTarget(member.engine, member.num_payloads, member.has_session)
                 for member in members
             },
             budget_s=self._settings.lifecycle.update_timeout_s,

@@ -29,6 +29,7 @@ ROW_OF = {
     "rollout.__init__": "doors",
     "rollout.__main__": "doors",
     "rollout.actors": "ray",
+    "rollout.admission": "decisions",
     "rollout.cli": "doors",
     "rollout.config": "words",
     "rollout.driver.batch": "decisions",

@@ -4,7 +4,8 @@ Always true:
 - an environment is used only if its stamp is there, which is written last; a half-made one is
   begun anew;
 - one installer at a time makes it; a second waits, and then finds it made;
-- its folder is named after everything that went into it, so other pins never meet old files.
+- its folder is named after the pins that went into it, so other pins never meet old files;
+- the stand-ins in it are those of this package: they are small, and copied again if they differ.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Installation:
     """One environment, made or not."""
 
     def __init__(self, cache: Path | None = None) -> None:
-        self.folder = (cache or cache_folder()) / fingerprint()
+        self.folder = (cache or cache_folder()) / fingerprint_of_pins()
         self.stamp = self.folder / "installed.json"
 
     @property
@@ -70,22 +71,31 @@ class Installation:
                 f"(2 GB, a few minutes) in {self.folder}",
                 operation="install",
             )
-        return self.python
+        return self.make()
 
     def make(self, say: Callable[[str], None] = print) -> Path:
-        """Make it unless it is made; its interpreter.
+        """Make what is missing of it; its interpreter.
 
         Raises:
             InstallError: with the reason, and the end of what pip said.
         """
-        if self.is_made:
+        if self._is_current():
             return self.python
         check_machine()
         self.folder.mkdir(parents=True, exist_ok=True)
         with _only_one(self.folder.with_suffix(".lock"), say):
             if not self.is_made:
                 self._make(say)
+            elif not self._is_current():
+                self._copy_shims()
+                self._write_stamp()
         return self.python
+
+    def _is_current(self) -> bool:
+        if not self.is_made:
+            return False
+        stamped: dict[str, str] = json.loads(self.stamp.read_text())
+        return stamped["shims"] == fingerprint_of_shims()
 
     def _make(self, say: Callable[[str], None]) -> None:
         started = time.monotonic()
@@ -107,11 +117,18 @@ class Installation:
         say("3/3 stand-ins for CUDA, and a first import")
         self._copy_shims()
         run([str(self.python), "-c", "import sglang.srt.server_args"], env=cpu_environment())
-        what = {"torch": TORCH, "python": platform.python_version(), "pins": PINS.read_text()}
-        partial = self.stamp.with_suffix(".partial")
-        partial.write_text(json.dumps(what, indent=1))
-        partial.replace(self.stamp)
+        self._write_stamp()
         say(f"installed in {time.monotonic() - started:.0f} s")
+
+    def _write_stamp(self) -> None:
+        made_of = {
+            "python": platform.python_version(),
+            "torch": TORCH,
+            "shims": fingerprint_of_shims(),
+        }
+        partial = self.stamp.with_suffix(".partial")
+        partial.write_text(json.dumps(made_of, indent=1))
+        partial.replace(self.stamp)
 
     def _copy_shims(self) -> None:
         asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -121,12 +138,17 @@ class Installation:
         )
 
 
-def fingerprint() -> str:
-    """Of all that goes into an environment: interpreter, pins and shims."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {TORCH}".encode())
-    files = [PINS, *(path for path in sorted(SHIMS.rglob("*")) if _is_copied(path))]
-    for path in files:
-        digest.update(str(path.relative_to(PINS.parent)).encode() + b"\0" + path.read_bytes())
+def fingerprint_of_pins() -> str:
+    """Of all that pip installs, and for which Python."""
+    what = f"{sys.version_info[:2]} {TORCH} {PINS.read_text()}"
+    return hashlib.sha256(what.encode()).hexdigest()[:16]
+
+
+def fingerprint_of_shims() -> str:
+    """Of the stand-ins as they are in this package."""
+    digest = hashlib.sha256()
+    for path in filter(_is_copied, sorted(SHIMS.rglob("*"))):
+        digest.update(str(path.relative_to(SHIMS)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from engines.launch import EngineLauncher, EngineSpec
+from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -49,9 +49,11 @@ class RayLauncher:
         self._placement = placement
         self._slots = {slot.engine_id: slot for slot in slots}
 
-    async def launch(self, spec: EngineSpec) -> RayEngine:
+    async def launch(self, spec: EngineSpec) -> RunningEngine:
         """Make the actor and let it start the engine; raises what the engine's start raises."""
         slot = self._slots[spec.engine_id]
+        if not slot.bundle_indices:  # attached: there is no process to own
+            return await self._placement.launcher.launch(spec)
         gpus = _SHARE_OF_BUNDLE if slot.gpu_ids else 0
         actor = self._placement.actor_class.options(
             num_cpus=_SHARE_OF_BUNDLE if slot.gpu_ids else slot.num_cpus,

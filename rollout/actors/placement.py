@@ -18,13 +18,15 @@ from rollout.errors import PlacementError
 from rollout.placement import Bundle, Plan, check_capacity
 
 
-def reserve(plan: Plan, *, timeout_s: float) -> tuple[PlacementGroup, list[Bundle]]:
-    """Reserve ``plan`` on the cluster.
+def reserve(plan: Plan, *, timeout_s: float) -> tuple[PlacementGroup | None, list[Bundle]]:
+    """Reserve ``plan`` on the cluster; a plan of attached engines alone needs nothing.
 
     Raises:
         PlacementError: it can never be granted, or was not within ``timeout_s``.  An
             over-subscribed placement group would otherwise be pending silently for ever.
     """
+    if not plan.bundles:
+        return None, []
     check_capacity(plan, ray.cluster_resources(), "the cluster")
     group = placement_group([one.resources() for one in plan.bundles], strategy="PACK")
     if not group.wait(timeout_s):

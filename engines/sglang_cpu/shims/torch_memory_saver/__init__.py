@@ -2,8 +2,9 @@
 
 The real library allocates with CUDA's virtual memory calls and is preloaded into the process.
 Here every storage that torch allocates inside ``region`` is remembered under the region's tag.
-``pause`` gives its whole pages back to the system and forbids them; ``resume`` allows them again,
-holding zeros, or what they held before where the region asked for a backup.
+``pause`` gives its whole pages back to the system and forbids them; ``resume`` takes them again,
+holding zeros, or what they held before where the region asked for a backup.  A block that is not
+paused is resident whether used or not, as on a GPU.
 
 As in the real one: touching paused memory is a fault, and pausing what is paused or resuming what
 is not ends the process with status 1.
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 # malloc keeps its own notes around a block that is free; they stay readable.
 _MARGIN_BYTES = 64
+_MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.madvise, _libc.mprotect):
@@ -43,6 +45,7 @@ class _Block:
         self._backup: bytes | None = None
         self.tag = tag
         self.is_paused = False
+        self._take()
 
     def is_freed(self) -> bool:
         return bool(self._storage.expired())
@@ -61,10 +64,17 @@ class _Block:
         start, length = self._pages()
         if length:
             _check(_libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE))
+        self._take()
         if self._backup is not None:
             ctypes.memmove(self._address, self._backup, self._num_bytes)
             self._backup = None
         self.is_paused = False
+
+    def _take(self) -> None:
+        """Make its pages resident; the system would wait until each is written to."""
+        start, length = self._pages()
+        if length:
+            _libc.madvise(start, length, _MADV_POPULATE_WRITE)  # no harm where Linux is too old
 
     def _pages(self) -> tuple[int, int]:
         """The whole pages inside the block: first address and length."""

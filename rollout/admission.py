@@ -1,0 +1,55 @@
+"""Whether an engine that answers is what its group needs."""
+
+from __future__ import annotations
+
+from engines.features import Features
+from rollout.config import GroupConfig, WeightUpdate
+
+
+def unfit(
+    features: Features,
+    group: GroupConfig,
+    update: WeightUpdate,
+    *,
+    memory_saver: bool,
+    weights_cpu_backup: bool,
+) -> str:
+    """Why it cannot be one of the group's engines, and what would mend that; empty if it can.
+
+    Args:
+        memory_saver: it will be asked to release its memory.
+        weights_cpu_backup: its weights must survive that.
+
+    Returns:
+        The rest of a sentence that begins with the path of the group's settings, with a place
+        for the ``{engine}``.
+    """
+    if features.undrivable:
+        return f".engine: engine {{engine}}: {features.undrivable}"
+    if memory_saver and not features.has_memory_saver:
+        return (
+            ".needs_offload: engine {engine} runs without a memory saver, so a release would free "
+            "nothing; start it with one (--enable-memory-saver), or set needs_offload to false"
+        )
+    if weights_cpu_backup and not features.has_weights_cpu_backup:
+        return (
+            ".engine.weights_cpu_backup: engine {engine} keeps no copy of its weights while they "
+            "are released, and not all of them are pushed; start it with one "
+            "(--enable-weights-cpu-backup), or set needs_offload to false"
+        )
+    if features.worker_type is not group.worker_type:
+        return (
+            f".worker_type = {group.worker_type}: engine {{engine}} is a {features.worker_type} "
+            "worker; put it in a group of its own type"
+        )
+    if update is not WeightUpdate.FROZEN and not features.takes_tensors:
+        return (
+            ".engine: engine {engine} has data-parallel replicas, which refuse pushed weights; "
+            "start one engine per replica, or freeze the model (weights.update: frozen)"
+        )
+    if not features.streams_are_cumulative:
+        return (
+            ".engine: engine {engine} streams only what is new; start it without "
+            "--incremental-streaming-output"
+        )
+    return ""

@@ -1,0 +1,78 @@
+"""Engines of every kind for the contract suite."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.launch import EngineSpec
+from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, pooled
+
+KINDS = [
+    "fake",
+    pytest.param("embedded", marks=pytest.mark.embedded),
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+
+
+@pytest.fixture(scope="session")
+def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    from engines.embedded.tiny import make_tiny_model
+
+    root = tmp_path_factory.mktemp("contract")
+    first, second = (make_tiny_model(root / f"model-{seed}", seed=seed) for seed in (0, 1))
+    return Models(first, second)
+
+
+@pytest.fixture(scope="session")
+def pools(
+    contract_models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Pool]]:
+    """Pools by kind of engine, made when first asked for."""
+    logs = tmp_path_factory.mktemp("contract-logs")
+    made: dict[str, Pool] = _Pools(
+        lambda kind: EngineSpec(
+            engine_id=kind,
+            kind=kind,
+            model_path=str(contract_models.first),
+            log_path=str(logs / f"{kind}-0.log"),
+            options=CPU_OPTIONS[kind],
+            python="sglang-cpu" if kind == "sglang" else "",
+        )
+    )
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+class _Pools(dict[str, Pool]):
+    def __init__(self, spec_of: Any) -> None:
+        super().__init__()
+        self._spec_of = spec_of
+
+    def __missing__(self, kind: str) -> Pool:
+        self[kind] = Pool(self._spec_of(kind))
+        return self[kind]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """One kind of engine after the other."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    """An engine of this kind, serving version 0 of the first model."""
+    opened: AbstractAsyncContextManager[Bench]
+    if kind == "fake":
+        opened = faked(Models(Path("/models/first"), Path("/models/second")))
+    else:
+        pools = request.getfixturevalue("pools")
+        opened = pooled(pools[kind], request.getfixturevalue("contract_models"))
+    async with opened as one:
+        yield one

@@ -1,0 +1,129 @@
+"""Engines that somebody else launched: attached, driven, refused, never ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from engines.attached import attach
+from engines.errors import EngineNotReady
+from engines.launch import EngineSpec, LocalLauncher
+from engines.ports import reserve_port
+from tests.support.contract import CPU_OPTIONS, Bench, Models, client
+
+pytestmark = pytest.mark.timeout(300)
+THEIRS = [
+    pytest.param("embedded", marks=pytest.mark.embedded),
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+
+
+def config(url: str, model: Path, folder: Path, **group: Any) -> rollout.RolloutConfig:
+    engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20}
+    return rollout.RolloutConfig.from_dict(
+        {
+            "log_dir": str(folder),
+            "servers": {
+                "policy": {
+                    "model_path": str(model),
+                    "groups": {"theirs": {"engine": engine, **group}},
+                }
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", THEIRS, indirect=True)
+async def test_an_attached_engine_is_driven_and_runs_on_when_we_go(
+    bench: Bench, tmp_path: Path
+) -> None:
+    if bench.kind == "sglang":  # whose own default is no number
+        await bench.engine.update_weight_version("default")
+    whole = config(bench.url, bench.models.first, tmp_path)
+
+    def drive() -> None:
+        with rollout.launch(whole, backend="local") as deployment:
+            policy = deployment["policy"]
+            (group,) = policy.status().result().groups
+            assert group.engines[0].weight_version == 0
+            assert group.engines[0].pid is None
+            with policy.offloaded() as window:
+                window.push(bench.tensors("second"), version=1)
+            assert policy.status().result().weight_version == 1
+
+    await asyncio.to_thread(drive)
+    assert await bench.running.is_alive()
+    assert await bench.engine.weight_version() == "1"
+    assert len(await bench.greedy()) == 8
+
+
+@pytest.mark.parametrize("kind", THEIRS, indirect=True)
+async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    whole = config(bench.url, bench.models.first, tmp_path)
+
+    def drive() -> None:
+        with rollout.launch(whole, backend="local") as deployment:
+            policy = deployment["policy"]
+            with pytest.raises(rollout.RolloutError):
+                push_into_another_update(policy)
+            (group,) = policy.status().result().groups
+            assert group.engines[0].fenced_because
+
+    def push_into_another_update(policy: Any) -> None:
+        asyncio.run(begin_another_update())
+        with policy.offloaded() as window:
+            window.push(bench.tensors("second"), version=1)
+
+    async def begin_another_update() -> None:
+        async with aclosing(client(bench.running.endpoint, "behind-our-back")) as other:
+            await other.begin_weight_update()
+
+    await asyncio.to_thread(drive)
+    assert await bench.running.is_alive()
+
+
+@pytest.mark.embedded
+async def test_an_engine_without_a_memory_saver_is_not_offloaded(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    spec = EngineSpec(
+        engine_id="plain-0",
+        kind="embedded",
+        model_path=str(contract_models.first),
+        log_path=str(tmp_path / "plain.log"),
+        memory_saver=False,
+        options=CPU_OPTIONS["embedded"],
+    )
+    theirs = await LocalLauncher().launch(spec)
+    url = theirs.endpoint.url
+    try:
+        offloaded = config(url, contract_models.first, tmp_path)
+        with pytest.raises(rollout.RolloutError, match="--enable-memory-saver"):
+            await asyncio.to_thread(lambda: rollout.launch(offloaded, backend="local"))
+        kept = config(url, contract_models.first, tmp_path, needs_offload=False)
+
+        def drive() -> None:
+            with rollout.launch(kept, backend="local") as deployment:
+                assert deployment["policy"].status().result().phase == "serving"
+
+        await asyncio.to_thread(drive)
+        assert await theirs.is_alive()
+    finally:
+        await theirs.stop(10.0)
+
+
+async def test_an_engine_that_is_not_there_is_an_error_in_time() -> None:
+    with reserve_port("127.0.0.1") as reservation:
+        url = f"http://127.0.0.1:{reservation.port}"
+    spec = EngineSpec("theirs-0", "attached", "", "", url=url, start_timeout_s=0.8)
+    with pytest.raises(
+        EngineNotReady, match=r"theirs-0 at http.* not ready after 0.8 s: .*connect"
+    ):
+        await attach(spec)

@@ -1,0 +1,279 @@
+"""Engines of every kind, ready for the contract suite.
+
+A test gets an engine that serves version 0 of the first model, and hands back one that does too,
+or one that is dead; whatever does not answer rightly afterwards is ended and started anew.  Where
+starting takes long, the next one is started while this one is tried to death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from engines.client import Deadlines, EngineClient
+from engines.errors import EngineError, EngineRejected
+from engines.fake import FakeLauncher
+from engines.fake.engine import FakeEngine
+from engines.fake.weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
+from engines.launch import EngineSpec, LocalLauncher, RunningEngine
+from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
+
+T = TypeVar("T")
+
+PROMPT = tuple(b"Once upon a time")
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+ENDLESS = SamplingParams(max_new_tokens=4000, temperature=0.0, ignore_eos=True)
+VOCABULARY = 259
+"""Tokens of the tiny models: bytes and three special ones."""
+CPU_OPTIONS: dict[str, dict[str, Any]] = {
+    "embedded": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
+    "sglang": {"dtype": "float32", "max-total-tokens": 20000},
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two checkpoints of one shape."""
+
+    first: Path
+    second: Path
+
+
+class Background:
+    """An event loop in a thread, so that an engine can start while a test runs."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Pool:
+    """Engine processes of one kind: one in use and, while ``has_spare``, one that starts."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.has_spare = False
+        self.num_launched = 0
+        self._background = Background()
+        self._current: RunningEngine | None = None
+        self._next: Any = None
+
+    async def take(self) -> RunningEngine:
+        """The one in use; the next one where that was ended."""
+        if self._current is None:
+            starting = self._next or self._launch()
+            self._next = None
+            self._current = await asyncio.wrap_future(starting)
+        if self.has_spare and self._next is None:
+            self._next = self._launch()
+        return self._current
+
+    async def discard(self) -> None:
+        """End the one in use, whatever state it is in."""
+        ended, self._current = self._current, None
+        if ended is not None:
+            await ended.kill()
+
+    def close(self) -> None:
+        for one in (self._current, self._next):
+            with suppress(EngineError):
+                if one is not None:
+                    running = one if one is self._current else one.result(300)
+                    self._background.run(running.stop(10.0), 60)
+        self._background.close()
+
+    def _launch(self) -> Any:
+        from dataclasses import replace
+
+        self.num_launched += 1
+        spec = replace(self.spec, engine_id=f"{self.spec.kind}-{self.num_launched}")
+        spec = replace(spec, log_path=spec.log_path.replace("0.log", f"{self.num_launched}.log"))
+        launch = LocalLauncher().launch(spec)
+        return asyncio.run_coroutine_threadsafe(launch, self._background.loop)
+
+
+@dataclass
+class InFlight:
+    """A request that has given its first token and goes on."""
+
+    last: GenerateReply | None = None
+    came: asyncio.Condition = field(default_factory=asyncio.Condition)
+    task: asyncio.Task[GenerateReply] | None = None
+
+    async def follow(self, engine: Engine, sampling: SamplingParams, rid: str | None) -> Any:
+        stream = engine.stream_generate(input_ids=PROMPT, sampling_params=sampling, rid=rid)
+        async with aclosing(stream) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                self.last = reply
+                async with self.came:
+                    self.came.notify_all()
+        assert self.last is not None
+        return self.last
+
+    async def reaches(self, num_tokens: int) -> None:
+        """Returns when it has given this many tokens."""
+        async with self.came:
+            await self.came.wait_for(
+                lambda: self.last is not None and len(self.last.output_ids) >= num_tokens
+            )
+
+    async def end(self) -> GenerateReply:
+        """Its last reply."""
+        assert self.task is not None
+        return await asyncio.wait_for(self.task, 60)
+
+
+@dataclass
+class Bench:
+    """One engine under test."""
+
+    kind: str
+    engine: Engine
+    running: RunningEngine
+    models: Models
+
+    @property
+    def url(self) -> str:
+        return self.running.endpoint.url
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False) as client:
+            yield client
+
+    async def greedy(self, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+        return (await self.engine.generate(input_ids=prompt, sampling_params=GREEDY)).output_ids
+
+    @asynccontextmanager
+    async def in_flight(
+        self, sampling: SamplingParams = ENDLESS, rid: str | None = None
+    ) -> AsyncIterator[InFlight]:
+        request = InFlight()
+        request.task = asyncio.create_task(request.follow(self.engine, sampling, rid))
+        started = asyncio.create_task(request.reaches(1))
+        try:
+            await asyncio.wait({request.task, started}, return_when="FIRST_COMPLETED")
+            assert started.done(), await request.task
+            yield request
+        finally:
+            request.task.cancel()
+            started.cancel()
+            await asyncio.gather(request.task, started, return_exceptions=True)
+
+    def tensors(self, which: str) -> dict[str, Any]:
+        """All weights of the ``first`` or ``second`` model, as tensors of this kind of engine."""
+        if self.kind == "fake":
+            return {one.name: FakeTensor(one.shape, len(which)) for one in DEFAULT_TENSORS}
+        from safetensors.torch import load_file
+
+        return dict(load_file(getattr(self.models, which) / "model.safetensors"))
+
+    async def push(self, which: str, version: str, *, num_buckets: int = 1) -> None:
+        """The weights of a model in a session of their own; the last bucket flushes."""
+        await self.engine.begin_weight_update()
+        await self.send(self.tensors(which), version, num_buckets=num_buckets)
+        await self.engine.end_weight_update()
+
+    async def send(self, tensors: dict[str, Any], version: str, *, num_buckets: int = 1) -> None:
+        names = list(tensors)
+        for part in range(num_buckets):
+            is_last = part == num_buckets - 1
+            bucket = {name: tensors[name] for name in names[part::num_buckets]}
+            await self.engine.update_weights_from_tensor(
+                payload(self.kind, bucket),
+                flush_cache=is_last,
+                weight_version=version if is_last else None,
+            )
+
+    async def release(self, *tags: MemoryTag) -> None:
+        await self.engine.release_memory_occupation(tags)
+
+    async def resume(self, *tags: MemoryTag) -> None:
+        await self.engine.resume_memory_occupation(tags)
+
+    async def is_serving(self) -> bool:
+        """Whether it is as a test found it, made so where that is legal."""
+        try:
+            with suppress(EngineRejected):
+                await self.engine.end_weight_update()
+            # Only the embedded engine says, and only it still lives after a wrong order.
+            if released := (await self.engine.server_info()).raw.get("released_tags"):
+                await self.engine.resume_memory_occupation(released)
+            await self.engine.continue_generation()
+            await self.engine.abort_request()
+            await self.engine.flush_cache(timeout_s=10.0)
+            await self.engine.update_weights_from_disk(str(self.models.first), weight_version="0")
+            return len(await self.greedy()) == GREEDY.max_new_tokens
+        except EngineError:
+            return False
+
+
+def payload(kind: str, tensors: dict[str, Any]) -> list[str]:
+    """What ``update_weights_from_tensor`` takes: SGLang's form of tensors, by value."""
+    packed = pack_tensors(tensors) if kind == "fake" else pickle.dumps(list(tensors.items()))
+    return [base64.b64encode(packed).decode()]
+
+
+def client(endpoint: Endpoint, engine_id: str) -> EngineClient:
+    """A client whose patience is a test's."""
+    deadlines = Deadlines(
+        control_s=20, pause_s=20, memory_s=20, update_s=20, group_s=20, check_s=20, generate_s=60
+    )
+    return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+
+
+@asynccontextmanager
+async def pooled(pool: Pool, models: Models) -> AsyncIterator[Bench]:
+    """An engine of the pool, serving at the start; at the end too, or ended."""
+    running = await pool.take()
+    engine = client(running.endpoint, pool.spec.engine_id)
+    bench = Bench(pool.spec.kind, engine, running, models)
+    try:
+        yield bench
+    except BaseException:
+        await pool.discard()
+        raise
+    else:
+        if not await running.is_alive() or not await bench.is_serving():
+            await pool.discard()
+    finally:
+        await engine.aclose()
+
+
+@asynccontextmanager
+async def faked(models: Models) -> AsyncIterator[Bench]:
+    """A fake engine in memory; its tokens take a moment each."""
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        return FakeEngine(
+            spec.engine_id,
+            endpoint=endpoint,
+            model_path=spec.model_path,
+            token_s=0.002,
+            vocab_size=VOCABULARY,
+        )
+
+    launcher = FakeLauncher(make)
+    running = await launcher.launch(EngineSpec("fake-0", "fake", str(models.first), ""))
+    yield Bench("fake", launcher.connect(running.endpoint, "fake-0"), running, models)
