@@ -249,7 +249,7 @@ class Roster:
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
         ):
-            raise ConfigError(f"{self._settings.path}{why.replace("{engine}", slot.engine_id)}")
+            raise ConfigError(self._settings.path + why.replace("{engine}", slot.engine_id))
         version = await engine.weight_version()
         by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
         member = Member(
