@@ -318,7 +318,8 @@ def test_stop_leaves_no_actor_no_name_and_no_reserved_cpu(world: World, tmp_path
         assert len(world.live_actors()) == len(before) + 4
         assert world.ray.available_resources().get("CPU") < NUM_CPUS
     assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)
-    assert wait_until(lambda: world.ray.available_resources().get("CPU") == free, TIMEOUT_S)
+    # More may come free meanwhile: what the test before reserved is given back in its own time.
+    assert wait_until(lambda: world.ray.available_resources().get("CPU", 0) >= free, TIMEOUT_S)
     with pytest.raises(ValueError, match="rollout-brief-policy"):
         world.ray.get_actor("rollout-brief-policy", namespace="rollout")
 

@@ -240,10 +240,10 @@ async def test_killing_one_engine_leaves_the_other(spawn: Spawn):
 
 async def test_no_zombie_and_no_descriptor_is_left(spawn: Spawn):
     await (await spawn(FOREVER)).kill()  # what the first use opens for good
-    num_before = psutil.Process().num_fds()
+    num_before, children = psutil.Process().num_fds(), psutil.Process().children()
     await (await spawn(FOREVER)).kill()
     assert psutil.Process().num_fds() == num_before
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(children)
 
 
 async def test_resident_memory_covers_all_processes(spawn: Spawn):
