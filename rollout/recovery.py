@@ -133,9 +133,15 @@ class Recovery:
 
     # -- start and stop ---------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to watch, if the configuration wants that."""
+    def start(self, engines: Mapping[str, Iterable[str]]) -> None:
+        """Begin to watch, if the configuration wants that.
+
+        Args:
+            engines: ids of those that have just been started, by group.
+        """
         if self._config.recover and self._task is None:
+            for group, ids in engines.items():
+                self._engines[group] = {one: EngineHealth(since_s=_now()) for one in ids}
             self._task = asyncio.create_task(self._run(), name=f"recovery:{self._name}")
 
     async def stop(self) -> None:
@@ -161,10 +167,10 @@ class Recovery:
     # -- watch: probes in, verdicts out -----------------------------------------------------
 
     async def _watch(self) -> None:
-        await self.look()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._look_now.wait(), self._config.probe_interval_s)
         self._look_now.clear()
+        await self.look()
 
     async def look(self) -> None:
         """Probe all engines once and act on the verdicts."""

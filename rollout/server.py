@@ -133,7 +133,12 @@ class RolloutServer:
                 )
                 self._check_start_versions(statuses)
                 await self._open_gate()
-                self._recovery.start()
+                self._recovery.start(
+                    {
+                        name: [engine.engine_id for engine in status.engines]
+                        for name, status in statuses.items()
+                    }
+                )
             except BaseException:
                 await self._stop_all()
                 raise

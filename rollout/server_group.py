@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,16 @@ from engines.launch import EngineLauncher
 from engines.protocol import MemoryTag, PauseMode, WeightsReport
 from rollout import lifecycle
 from rollout.config import WeightUpdate
-from rollout.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.errors import LifecycleError, PhaseFailed
 from rollout.fanout import Answer, fan_out, finish
-from rollout.health import LOOKS
 from rollout.lifecycle import Command, Phase
+from rollout.mending import Mending
 from rollout.policy import group_traits, least_freed_bytes, release_policy
 from rollout.roster import Connect, GroupSettings, Member, Roster, calling, connect_http, told
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.verification import ALL_TENSORS, Evidence, judge
-from rollout.watching import GroupProbe, adopt, probe_all, walk
+from rollout.watching import GroupProbe
 from rollout.weights.push import PushTarget, WeightPush, push_weights
-from rollout.weights.source import DiskSource, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +72,12 @@ class ServerGroup:
         self._last_order = 0
         # Whoever gave up on a command may send the next while it still runs.
         self._turn = asyncio.Lock()
-        self._num_commands = 0
-        self._num_mending = 0
-        self._mending_door = asyncio.Lock()
-        path = settings.health.weights_path
-        self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
+        self._mending = Mending(
+            self._roster,
+            self._turn,
+            self._policy.tags if self._traits.needs_offload else (),
+            settings.health,
+        )
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -304,30 +303,15 @@ class ServerGroup:
     # -- failing and coming back ------------------------------------------------------------
 
     async def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> GroupProbe:
-        """Look at all engines, in the way that makes sense in this phase.
-
-        Args:
-            distrusted: engines that must also still hold the weights they should.
-        """
-        before = self._pulse()
-        found = await probe_all(self._roster.members(), LOOKS[self._phase], budget_s, distrusted)
-        is_steady = before == self._pulse() and not before[-1]
-        return GroupProbe(self._phase.value, is_steady, found)
-
-    def _pulse(self) -> tuple[int, Phase, bool]:
-        return self._num_commands, self._phase, self._turn.locked() and not self._num_mending
+        """Look at all engines, in the way that makes sense in this phase."""
+        return await self._mending.probe(self._phase, budget_s, distrusted)
 
     async def fence(self, engine_id: str, reason: str) -> None:
         """Take an engine out of everything and end its process, also while a command hangs on it.
 
         One that is fenced already only gets the new reason.
         """
-        member = self._roster[engine_id]
-        if member.fenced_because:
-            member.fenced_because = reason
-            return
-        failure = EngineFailure(reason, engine_id=engine_id, operation="fence")
-        await self._roster.fence([failure])
+        await self._mending.fence(engine_id, reason)
 
     async def restart(self, engine_id: str) -> None:
         """Start a fenced engine again in its place and lead it to this phase; it is stale then.
@@ -335,9 +319,8 @@ class ServerGroup:
         Raises:
             EngineFailure: what was there may not be gone, or it did not start; it stays fenced.
         """
-        tags = self._policy.tags if self._traits.needs_offload else ()
-        async with self._mending():
-            await self._roster.replace(engine_id, lambda new: walk(new, self._phase, tags))
+        async with self._mending.going_on():
+            await self._mending.restart(engine_id, self._phase)
 
     async def adopt(self, engine_id: str, version: int) -> bool:
         """Let a stale engine serve again if it holds ``version`` or can be given it; True if so.
@@ -345,34 +328,8 @@ class ServerGroup:
         Raises:
             WeightMismatch: it says that it holds them, and does not.
         """
-        async with self._mending():
-            member = self._roster[engine_id]
-            if member.fenced_because or not member.is_stale:
-                return not member.fenced_because
-            return await adopt(member, version, self._sources, self._proof_of(version))
-
-    def _proof_of(self, version: int) -> WeightsReport | None:
-        """Fingerprints of an engine that was proved at ``version``."""
-        proofs = (
-            member.record
-            for member in self._roster.unfenced()
-            if member.weight_version == version and member.is_proved and not member.changed
-        )
-        return next(proofs, None)
-
-    @asynccontextmanager
-    async def _mending(self) -> AsyncIterator[None]:
-        """No command meanwhile, but others may be mended too: the first takes the turn for all."""
-        async with self._mending_door:
-            if not self._num_mending:
-                await self._turn.acquire()
-            self._num_mending += 1
-        try:
-            yield
-        finally:
-            self._num_mending -= 1
-            if not self._num_mending:
-                self._turn.release()
+        async with self._mending.going_on():
+            return await self._mending.adopt(engine_id, version)
 
     # -- how a command is carried out -------------------------------------------------------
 
@@ -488,7 +445,7 @@ class ServerGroup:
 
     def _check_order(self, order: int | None) -> None:
         """Refuse a command older than one already seen: Ray does not keep the order of calls."""
-        self._num_commands += 1
+        self._mending.num_commands += 1
         if order is None:
             return
         if order <= self._last_order:

@@ -44,7 +44,6 @@ class GroupProbe:
         is_steady: no command ran meanwhile, so an answer can be held against the phase.
     """
 
-    phase: str
     is_steady: bool
     engines: tuple[EngineProbe, ...]
 

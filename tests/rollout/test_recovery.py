@@ -10,9 +10,15 @@ import pytest
 
 from engines.errors import EngineHung, EngineNotReady, EngineUnreachable
 from engines.protocol import MemoryTag
+from rollout.config import HealthConfig
 from rollout.errors import LifecycleError, PhaseFailed
+from rollout.health import Finding
+from rollout.lifecycle import Phase
+from rollout.lock import CommandLock
+from rollout.recovery import GroupTerms, Recovery
 from rollout.types import EngineStatus
-from tests.support.builders import ServerBench, make_server, push
+from rollout.watching import EngineProbe, GroupProbe
+from tests.support.builders import RecordingRouter, ServerBench, make_server, push
 from tests.support.virtual_time import virtual_time
 
 HEALTH = {
@@ -187,7 +193,6 @@ async def test_an_engine_whose_connection_broke_comes_back_after_probe_and_weigh
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path) as bench:
-        await asyncio.sleep(0.5)
         bench["main-0"].calls.clear()
         bench.router.fail("main-0")
         await until(lambda: state(bench, "main-0") == "serving")
@@ -198,7 +203,6 @@ async def test_an_engine_whose_connection_broke_comes_back_after_probe_and_weigh
 @virtual_time
 async def test_an_engine_that_came_back_with_other_weights_is_replaced(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await asyncio.sleep(0.5)
         await bench["main-0"].update_weight_version("77")
         bench.router.fail("main-0")
         await until(lambda: launches(bench, "main-0") == 2)
@@ -209,7 +213,6 @@ async def test_an_engine_that_answers_probes_and_loses_requests_is_replaced(
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path) as bench:
-        await asyncio.sleep(0.5)
         for _ in range(3):
             await until(lambda: state(bench, "main-0") == "serving")
             bench.router.fail("main-0")
@@ -394,6 +397,67 @@ async def test_several_restart_side_by_side(tmp_path: Path) -> None:
         for gate in gates:
             gate.open()
         await until(lambda: set(bench.router.states.values()) == {"serving"})
+
+
+class AttachedGroup:
+    """A group over one engine of somebody else's, which is away until ``is_back``."""
+
+    def __init__(self) -> None:
+        self.is_back = True
+        self.is_fenced = False
+        self.num_tries = 0
+
+    async def probe(self, budget_s: float, distrusted: Any = ()) -> GroupProbe:
+        finding = Finding.ANSWERED if self.is_back else Finding.EXITED
+        found = EngineProbe("main-0", Finding.FENCED if self.is_fenced else finding, "away")
+        return GroupProbe(True, (found,))
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        self.is_fenced = True
+
+    async def restart(self, engine_id: str) -> None:
+        self.num_tries += 1
+        if not self.is_back:
+            await asyncio.sleep(1000)
+        self.is_fenced = False
+
+    async def adopt(self, engine_id: str, version: int) -> bool:
+        return True
+
+
+class AnyServer:
+    weight_version = 3
+
+    def phases(self) -> dict[str, Phase]:
+        return {"main": Phase.SERVING}
+
+    async def publish_members(self) -> None: ...
+
+
+@virtual_time
+async def test_an_attached_engine_is_waited_for_without_end_and_without_holding_the_lock() -> None:
+    group, lock = AttachedGroup(), CommandLock(60.0)
+    recovery = Recovery(
+        "policy",
+        HealthConfig(**HEALTH, max_backoff_s=20.0),
+        {"main": group},
+        {"main": GroupTerms(needs_offload=False, min_engines=1, has_processes=False)},
+        AnyServer(),
+        RecordingRouter(),
+        lock,
+    )
+    recovery.start({"main": ["main-0"]})
+    await asyncio.sleep(1)
+    group.is_back = False
+    await asyncio.sleep(1000)
+    assert group.num_tries > 20
+    clock = asyncio.get_running_loop().time
+    asked_at = clock()
+    async with lock.held("offload"):
+        assert clock() - asked_at <= 1.0
+    group.is_back = True
+    await until(lambda: not group.is_fenced)
+    await recovery.stop()
 
 
 # -- recovery and transitions -------------------------------------------------------------------

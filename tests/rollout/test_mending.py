@@ -1,0 +1,148 @@
+"""What recovery does to the engines of one group, over fake engines."""
+
+import asyncio
+
+import pytest
+
+from engines.protocol import MemoryTag
+from rollout.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.health import Finding
+from rollout.lifecycle import Phase
+from rollout.watching import released_in
+from tests.support.builders import make_group, push
+from tests.support.virtual_time import virtual_time
+
+ALL = tuple(MemoryTag)
+NOT_WEIGHTS = [tag for tag in MemoryTag if tag is not MemoryTag.WEIGHTS]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_engine_has_released_what_its_phase_says(phase: Phase) -> None:
+    expected = {
+        Phase.OFFLOADED: list(ALL),
+        Phase.WEIGHTS_ONLOADED: NOT_WEIGHTS,
+        Phase.WEIGHTS_UPDATED: NOT_WEIGHTS,
+        Phase.VERIFIED: NOT_WEIGHTS,
+    }
+    assert released_in(phase, ALL) == expected.get(phase, [])
+    assert released_in(phase, ()) == []
+
+
+@virtual_time
+async def test_looks_are_side_by_side() -> None:
+    group, launcher = make_group(4)
+    await group.start()
+    for index in range(4):
+        launcher[f"main-{index}"].hold("is_ready")
+    started = asyncio.get_running_loop().time()
+    probe = await group.probe(2.0)
+    assert asyncio.get_running_loop().time() - started == pytest.approx(2.0)
+    assert {one.finding for one in probe.engines} == {Finding.FAILED}
+    assert "no answer to a probe within 2 s" in probe.engines[0].said
+
+
+@virtual_time
+async def test_an_engine_can_be_fenced_while_a_command_hangs_on_it() -> None:
+    group, launcher = make_group(2)
+    await group.start()
+    gate = launcher["main-0"].hold("pause_generation")
+    pausing = asyncio.create_task(group.pause())
+    await gate.entered.wait()
+    await group.fence("main-0", "it is frozen")
+    assert launcher["main-0"].dead_because == "killed"
+    report = await pausing
+    assert [one.engine_id for one in report.failures] == ["main-0"]
+
+
+@virtual_time
+async def test_an_answer_during_a_command_is_not_steady() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    assert (await group.probe(1.0)).is_steady
+    gate = launcher["main-0"].hold("pause_generation")
+    pausing = asyncio.create_task(group.pause())
+    await gate.entered.wait()
+    assert not (await group.probe(1.0)).is_steady
+    gate.open()
+    await pausing
+    assert (await group.probe(1.0)).is_steady
+
+
+@virtual_time
+async def test_an_engine_that_is_not_fenced_is_not_replaced() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    with pytest.raises(LifecycleError, match="not fenced"):
+        await group.restart("main-0")
+    assert len(launcher.specs) == 1
+
+
+@virtual_time
+async def test_a_command_waits_until_the_new_engine_is_where_the_others_are() -> None:
+    group, launcher = make_group(2)
+    await group.start()
+    await group.fence("main-0", "it was slow")
+    launch = launcher.hold("main-0")
+    restarting = asyncio.create_task(group.restart("main-0"))
+    await launch.entered.wait()
+    pausing = asyncio.create_task(group.pause())
+    await asyncio.sleep(10)
+    assert "pause_generation" not in launcher["main-1"].operations()
+    launch.open()
+    await restarting
+    await pausing
+    assert launcher["main-0"].paused is not None
+
+
+@virtual_time
+async def test_a_new_engine_that_cannot_be_led_on_is_ended_and_its_place_stays_fenced() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    await group.pause()
+    await group.flush()
+    await group.fence("main-0", "it was slow")
+
+    def refuse(spec, endpoint):
+        engine = make(spec, endpoint)
+        engine.fail_next("flush_cache", EngineFailure("not idle"))
+        return engine
+
+    make, launcher._make = launcher._make, refuse
+    with pytest.raises(EngineFailure, match="main-0: restart failed: not idle"):
+        await group.restart("main-0")
+    assert launcher["main-0"].is_dead
+    assert (await group.status()).engines[0].fenced_because == "it was slow"
+
+
+@virtual_time
+async def test_a_cancelled_restart_leaves_nothing_running() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    await group.fence("main-0", "it was slow")
+    launch = launcher.hold("main-0")
+    restarting = asyncio.create_task(group.restart("main-0"))
+    await launch.entered.wait()
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    assert launch.num_waiting == 0
+    with pytest.raises(PhaseFailed):  # the turn is free again
+        await group.pause()
+
+
+@virtual_time
+async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    for command in (group.pause, group.flush):
+        await command()
+    await group.update_weights(push(1))
+    await group.verify(1)
+    await group.continue_generation()
+    await group.fence("main-0", "it was slow")
+    await group.restart("main-0")
+    assert not await group.adopt("main-0", 1)
+    await group.pause()
+    await group.continue_generation()
+    assert launcher["main-0"].paused is None
+    assert (await group.status()).engines[0].state == "stale"
