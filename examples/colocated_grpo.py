@@ -8,6 +8,7 @@ addition by reinforcement.  Engines and trainer take turns with the memory: each
 
     python examples/colocated_grpo.py            # about two minutes on two cores
     python examples/colocated_grpo.py --skip-push  # engines never see a new weight: no climb
+    python examples/colocated_grpo.py --engine sglang  # after `rollout sglang-cpu install`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import rollout
 import torch
@@ -34,15 +36,21 @@ from arithmetic import (
 from grpo import GrpoTrainer
 from report import Report
 
+OPTIONS = {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"}
+ENGINES: dict[str, dict[str, Any]] = {
+    "embedded": {"kind": "embedded", "options": OPTIONS},
+    # The real one, in the environment that `rollout sglang-cpu install` makes.
+    "sglang": {"kind": "sglang", "python": "sglang-cpu", "options": OPTIONS},
+}
+
 
 def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
     """One server, the policy, with two engines that give their memory back each step."""
     engine = {
-        "kind": args.engine,
         "cpus": 1,
         # Without a push the weights must survive the release, or the step is refused.
         "weights_cpu_backup": args.skip_push,
-        "options": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
+        **ENGINES[args.engine],
     }
     return rollout.RolloutConfig.from_dict(
         {
@@ -118,7 +126,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
-    parser.add_argument("--engine", default="embedded", help="kind of the engines")
+    parser.add_argument("--engine", default="embedded", choices=ENGINES, help="kind of the engines")
     parser.add_argument("--backend", default="ray", choices=["ray", "local"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--skip-push", action="store_true", help="never push: a negative control")

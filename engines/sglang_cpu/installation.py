@@ -32,6 +32,9 @@ _NOT_COPIED = ("README.md", "ruff.toml", "__pycache__")
 _NEEDED_BYTES = 4 * 1024**3
 _SHOWN_LINES = 15
 
+Execute = Callable[[list[str]], str]
+"""Runs a command and returns what it printed."""
+
 
 class InstallError(EngineError):
     """CPU SGLang cannot be installed here, or is not."""
@@ -46,9 +49,17 @@ def cache_folder() -> Path:
 class Installation:
     """One environment, made or not."""
 
-    def __init__(self, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        cache: Path | None = None,
+        *,
+        execute: Execute | None = None,
+        needed_bytes: int = _NEEDED_BYTES,
+    ) -> None:
         self.folder = (cache or cache_folder()) / fingerprint_of_pins()
         self.stamp = self.folder / "installed.json"
+        self._execute = execute or run
+        self._needed_bytes = needed_bytes
 
     @property
     def python(self) -> Path:
@@ -102,21 +113,21 @@ class Installation:
         venv = self.folder / "venv"
         shutil.rmtree(venv, ignore_errors=True)  # of an installer that was stopped
         free = shutil.disk_usage(self.folder).free
-        if free < _NEEDED_BYTES:
+        if free < self._needed_bytes:
             raise InstallError(
                 f"{self.folder} has {free / 1024**3:.1f} GiB free, CPU SGLang needs "
-                f"{_NEEDED_BYTES / 1024**3:.0f}; free some, or point XDG_CACHE_HOME elsewhere"
+                f"{self._needed_bytes / 1024**3:.0f}; free some, or point XDG_CACHE_HOME elsewhere"
             )
         say(f"making {venv} with Python {platform.python_version()}")
-        run([sys.executable, "-m", "venv", str(venv)])
+        self._execute([sys.executable, "-m", "venv", str(venv)])
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
         say(f"1/3 {TORCH}; a CPU build if pip sees one")
-        run([*pip, TORCH])
+        self._execute([*pip, TORCH])
         say("2/3 SGLang and what it imports")
-        run([*pip, "--no-deps", "-r", str(PINS)])
+        self._execute([*pip, "--no-deps", "-r", str(PINS)])
         say("3/3 stand-ins for CUDA, and a first import")
         self._copy_shims()
-        run([str(self.python), "-c", "import sglang.srt.server_args"], env=cpu_environment())
+        self._execute([str(self.python), "-c", "import sglang.srt.server_args"])
         self._write_stamp()
         say(f"installed in {time.monotonic() - started:.0f} s")
 
@@ -132,7 +143,7 @@ class Installation:
 
     def _copy_shims(self) -> None:
         asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site_packages = run([str(self.python), "-c", asked]).strip()
+        site_packages = self._execute([str(self.python), "-c", asked]).strip()
         shutil.copytree(
             SHIMS, site_packages, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_COPIED)
         )
@@ -163,13 +174,13 @@ def cpu_environment() -> dict[str, str]:
     return env | {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
-def check_machine() -> None:
+def check_machine(here: str = "") -> None:
     """Refuse a machine that the pinned wheels do not fit.
 
     Raises:
         InstallError: naming what it is and what it would have to be.
     """
-    here = f"{platform.system()} {platform.machine()}"
+    here = here or f"{platform.system()} {platform.machine()}"
     if here != "Linux x86_64":
         raise InstallError(f"CPU SGLang is for Linux x86_64; this machine is {here}")
 
@@ -186,7 +197,7 @@ def _only_one(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def run(command: list[str], env: dict[str, str] | None = None) -> str:
+def run(command: list[str]) -> str:
     """What ``command`` printed.
 
     Raises:
@@ -194,7 +205,7 @@ def run(command: list[str], env: dict[str, str] | None = None) -> str:
     """
     done = subprocess.run(
         command,
-        env=cpu_environment() if env is None else env,
+        env=cpu_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

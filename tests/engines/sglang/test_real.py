@@ -1,0 +1,194 @@
+"""Real SGLang, set up in ways the contract suite does not need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from engines.errors import EngineNotReady
+from engines.features import read_features
+from engines.launch import EngineSpec, LocalLauncher
+from engines.protocol import MemoryTag, PauseMode
+from tests.engines.test_attached import config
+from tests.support.contract import CPU_OPTIONS, Bench, Models, client
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+W, KV = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
+
+
+def spec(models: Models, folder: Path, **fields: Any) -> EngineSpec:
+    options = CPU_OPTIONS["sglang"] | fields.pop("options", {})
+    return EngineSpec(
+        engine_id=fields.pop("engine_id", "real-0"),
+        kind="sglang",
+        model_path=fields.pop("model_path", str(models.first)),
+        log_path=str(folder / "engine.log"),
+        python="sglang-cpu",
+        options=options,
+        **fields,
+    )
+
+
+@asynccontextmanager
+async def launched(wanted: EngineSpec, models: Models) -> AsyncIterator[Bench]:
+    running = await LocalLauncher().launch(wanted)
+    engine = client(running.endpoint, wanted.engine_id)
+    try:
+        yield Bench("sglang", engine, running, models)
+    finally:
+        await engine.aclose()
+        await running.stop(10.0)
+
+
+async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    """So it is refused for a group that offloads, attached or not, and let in otherwise."""
+    wanted = spec(contract_models, tmp_path, memory_saver=False)
+    async with launched(wanted, contract_models) as bench:
+        info = await bench.engine.server_info()
+        assert not read_features(info, await bench.engine.endpoints()).has_memory_saver
+        before = await bench.running.resident_bytes()
+        await bench.engine.pause_generation(PauseMode.ABORT)
+        await bench.release(KV, W)
+        after = await bench.running.resident_bytes()
+        assert before is not None
+        assert after is not None
+        assert before - after < 2**20
+        await bench.resume(KV, W)
+        await bench.engine.continue_generation()
+
+        offloaded = config(bench.url, contract_models.first, tmp_path)
+        with pytest.raises(rollout.RolloutError, match="--enable-memory-saver"):
+            await asyncio.to_thread(lambda: rollout.launch(offloaded, backend="local"))
+        kept = config(bench.url, contract_models.first, tmp_path, needs_offload=False)
+
+        def drive() -> None:
+            with rollout.launch(kept, backend="local") as deployment:
+                policy = deployment["policy"]
+                policy.update_and_continue(bench.tensors("second"), version=3).result()
+
+        await asyncio.to_thread(drive)
+        assert await bench.engine.weight_version() == "3"
+        assert await bench.running.is_alive()
+
+
+async def test_a_backup_brings_weights_back_bit_equal_and_adapters_come_and_go(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    wanted = spec(
+        contract_models,
+        tmp_path,
+        weights_cpu_backup=True,
+        options={
+            "enable-lora": True,
+            "max-lora-rank": 8,
+            "lora-target-modules": ["q_proj", "v_proj"],
+        },
+    )
+    adapter = make_adapter(tmp_path / "adapter")
+    async with launched(wanted, contract_models) as bench:
+        engine, before = bench.engine, await bench.greedy()
+        checksum = (await engine.weights_checker()).checksum
+        await engine.pause_generation(PauseMode.ABORT)
+        await engine.flush_cache(timeout_s=10.0)
+        await bench.release(KV, W)
+        await bench.resume(W, KV)
+        assert (await engine.weights_checker()).checksum == checksum
+        await engine.continue_generation()
+        assert await bench.greedy() == before
+
+        await engine.load_lora_adapter("from-disk", str(adapter))
+        await engine.load_lora_adapter_from_tensors("pushed", *tensors_of(adapter))
+        assert await bench.greedy() == before
+        async with bench.http() as http:
+            body = {"input_ids": list(b"Once upon"), "lora_path": "pushed"}
+            answer = await http.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+        await engine.unload_lora_adapter("from-disk")
+        await engine.unload_lora_adapter("pushed")
+
+
+async def test_a_model_that_cannot_be_loaded_ends_with_sglangs_words(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    wanted = spec(contract_models, tmp_path, model_path=str(tmp_path), start_timeout_s=120.0)
+    with pytest.raises(EngineNotReady) as failed:
+        await LocalLauncher().launch(wanted)
+    assert failed.value.exit_status not in (0, None)
+    assert "config.json" in failed.value.log_tail or "model_type" in failed.value.log_tail
+
+
+async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Path) -> None:
+    """Two launchers on one machine, as two nodes would have them; one rank each."""
+    first, second = LocalLauncher(), LocalLauncher()
+    nodes: dict[str, Any] = {
+        "num_nodes": 2,
+        "dist_init_addr": first.hold_address("127.0.0.1"),
+        "options": {"tp": 2},
+        "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    }
+    folders = [tmp_path / "0", tmp_path / "1"]
+    ranks = [
+        spec(contract_models, folder, node_rank=rank, engine_id=f"wide-0-{rank}", **nodes)
+        for rank, folder in enumerate(folders)
+    ]
+    leader, follower = await asyncio.gather(first.launch(ranks[0]), second.launch(ranks[1]))
+    engine = client(leader.endpoint, "wide-0")
+    try:
+        bench = Bench("sglang", engine, leader, contract_models)
+        found = read_features(await engine.server_info(), await engine.endpoints())
+        assert found.num_payloads == 2
+        assert len(await bench.greedy()) == 8
+        await engine.begin_weight_update()
+        from tests.support.contract import payload
+
+        await engine.update_weights_from_tensor(
+            payload("sglang", bench.tensors("second")) * found.num_payloads, weight_version="1"
+        )
+        await engine.end_weight_update()
+        assert await engine.weight_version() == "1"
+        assert len((await engine.weights_checker()).tensors) == 2
+    finally:
+        await engine.aclose()
+        await asyncio.gather(leader.stop(10.0), follower.stop(10.0))
+
+
+def make_adapter(folder: Path) -> Path:
+    """A LoRA adapter of the tiny model, in PEFT's form."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    shapes = {"q_proj": 64, "v_proj": 32}
+    tensors = {}
+    for layer in range(2):
+        for module, width in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 64)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(shapes)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tensors_of(adapter: Path) -> tuple[dict[str, Any], list[str]]:
+    """The adapter as it is pushed: its settings, and its tensors for each rank."""
+    import json
+
+    from safetensors.torch import load_file
+
+    from tests.support.contract import payload
+
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    return settings, payload("sglang", load_file(adapter / "adapter_model.safetensors"))
