@@ -61,6 +61,7 @@ def parse(raw: Mapping[str, Any] | None) -> Params:
     if not raw:
         return _DEFAULT
     given = {name: value for name, value in raw.items() if value is not None}
+    given.pop("stream_interval", None)  # a hint: streams here tell of every step
     for name in [name for name in given if name in _NOT_SUPPORTED]:
         if given.pop(name) != _NOT_SUPPORTED[name]:
             raise Invalid(f"sampling_params: {name} is not supported by the embedded engine")

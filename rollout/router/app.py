@@ -94,6 +94,8 @@ def control_app(proxy: Proxy, control: ControlClient) -> FastAPI:
             message = "the body must be a JSON object with rid or abort_all"
             return JSONResponse({"error": {"type": "bad_request", "message": message}}, 400)
         num_held = gate.abort_held(None if is_for_all else rid) if rid or is_for_all else 0
+        if rid or is_for_all:
+            gate.mark_aborted(None if is_for_all else rid)
         targets = gate.holders(rid) if rid and not is_for_all else []
         if is_for_all or not (targets or num_held):
             targets = [member for member in gate.members if member.state in _CAN_HOLD_REQUESTS]

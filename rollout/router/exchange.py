@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollout.router import answers
 from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
-from rollout.router.headers import Headers, reply_head, to_client
+from rollout.router.headers import Headers, reply_head, signature, to_client
 from rollout.router.message import Request, Route, read_request
 from rollout.router.pairs import PrefillSide, bootstrap_fields
 from rollout.router.upstream import ReplyHead, Sending
@@ -223,9 +223,9 @@ class Exchange:
         if isinstance(decision, Admission):
             self._send(decision)
         elif self._failure is None or decision.is_abort:
-            self._answer(answers.refused(decision))
+            self._end_with(answers.refused(decision))
         else:
-            self._answer(answers.engine_failed(self._failure))
+            self._end_with(answers.engine_failed(self._failure))
 
     def _send(self, admission: Admission) -> None:
         request = self._request
@@ -242,8 +242,14 @@ class Exchange:
             self._prefill = PrefillSide(self._on_prefill_lost, self.on_no_connection)
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, version, more))
+        if (body := self._body()) is not None:
+            request.body = body
         parts = request.parts_for(endpoint, version, more)
         pool.send(self, endpoint, parts, is_head=self._method == b"HEAD")
+
+    def _body(self) -> bytes | None:
+        """The body for the next engine, where it is not the client's."""
+        return None
 
     # -- the engine's side ------------------------------------------------------------------
 
@@ -273,7 +279,7 @@ class Exchange:
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
         if self._is_chunking:
-            data = _chunk(data) if data else b""
+            data = chunk(data) if data else b""
             if is_end:
                 data += b"0\r\n\r\n"
         if is_end:
@@ -312,7 +318,7 @@ class Exchange:
     def on_no_connection(self, why: str) -> None:
         self._drop()
         self._leave()
-        self._answer(answers.refused(Refusal(why, self._proxy.gate.state)))
+        self._end_with(answers.refused(Refusal(why, self._proxy.gate.state)))
 
     def may_reconnect(self) -> bool:
         return self._admission is not None and self._proxy.gate.still_serves(self._admission)
@@ -330,13 +336,11 @@ class Exchange:
 
     def _fail_over(self, failure: ConnectionFailure) -> None:
         self._failure = failure
-        if self._has_written:
-            self._break_off(answers.engine_failed(failure))
-        elif self._num_attempts < 2:
+        if self._num_attempts < 2 and not self._has_written:
             self._head = b""
             self._enter(failure.engine_id)
         else:
-            self._answer(answers.engine_failed(failure))
+            self._end_with(answers.engine_failed(failure))
 
     # -- the clock's and the owner's --------------------------------------------------------
 
@@ -363,10 +367,7 @@ class Exchange:
     def _give_up(self, answer: answers.Answer) -> None:
         self._drop()
         self._leave()
-        if self._has_written:
-            self._break_off(answer)
-        else:
-            self._answer(answer)
+        self._end_with(answer)
 
     # -- how it ends ------------------------------------------------------------------------
 
@@ -381,6 +382,12 @@ class Exchange:
                 client.write(head)
         if data:
             client.write(data)
+
+    def _end_with(self, answer: answers.Answer) -> None:
+        if self._has_written:
+            self._break_off(answer)
+        else:
+            self._answer(answer)
 
     def _answer(self, answer: answers.Answer) -> None:
         """End with an answer of the router's own."""
@@ -405,7 +412,7 @@ class Exchange:
         self._end()
         if self._is_event_stream and not self._is_close_delimited and is_between:
             event = b"data: " + json.dumps(answer.payload).encode() + b"\n\n"
-            self._client.write(_chunk(event) + b"0\r\n\r\n")
+            self._client.write(chunk(event) + b"0\r\n\r\n")
             self._client.finish(is_closing=self.is_last)
         else:
             self._client.cut(is_flushed=not self._is_close_delimited)
@@ -421,6 +428,9 @@ class Exchange:
         if self._prefill is not None:
             self._prefill.drop()
             self._prefill = None
+
+    def _signature(self, admission: Admission) -> Headers:
+        return list(signature(admission.member.engine_id, admission.weight_version))
 
     def _leave(self) -> None:
         if self._admission is not None:
@@ -442,7 +452,7 @@ class Exchange:
         self._proxy.live.discard(self)
 
 
-def _chunk(data: bytes) -> bytes:
+def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 

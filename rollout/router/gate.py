@@ -40,6 +40,7 @@ class Admission:
         epoch: epoch of the membership it was admitted under.
         weight_version: what the engines held at that moment; None where nobody said.
         partner: the prefill engine, where ``member`` is a decode engine.
+        is_aborted: somebody asked for its end.
         on_cut: called, with the reason, if its engine is lost to a newer membership.
     """
 
@@ -48,6 +49,7 @@ class Admission:
     weight_version: int | None
     rid: str
     partner: Member | None = None
+    is_aborted: bool = False
     on_cut: Callable[[str], None] | None = None
 
 
@@ -247,6 +249,12 @@ class Gate:
                 Refusal("aborted while held", self.state, self.reason, self.phase, is_abort=True),
             )
         return len(waiters)
+
+    def mark_aborted(self, rid: str | None) -> None:
+        """Remember that these live requests, or all for None, are wanted no more."""
+        for admission in self.in_flight:
+            if rid is None or admission.rid == rid:
+                admission.is_aborted = True
 
     def holders(self, rid: str) -> list[Member]:
         """The engines that have a live request with exactly this rid."""

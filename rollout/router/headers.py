@@ -61,12 +61,12 @@ def to_client(
     if status in _WITHOUT_BODY or any(name == b"transfer-encoding" for name, _ in headers):
         dropped = dropped | {b"content-length"}
     kept = [header for header in headers if header[0] not in dropped]
-    kept += _signature(engine_id, weight_version)
+    kept += signature(engine_id, weight_version)
     return kept
 
 
 @lru_cache(4096)
-def _signature(engine_id: str, weight_version: int | None) -> tuple[tuple[bytes, bytes], ...]:
+def signature(engine_id: str, weight_version: int | None) -> tuple[tuple[bytes, bytes], ...]:
     who = (b"x-engine-id", engine_id.encode())
     if weight_version is None:
         return (who,)

@@ -46,6 +46,13 @@ def session_of(body: bytes, headers: Headers) -> str:
     return session if isinstance(session, str) else ""
 
 
+def is_failover_asked(headers: Headers) -> bool:
+    return any(
+        name == b"x-token-failover" and value.lower() in (b"on", b"1", b"true")
+        for name, value in headers
+    )
+
+
 def prompt_of(body: bytes) -> bytes:
     """The beginning of the prompt, as the body spells it."""
     found = _PROMPT.search(body)

@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from rollout.router import answers
 from rollout.router.exchange import Exchange
+from rollout.router.failover import TokenExchange
 from rollout.router.message import Route, route_of
 from rollout.router.proxy import Proxy
 
@@ -148,7 +149,8 @@ class RouterProtocol(HttpToolsProtocol):
         is_last = is_http_1_0 or not self.parser.should_keep_alive()
         turn: _Turn
         if route.is_generation:
-            turn = Exchange(
+            may_fail_over = self._proxy.token_failover != "off" and route.path == "/generate"
+            turn = (TokenExchange if may_fail_over else Exchange)(
                 self._proxy,
                 self,
                 self.parser.get_method(),

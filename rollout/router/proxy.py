@@ -24,6 +24,9 @@ class Counts:
     Attributes:
         num_cut: taken off an engine that its owner pushed as lost.
         num_broken_replies: begun and not completed.
+        num_failovers: requests that went on elsewhere with what tokens they had.
+        num_tokens_kept: carried over to another engine, which only prefills them.
+        num_tokens_recomputed: had come, and were generated again.
     """
 
     num_retried: int = 0
@@ -32,6 +35,9 @@ class Counts:
     num_clients_left: int = 0
     num_cut: int = 0
     num_expired: int = 0
+    num_failovers: int = 0
+    num_tokens_kept: int = 0
+    num_tokens_recomputed: int = 0
 
 
 class Proxy:
@@ -44,6 +50,9 @@ class Proxy:
         self.max_body_bytes = settings.max_body_bytes
         self.request_timeout_s = settings.request_timeout_s
         self.wants_hint = gate.policy.wants_session or gate.policy.wants_prompt
+        self.token_failover = settings.token_failover
+        self.failover_interval = settings.failover_interval
+        self.max_failovers = settings.max_failovers
         self.counts = Counts()
         self.live: set[Exchange] = set()
         self.now_s: Callable[[], float] = lambda: 0.0

@@ -1,0 +1,222 @@
+"""A generation request that goes on elsewhere, from its last safe token, when its engine is lost.
+
+It is sent streaming whatever its client wants, so that what an engine has done is known when the
+engine dies.  A reply that breaks, an engine that is pushed as lost and an abort that the client
+did not ask for are all the same: enter the gate again with prompt and tokens so far.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollout.router import answers
+from rollout.router.exchange import Exchange, chunk
+from rollout.router.gate import Admission, ConnectionFailure
+from rollout.router.headers import reply_head
+from rollout.router.message import is_failover_asked
+from rollout.router.tokens import Transcript, read_transcript
+from rollout.router.upstream import ReplyHead
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class TokenExchange(Exchange):
+    """An exchange that keeps the tokens it was sent."""
+
+    __slots__ = (
+        "_buffer",
+        "_content_type",
+        "_is_foreign",
+        "_status",
+        "_transcript",
+        "_wants_chunks",
+    )
+
+    _transcript: Transcript | None
+
+    def _begin(self) -> None:
+        self._transcript = None
+        self._is_foreign = False
+        self._wants_chunks = not self.is_decoding
+        self._buffer = b""
+        proxy = self._proxy
+        if proxy.token_failover == "on" or is_failover_asked(self._headers):
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts = [body]
+            self._transcript = read_transcript(body, proxy.failover_interval)
+            self.is_decoding = self.is_decoding or self._transcript is not None
+        super()._begin()
+
+    def _body(self) -> bytes | None:
+        return self._transcript.body() if self._transcript is not None else None
+
+    # -- the engine's answer ----------------------------------------------------------------
+
+    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+        transcript = self._transcript
+        if transcript is None:
+            return super().on_reply(head, is_alone)
+        self._buffer = b""
+        content_type = dict(head.headers).get(b"content-type", b"")
+        self._is_foreign = head.status != 200 or not content_type.startswith(b"text/event-stream")
+        if self._is_foreign:
+            self._status = head.status
+            self._content_type = content_type
+        elif self._client.is_write_paused and self.upstream is not None:
+            self.upstream.pause()
+        return None
+
+    def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        transcript = self._transcript
+        if transcript is None:
+            return super().on_reply_data(data, is_end)
+        self._buffer += data
+        if self._is_foreign:
+            if is_end:
+                self._pass_on_refusal()
+            return None
+        *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
+        try:
+            for event in events:
+                if not event.startswith(b"data:") or event == b"data: [DONE]":
+                    continue
+                payload = json.loads(event[5:])
+                if "error" in payload:
+                    return self._pass_on_error(payload)
+                transcript.absorb(payload)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._drop()
+            return self.on_upstream_lost(f"sent an event that cannot be used: {error}")
+        if transcript.is_over:  # what follows is the stream's end, and the connection is kept
+            return self._over() if is_end else None
+        if is_end:
+            return self.on_upstream_lost("ended its stream without a finish reason")
+        if transcript.is_streamed and events and transcript.is_safe:
+            self._tell(transcript.payload())
+        return None
+
+    def on_upstream_lost(self, why: str) -> None:
+        if self._transcript is not None and self._transcript.is_over:
+            self._over()
+        else:
+            super().on_upstream_lost(why)
+
+    def _over(self) -> None:
+        transcript = self._transcript
+        assert transcript is not None
+        if transcript.is_aborted and self._may_go_on():
+            self._go_on_after_abort()
+        else:
+            self._complete()
+
+    def _may_go_on(self) -> bool:
+        admission = self._admission
+        return admission is not None and not admission.is_aborted
+
+    def _go_on_after_abort(self) -> None:
+        """The engine was paused; the gate knows when and where this may go on."""
+        admission = self._admission
+        assert admission is not None
+        engine_id, target = admission.member.engine_id, self._route.target.decode()
+        self._drop()
+        self._leave()
+        self._num_attempts -= 1
+        self._continue(ConnectionFailure(engine_id, target, "aborted it", False, 0), not_on="")
+
+    def _complete(self) -> None:
+        transcript = self._transcript
+        assert transcript is not None
+        payload = transcript.payload()
+        admission = self._admission
+        counts = self._proxy.counts
+        counts.num_tokens_recomputed += transcript.num_recomputed
+        counts.num_tokens_kept += transcript.num_kept
+        if transcript.is_streamed:
+            self._tell(payload)
+            self._client.write(self._framed(_DONE, is_last=True))
+            self._drop()
+            self._leave()
+            self._finish()
+            return
+        self._drop()
+        body = json.dumps(payload).encode()
+        self._whole(200, b"application/json", body, admission)
+
+    def _whole(
+        self, status: int, content_type: bytes, body: bytes, admission: Admission | None
+    ) -> None:
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        lines = (b"connection: close\r\n",) if self.is_last else ()
+        self._leave()
+        self._has_written = True
+        signed = headers + (self._signature(admission) if admission is not None else [])
+        self._client.write(reply_head(status, signed, *lines) + body)
+        self._finish()
+
+    def _tell(self, payload: dict[str, Any]) -> None:
+        """One event to a client that wants a stream."""
+        event = b"data: " + json.dumps(payload).encode() + b"\n\n"
+        head = b""
+        if not self._has_written:
+            assert self._admission is not None
+            self._has_written = True
+            self._is_event_stream = True
+            self._is_close_delimited = not self._wants_chunks
+            self.is_last = self.is_last or not self._wants_chunks
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                *self._signature(self._admission),
+            ]
+            lines = [b"transfer-encoding: chunked\r\n"] if self._wants_chunks else []
+            lines += [b"connection: close\r\n"] if self.is_last else []
+            head = reply_head(200, headers, *lines)
+        self._client.write(head + self._framed(event))
+
+    def _framed(self, data: bytes, *, is_last: bool = False) -> bytes:
+        if not self._wants_chunks:
+            return data
+        return chunk(data) + (b"0\r\n\r\n" if is_last else b"")
+
+    def _pass_on_refusal(self) -> None:
+        """The engine said no, or answered otherwise than was asked: that is final."""
+        if self._has_written:
+            answer = answers.problem(502, "engine_refused", self._buffer[:200].decode("latin-1"))
+            return self._break_off(answer)
+        return self._whole(self._status, self._content_type, self._buffer, self._admission)
+
+    def _pass_on_error(self, payload: dict[str, Any]) -> None:
+        error = payload["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+        transcript = self._transcript
+        assert transcript is not None
+        if transcript.is_streamed:
+            self._tell(payload)
+            self._client.write(self._framed(_DONE, is_last=True))
+            self._drop()
+            self._leave()
+            return self._finish()
+        self._drop()
+        body = json.dumps(payload).encode()
+        return self._whole(status, b"application/json", body, self._admission)
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def _fail_over(self, failure: ConnectionFailure) -> None:
+        if self._transcript is None:
+            super()._fail_over(failure)
+        elif self._num_attempts > self._proxy.max_failovers:
+            self._end_with(answers.engine_failed(failure))
+        else:
+            self._continue(failure, not_on=failure.engine_id)
+
+    def _continue(self, failure: ConnectionFailure, *, not_on: str) -> None:
+        transcript = self._transcript
+        assert transcript is not None
+        self._failure = failure
+        if self._has_written and not transcript.can_continue:
+            return self._end_with(answers.engine_failed(failure))
+        transcript.lose_engine()
+        self._proxy.counts.num_failovers += 1
+        return self._enter(not_on)

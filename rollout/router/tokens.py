@@ -1,0 +1,253 @@
+"""The tokens of one request over several engines, with exact accounting.
+
+Always true:
+- ids, log-probs and weight versions are as many as each other, at every moment.
+- Never more tokens than the request's budget, and a finish reason only from an engine that gave
+  it for the last token there is.
+- What a continuation starts from is *safe*: its text ends neither within a character nor with
+  the beginning of a stop string, so the engine that continues sees every stop string whole.
+
+Pure: events in, bodies and payloads out.  Not exact across a seam: a seeded sampler starts anew,
+and penalties on repeated tokens see earlier ones as prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Payload = dict[str, Any]
+
+_DEFAULT_BUDGET = 128
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_STARTS_ANEW = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params")
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tokens in a row with their log-probs, versions and text.
+
+    Attributes:
+        logprobs: by name of the per-token list.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    spans: list[Payload] = field(default_factory=list)
+
+
+class Transcript:
+    """What one ``/generate`` request has got so far.
+
+    Attributes:
+        is_streamed: its client wants events.
+        can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
+        num_kept: tokens carried over seams.
+        num_recomputed: tokens that had come and are generated again.
+    """
+
+    def __init__(self, raw: Payload, interval: int) -> None:
+        self._raw = raw
+        self._interval = interval
+        self._sampling: Payload = dict(raw.get("sampling_params") or {})
+        budget = self._sampling.get("max_new_tokens", _DEFAULT_BUDGET)
+        self._budget: int | None = budget if isinstance(budget, int) else None
+        stop = self._sampling.get("stop")
+        self._stops = [stop] if isinstance(stop, str) else list(stop or [])
+        self._base = _Part()
+        self._now = _Part()
+        self._safe = _Part()
+        self._first_meta: Payload = {}
+        self._meta: Payload = {}
+        self._finish: Payload | None = None
+        self.is_streamed = bool(raw.get("stream"))
+        self.can_continue = isinstance(raw.get("input_ids"), list) and not any(
+            self._sampling.get(name) for name in _STARTS_ANEW
+        )
+        self.num_kept = 0
+        self.num_recomputed = 0
+        self.num_seams = 0
+
+    # -- to the engine ----------------------------------------------------------------------
+
+    def body(self) -> bytes:
+        """The request for the engine that goes on."""
+        sampling = {**self._sampling, "stream_interval": self._interval}
+        raw = {**self._raw, "stream": True, "sampling_params": sampling}
+        done = len(self._base.ids)
+        if done:
+            raw["input_ids"] = [*self._raw["input_ids"], *self._base.ids]
+            if self._budget is not None:
+                sampling["max_new_tokens"] = self._budget - done
+            if sampling.get("min_new_tokens"):
+                sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - done)
+            if raw.get("logprob_start_len") is not None:
+                raw["logprob_start_len"] = -1
+        return json.dumps(raw).encode()
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def absorb(self, event: Mapping[str, Any]) -> None:
+        """Take one event; its ids are all of this engine's so far, or only the new ones."""
+        meta = dict(event.get("meta_info") or {})
+        ids = list(event.get("output_ids") or [])
+        told = meta.get("completion_tokens", len(ids))
+        before = self._now
+        is_delta = len(before.ids) > 0 and len(ids) < told == len(before.ids) + len(ids)
+        now = _Part(ids, str(event.get("text") or ""))
+        for name in _PER_TOKEN:
+            if meta.get(name) is not None:
+                now.logprobs[name] = list(meta[name])
+        if is_delta:
+            now.text = before.text + now.text
+            now.ids = before.ids + now.ids
+            for name, values in now.logprobs.items():
+                if len(values) < len(now.ids):
+                    now.logprobs[name] = before.logprobs.get(name, []) + values
+        now.spans = _spans(meta, len(now.ids))
+        problem = self._problem(now)
+        if problem:
+            raise ValueError(problem)
+        self._now = now
+        self._meta = meta
+        self._first_meta = self._first_meta or meta
+        reason = meta.get("finish_reason")
+        if reason:
+            self._finish = reason
+        elif self._is_safe(now):
+            self._safe = now
+
+    def _problem(self, now: _Part) -> str:
+        for name, values in now.logprobs.items():
+            if len(values) != len(now.ids):
+                return f"{len(values)} {name} for {len(now.ids)} tokens"
+        total = len(self._base.ids) + len(now.ids)
+        if self._budget is not None and total > self._budget:
+            return f"{total} tokens, {self._budget} asked for"
+        return ""
+
+    def _is_safe(self, now: _Part) -> bool:
+        """A continuation may start after ``now``."""
+        if self._budget is not None and len(self._base.ids) + len(now.ids) >= self._budget:
+            return False  # the finish reason of the last token has to come from an engine
+        text = self._base.text + now.text
+        if text.endswith("\ufffd"):
+            return False
+        return not any(
+            text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
+        )
+
+    @property
+    def is_safe(self) -> bool:
+        """All that has come may be shown: it will not be taken back."""
+        return self.is_over or self._safe is self._now
+
+    @property
+    def is_over(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._finish is not None and self._finish.get("type") == "abort"
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def lose_engine(self) -> None:
+        """Go back to the last safe token, or to none if this request starts from nothing."""
+        if self.is_aborted and self._is_safe(self._now):
+            self._safe = self._now
+        had = len(self._base.ids) + len(self._now.ids)
+        if self.can_continue:
+            self._base = _joined(self._base, self._safe)
+            if self._base.ids:
+                self.num_kept += len(self._safe.ids)
+        else:
+            self._base = _Part()
+            self._first_meta = {}
+        self.num_recomputed += had - len(self._base.ids)
+        self.num_seams += 1
+        self._now = _Part()
+        self._safe = _Part()
+        self._finish = None
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def payload(self) -> Payload:
+        """The answer so far, as one engine would have told it."""
+        whole = _joined(self._base, self._now)
+        first, last = self._first_meta, self._meta
+        meta = {**last, **{name: first[name] for name in _OF_FIRST if name in first}}
+        meta["completion_tokens"] = len(whole.ids)
+        meta["finish_reason"] = self._finish_reason(len(whole.ids))
+        meta["weight_versions"] = whole.spans
+        meta.update(whole.logprobs)
+        meta["num_failovers"] = self.num_seams
+        meta["num_recomputed_tokens"] = self.num_recomputed
+        return {"text": whole.text, "output_ids": whole.ids, "meta_info": meta}
+
+    def _finish_reason(self, num: int) -> Payload | None:
+        if self._finish is not None and self._finish.get("type") == "length":
+            return {**self._finish, "length": num}
+        return self._finish
+
+
+_OF_FIRST = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
+
+
+def _spans(meta: Payload, num: int) -> list[Payload]:
+    """The versions of ``num`` tokens, each token in exactly one span."""
+    given = meta.get("weight_versions") or []
+    spans: list[Payload] = []
+    for span in given:
+        start, end = max(0, span["start"]), min(num, span["end"])
+        if spans:
+            start = spans[-1]["end"]
+        elif start:
+            start = 0
+        if end > start:
+            spans.append({"version": span["version"], "start": start, "end": end})
+    covered = spans[-1]["end"] if spans else 0
+    if covered < num:
+        version = meta.get("weight_version", spans[-1]["version"] if spans else None)
+        spans.append({"version": version, "start": covered, "end": num})
+    return spans
+
+
+def _joined(one: _Part, other: _Part) -> _Part:
+    if not one.ids:
+        return other
+    at = len(one.ids)
+    spans = [dict(span) for span in one.spans]
+    for span in other.spans:
+        moved = {**span, "start": span["start"] + at, "end": span["end"] + at}
+        if spans and spans[-1]["version"] == moved["version"]:
+            spans[-1]["end"] = moved["end"]
+        else:
+            spans.append(moved)
+    names = one.logprobs.keys() | other.logprobs.keys()
+    return _Part(
+        one.ids + other.ids,
+        one.text + other.text,
+        {name: one.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
+        spans,
+    )
+
+
+def read_transcript(body: bytes, interval: int) -> Transcript | None:
+    """The transcript of a ``/generate`` body; None if it asks for more than one completion."""
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or not isinstance(raw.get("sampling_params") or {}, dict):
+        return None
+    ids, text = raw.get("input_ids"), raw.get("text")
+    is_single = isinstance(text, str) or (
+        isinstance(ids, list) and all(type(one) is int for one in ids)
+    )
+    if not is_single or (raw.get("sampling_params") or {}).get("n", 1) != 1:
+        return None
+    return Transcript(raw, interval)

@@ -1,0 +1,86 @@
+"""``kill -9`` of an embedded engine while hundreds of requests run on it."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from engines.embedded.tiny import make_tiny_model
+from engines.launch import EngineSpec, LocalLauncher
+from rollout.router import Member, RouterHost
+
+from .conftest import Settings
+
+NUM = 200
+TOKENS = 64
+
+pytestmark = pytest.mark.embedded
+
+
+async def test_all_of_200_requests_are_answered_though_an_engine_is_killed(tmp_path, capsys):
+    model = make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    launcher = LocalLauncher()
+    specs = [
+        EngineSpec(
+            engine_id=f"e-{number}",
+            kind="embedded",
+            model_path=str(model),
+            log_path=str(tmp_path / f"{number}.log"),
+        )
+        for number in range(2)
+    ]
+    engines = await asyncio.gather(*map(launcher.launch, specs))
+    host = RouterHost(Settings(token_failover="on", failover_interval=4))
+    endpoint = await host.start()
+    try:
+        await host.set_members(
+            1, [Member(f"e-{number}", engine.endpoint) for number, engine in enumerate(engines)]
+        )
+        await host.set_gate("open", weight_version=1)
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        connector = aiohttp.TCPConnector(limit=NUM)
+        async with aiohttp.ClientSession(endpoint.url, connector=connector) as client:
+            progress = [0] * NUM
+
+            async def ask(number):
+                prompt = [number % 200 + 10, 7, 8, 9]
+                body = {
+                    "input_ids": prompt,
+                    "sampling_params": sampling,
+                    "return_logprob": True,
+                    "stream": number % 2 == 0,
+                }
+                last = b""
+                async with client.post("/generate", json=body) as answer:
+                    assert answer.status == 200
+                    if not body["stream"]:
+                        return await answer.json()
+                    async for line in answer.content:
+                        if line.startswith(b"data: {"):
+                            progress[number] += 1
+                            last = line
+                return json.loads(last[6:])
+
+            asked = [asyncio.ensure_future(ask(number)) for number in range(NUM)]
+            while sum(progress) < NUM:
+                await host.stats()
+            assert (await host.stats())["engines"][0]["num_in_flight"] > 50
+            await engines[0].kill()
+            answers = await asyncio.gather(*asked)
+        stats = await host.stats()
+    finally:
+        await host.stop(0)
+        await asyncio.gather(*(engine.kill() for engine in engines))
+    for payload in answers:
+        meta = payload["meta_info"]
+        assert len(payload["output_ids"]) == TOKENS == meta["completion_tokens"]
+        assert [one[1] for one in meta["output_token_logprobs"]] == payload["output_ids"]
+        assert meta["finish_reason"]["type"] == "length"
+    assert stats["num_failovers"] > 50
+    assert stats["num_broken_replies"] == 0
+    with capsys.disabled():
+        print(
+            f"\nkill -9 with {NUM} in flight: {stats['num_failovers']} went on elsewhere, "
+            f"{stats['num_tokens_kept']} tokens kept, {stats['num_tokens_recomputed']} recomputed"
+        )
