@@ -19,7 +19,7 @@ from engines.features import read_features
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, WeightsReport
 from rollout.admission import unfit
-from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+from rollout.config import EngineKind, GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
 from rollout.errors import ConfigError, EngineFailure, LifecycleError, PhaseFailed
 from rollout.fanout import Answer, describe, fan_out, settle
 from rollout.types import EngineSlot
@@ -200,6 +200,8 @@ class Roster:
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(budget_s):
+                if self._settings.group.engine.kind is EngineKind.ATTACHED:
+                    await _confirm_ended_by_others(old)
                 await _confirm_gone(old)
                 await self._starter(old.slot, lead)()
         except Exception as error:
@@ -372,6 +374,17 @@ async def _confirm_gone(member: Member) -> None:
             operation="kill",
         )
     member.is_gone = True
+
+
+async def _confirm_ended_by_others(member: Member) -> None:
+    """An attached engine is not ours to kill, and what it holds after a failure nobody knows."""
+    if await member.process.is_alive():
+        raise EngineFailure(
+            f"engine {member.engine_id} is attached and still runs; whoever launched it has to "
+            "end it, and start it again, before it can serve",
+            engine_id=member.engine_id,
+            operation="restart",
+        )
 
 
 async def _is_heard(process: RunningEngine) -> bool:

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(400)
 
 W, KV, GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 LONG = SamplingParams(max_new_tokens=120, temperature=0.0, ignore_eos=True)
+# Not over before a pause that is sent at its first token, on a busy machine either.
+LONGER = SamplingParams(max_new_tokens=500, temperature=0.0, ignore_eos=True)
 
 DIFFERENCES: dict[str, dict[str, str]] = {
     "an abort by id ends every id that begins with it": {
@@ -150,8 +152,8 @@ async def test_a_pause_ends_what_runs_and_holds_what_comes(bench: Bench) -> None
 async def test_a_frozen_request_goes_on_as_if_nothing_had_been(
     bench: Bench, mode: PauseMode
 ) -> None:
-    whole = await bench.engine.generate(input_ids=PROMPT, sampling_params=LONG)
-    async with bench.in_flight(LONG) as request:
+    whole = await bench.engine.generate(input_ids=PROMPT, sampling_params=LONGER)
+    async with bench.in_flight(LONGER) as request:
         await bench.engine.pause_generation(mode)
         await bench.engine.continue_generation()
         last = await request.end()
@@ -170,8 +172,8 @@ async def test_flush_waits_for_nobody_unless_told(bench: Bench) -> None:
 
 
 async def test_retracted_requests_let_it_flush_and_release(bench: Bench) -> None:
-    whole = await bench.engine.generate(input_ids=PROMPT, sampling_params=LONG)
-    async with bench.in_flight(LONG) as request:
+    whole = await bench.engine.generate(input_ids=PROMPT, sampling_params=LONGER)
+    async with bench.in_flight(LONGER) as request:
         await bench.engine.pause_generation(PauseMode.RETRACT)
         with pytest.raises(EngineRejected):
             await bench.engine.flush_cache(0.2)  # with a timeout it means: until all have left
@@ -259,14 +261,14 @@ async def test_an_update_without_a_pause_waits_for_what_runs(bench: Bench) -> No
 
 
 async def test_new_weights_in_a_pause_show_in_the_spans(bench: Bench) -> None:
-    async with bench.in_flight(LONG) as request:
+    async with bench.in_flight(LONGER) as request:
         await bench.engine.pause_generation(PauseMode.RETRACT)
         await bench.push("second", "7")
         await bench.engine.continue_generation()
         last = await request.end()
     old, new = last.weight_versions
     assert (old.version, old.start) == ("0", 0)
-    assert (new.version, new.start, new.end) == ("7", old.end, 120)
+    assert (new.version, new.start, new.end) == ("7", old.end, 500)
     assert last.weight_version == "7"
 
 

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from engines.fake import FakeLauncher
+from engines.fake.launcher import FakeRunningEngine
+from engines.spec import EngineSpec
 from rollout.config import RolloutConfig
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineFailure
 from rollout.placement import assign_slots, local_bundles, plan_placement
+from tests.support.builders import make_group
 
 URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000/"]
 
@@ -53,3 +57,31 @@ def test_attached_engines_take_no_place_of_ours() -> None:
     slots = assign_slots(plan, local_bundles(plan, [], 1.0))["policy", "theirs"]
     assert [slot.engine_id for slot in slots] == ["theirs-0", "theirs-1"]
     assert {slot.bundle_indices for slot in slots} == {()}
+
+
+class Theirs(FakeLauncher):
+    """Launches engines that a kill of ours does not touch."""
+
+    async def launch(self, spec: EngineSpec) -> FakeRunningEngine:
+        running = await super().launch(spec)
+
+        async def kill() -> None:
+            running.num_kills += 1
+
+        running.kill = kill  # type: ignore[method-assign]
+        return running
+
+
+async def test_a_fenced_engine_of_others_comes_back_only_after_they_ended_it() -> None:
+    launcher = Theirs()
+    engine = {"kind": "attached", "urls": URLS[:1]}
+    group, _ = make_group(1, name="theirs", launcher=launcher, engine=engine)
+    await group.start()
+    await group.fence("theirs-0", "it answered nonsense")
+    with pytest.raises(EngineFailure, match="is attached and still runs; whoever launched it"):
+        await group.restart("theirs-0")
+    assert len(launcher.specs) == 1
+    launcher["theirs-0"].die("its owner ended it")
+    await group.restart("theirs-0")
+    assert launcher.specs[1].url == URLS[0]
+    await group.stop()
