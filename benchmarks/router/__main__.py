@@ -31,7 +31,7 @@ from benchmarks.router import load, peers
 
 ROOT = Path(__file__).parents[2]
 NUM_ENGINES = 4
-TARGETS = ("ours", "sglang_router", "smg", "fastapi_httpx", "direct")
+TARGETS = ("ours", "ours_failover", "sglang_router", "smg", "fastapi_httpx", "direct")
 PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 
@@ -244,7 +244,7 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 16384 if hard == resource.RLIM_INFINITY else min(16384, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    repeats, for_s, num_many = (1, 0.5, 512) if arguments.quick else (3, 3.0, 4096)
+    repeats, for_s, num_many = (1, 0.5, 512) if arguments.quick else (3, 2.0, 4096)
     result = measure(repeats=repeats, for_s=for_s, num_many=num_many)
     result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi")
     result["repeats"] = repeats

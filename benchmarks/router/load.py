@@ -12,7 +12,7 @@ IDS = list(range(1000, 1340))
 
 def request_bytes(kind: str) -> bytes:
     """2 KB with token ids, as training sends them; a stop string says what is wanted back."""
-    sampling = {"max_new_tokens": 16, "temperature": 1.0, "stop": [f"kind={kind}"]}
+    sampling = {"max_new_tokens": 128, "temperature": 1.0, "stop": [f"kind={kind}"]}
     payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
     body = json.dumps(payload).encode()
     return (

@@ -5,6 +5,10 @@ headers.py, stamp.py      what is changed in a message            (pure)
 message.py, answers.py    a request read; what we answer ourselves
 protocol.py               the client's connection
 exchange.py               one request from its first byte to its last
+tokens.py, failover.py    a request that goes on elsewhere       (tokens.py: pure)
+pairs.py                  prefill and decode engines
+keys.py, limits.py        who may ask; how many may
+metrics.py, recordings.py what is counted; what is kept on request
 upstream.py               the engines' connections
 proxy.py                  what all exchanges share
 app.py, control.py        what can be read over HTTP; what the router asks engines

@@ -34,6 +34,11 @@ def problem(status: int, kind: str, message: str) -> Answer:
     return Answer(status, {"error": {"type": kind, "message": message}})
 
 
+def unauthorized() -> Answer:
+    error = {"type": "unauthorized", "message": "a bearer key is needed: Authorization: Bearer KEY"}
+    return Answer(401, {"error": error}, ((b"www-authenticate", b"Bearer"),))
+
+
 def refused(refusal: Refusal) -> Answer:
     """503 and when to come again; 499 for an abort."""
     error = {

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 
 from engines.errors import EngineUnreachable
 from rollout.router.control import ControlClient
+from rollout.router.metrics import exposition
 from rollout.router.proxy import Proxy
 from rollout.routing import Member, MemberState
 
@@ -62,6 +63,26 @@ def control_app(proxy: Proxy, control: ControlClient) -> FastAPI:
     async def engines() -> dict[str, Any]:
         """Gate, membership with states and load, and how requests ended."""
         return {**gate.stats(), **proxy.stats()}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(exposition(proxy), media_type="text/plain; version=0.0.4")
+
+    @app.get("/sessions/{session_id}")
+    async def session(session_id: str) -> JSONResponse:
+        """The recorded turns of a session, oldest first."""
+        turns = proxy.recordings.get(session_id)
+        if turns is None:
+            return _no_session(session_id)
+        return JSONResponse({"session_id": session_id, "turns": turns})
+
+    @app.delete("/sessions/{session_id}")
+    async def delete_session(session_id: str) -> JSONResponse:
+        """Forget the recorded turns of a session."""
+        if not proxy.recordings.delete(session_id):
+            return _no_session(session_id)
+        return JSONResponse({"session_id": session_id})
 
     async def pass_on(request: Request) -> Response:
         members = [member for member in gate.members if member.state in _CAN_ANSWER]
@@ -114,6 +135,11 @@ def control_app(proxy: Proxy, control: ControlClient) -> FastAPI:
         return JSONResponse(answer, 502 if failed else 200)
 
     return app
+
+
+def _no_session(session_id: str) -> JSONResponse:
+    message = f"nothing is recorded of session {session_id}"
+    return JSONResponse({"error": {"type": "not_found", "message": message}}, 404)
 
 
 async def _abort_on(control: ControlClient, member: Member, body: bytes) -> tuple[str, str]:

@@ -62,11 +62,13 @@ class Exchange:
     __slots__ = (
         "_admission",
         "_client",
+        "_engine_id",
         "_expects_continue",
         "_failure",
         "_has_written",
         "_head",
         "_headers",
+        "_is_admitted",
         "_is_chunking",
         "_is_close_delimited",
         "_is_done",
@@ -98,6 +100,7 @@ class Exchange:
         route: Route,
         headers: Headers,
         *,
+        is_admitted: bool = True,
         is_last: bool = False,
         is_http_1_0: bool = False,
         expects_continue: bool = False,
@@ -108,6 +111,7 @@ class Exchange:
         self._route = route
         self._headers = headers
         self._expects_continue = expects_continue
+        self._is_admitted = is_admitted
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self._is_on = False
@@ -119,6 +123,7 @@ class Exchange:
         self._admission: Admission | None = None
         self._failure: ConnectionFailure | None = None
         self._prefill: PrefillSide | None = None
+        self._engine_id = ""
         self._num_attempts = 0
         self._head = b""
         self._has_written = False
@@ -138,7 +143,9 @@ class Exchange:
         self._is_on = True
         self.began_s = self._proxy.now_s()
         self._proxy.live.add(self)
-        if self._route.problem:
+        if not self._is_admitted:
+            self._answer(answers.unauthorized())
+        elif self._route.problem:
             self._answer(answers.problem(400, "bad_request", self._route.problem))
         elif (refusal := self._proxy.gate.would_refuse()) is not None:
             self._answer(answers.refused(refusal))
@@ -231,6 +238,7 @@ class Exchange:
         request = self._request
         assert request is not None
         self._admission = admission
+        self._engine_id = admission.member.engine_id
         admission.on_cut = self._cut_off
         self._num_attempts += 1
         if self._failure is not None:
@@ -418,6 +426,9 @@ class Exchange:
             self._client.cut(is_flushed=not self._is_close_delimited)
 
     def _finish(self) -> None:
+        self._proxy.latencies.observe(
+            self._route.path, self._engine_id, self._proxy.now_s() - self.began_s
+        )
         self._end()
         self._client.finish(is_closing=self.is_last)
 

@@ -14,7 +14,7 @@ from rollout.router import answers
 from rollout.router.exchange import Exchange, chunk
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
-from rollout.router.message import is_failover_asked
+from rollout.router.message import is_on, session_of
 from rollout.router.tokens import Transcript, read_transcript
 from rollout.router.upstream import ReplyHead
 
@@ -28,6 +28,7 @@ class TokenExchange(Exchange):
         "_buffer",
         "_content_type",
         "_is_foreign",
+        "_session",
         "_status",
         "_transcript",
         "_wants_chunks",
@@ -40,13 +41,31 @@ class TokenExchange(Exchange):
         self._is_foreign = False
         self._wants_chunks = not self.is_decoding
         self._buffer = b""
+        self._session = ""
         proxy = self._proxy
-        if proxy.token_failover == "on" or is_failover_asked(self._headers):
+        is_recorded = is_on(self._headers, b"x-record-turn")
+        is_asked = proxy.token_failover == "asked" and is_on(self._headers, b"x-token-failover")
+        if proxy.token_failover == "on" or is_asked or is_recorded:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts = [body]
             self._transcript = read_transcript(body, proxy.failover_interval)
             self.is_decoding = self.is_decoding or self._transcript is not None
+            if is_recorded and (why := self._why_not_recorded(body)):
+                self._answer(why)
+                return
         super()._begin()
+
+    def _why_not_recorded(self, body: bytes) -> answers.Answer | None:
+        """Make ready to record; or why that cannot be."""
+        transcript, proxy = self._transcript, self._proxy
+        self._session = session_of(body, self._headers)
+        if transcript is None or not transcript.prompt or not self._session:
+            message = "a recorded turn needs one prompt as input_ids, and a session id"
+            return answers.problem(400, "bad_request", message)
+        transcript.ask_for_logprobs()
+        if why := proxy.recordings.why_not(self._session, proxy.now_s()):
+            return answers.problem(507, "recordings_full", why)
+        return None
 
     def _body(self) -> bytes | None:
         return self._transcript.body() if self._transcript is not None else None
@@ -132,6 +151,10 @@ class TokenExchange(Exchange):
         counts = self._proxy.counts
         counts.num_tokens_recomputed += transcript.num_recomputed
         counts.num_tokens_kept += transcript.num_kept
+        if self._session:
+            self._proxy.recordings.add(
+                self._session, transcript.prompt, payload, self._proxy.now_s()
+            )
         if transcript.is_streamed:
             self._tell(payload)
             self._client.write(self._framed(_DONE, is_last=True))

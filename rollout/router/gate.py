@@ -121,6 +121,7 @@ class Gate:
         self.phase = ""
         self.weight_version: int | None = None
         self._since_s = clock()
+        self._spent_s = dict.fromkeys(GateState, 0.0)
         self._waiters: dict[Waiter, None] = {}
         self._held_bytes = 0
         self._max_held = max_held
@@ -145,7 +146,9 @@ class Gate:
     ) -> None:
         """Open, hold or close.  ``weight_version`` None leaves the version as it is."""
         if state is not self.state:
-            self._since_s = self._clock()
+            now_s = self._clock()
+            self._spent_s[self.state] += now_s - self._since_s
+            self._since_s = now_s
         self.state = state
         self.reason = reason
         self.phase = phase
@@ -275,6 +278,12 @@ class Gate:
     @property
     def num_held(self) -> int:
         return len(self._waiters)
+
+    def seconds_by_state(self) -> dict[str, float]:
+        """How long the gate has been in each state so far."""
+        spent_s = {state.value: spent for state, spent in self._spent_s.items()}
+        spent_s[self.state.value] += self._clock() - self._since_s
+        return spent_s
 
     def stats(self) -> dict[str, Any]:
         """All of it, ready for JSON."""

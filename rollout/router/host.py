@@ -26,6 +26,7 @@ from rollout.errors import ConfigError, PhaseTimeout, RolloutError
 from rollout.router.app import control_app
 from rollout.router.control import ControlClient
 from rollout.router.gate import ConnectionFailure, Gate, GateState
+from rollout.router.limits import check_file_descriptors
 from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
 from rollout.router.settings import RouterSettings
@@ -70,7 +71,7 @@ class RouterHost:
         )
         pool = Pool(
             connect_timeout_s=settings.connect_timeout_s,
-            max_connections=settings.max_connections,
+            max_connections=check_file_descriptors(settings.max_connections),
         )
         self._control = ControlClient(
             connect_timeout_s=settings.connect_timeout_s,

@@ -46,11 +46,9 @@ def session_of(body: bytes, headers: Headers) -> str:
     return session if isinstance(session, str) else ""
 
 
-def is_failover_asked(headers: Headers) -> bool:
-    return any(
-        name == b"x-token-failover" and value.lower() in (b"on", b"1", b"true")
-        for name, value in headers
-    )
+def is_on(headers: Headers, name: bytes) -> bool:
+    """The client has switched this on in a header."""
+    return any(key == name and value.lower() in (b"on", b"1", b"true") for key, value in headers)
 
 
 def prompt_of(body: bytes) -> bytes:

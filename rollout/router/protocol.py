@@ -148,14 +148,19 @@ class RouterProtocol(HttpToolsProtocol):
         is_http_1_0 = self.parser.get_http_version() != "1.1"
         is_last = is_http_1_0 or not self.parser.should_keep_alive()
         turn: _Turn
-        if route.is_generation:
+        keys = self._proxy.keys
+        is_admitted = not keys.are_needed or keys.admit(
+            self.headers, route.path, is_generation=route.is_generation
+        )
+        if route.is_generation or not is_admitted:
             may_fail_over = self._proxy.token_failover != "off" and route.path == "/generate"
             turn = (TokenExchange if may_fail_over else Exchange)(
                 self._proxy,
                 self,
                 self.parser.get_method(),
                 route,
-                self.headers,
+                keys.strip(self.headers),
+                is_admitted=is_admitted,
                 is_last=is_last,
                 is_http_1_0=is_http_1_0,
                 expects_continue=self.expect_100_continue,

@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from rollout.router.exchange import Exchange
 from rollout.router.gate import Gate
 from rollout.router.headers import Headers
+from rollout.router.keys import Keys
 from rollout.router.message import Request, prompt_of, session_of
+from rollout.router.metrics import Latencies
+from rollout.router.recordings import Recordings
 from rollout.router.settings import RouterSettings
 from rollout.router.upstream import Pool
 from rollout.routing import Hint
@@ -53,6 +56,13 @@ class Proxy:
         self.token_failover = settings.token_failover
         self.failover_interval = settings.failover_interval
         self.max_failovers = settings.max_failovers
+        self.keys = Keys(settings.client_key, settings.control_key)
+        self.recordings = Recordings(
+            max_bytes=settings.max_recorded_bytes,
+            max_sessions=settings.max_sessions,
+            ttl_s=settings.session_ttl_s,
+        )
+        self.latencies = Latencies()
         self.counts = Counts()
         self.live: set[Exchange] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
@@ -93,6 +103,7 @@ class Proxy:
         while True:
             await asyncio.sleep(SWEEP_S)
             self.pool.sweep()
+            self.recordings.forget_old(self.now_s())
             since_s = self.now_s() - self.request_timeout_s
             for exchange in [one for one in self.live if one.began_s < since_s]:
                 exchange.expire(self.request_timeout_s)

@@ -71,6 +71,15 @@ class Transcript:
         self.num_recomputed = 0
         self.num_seams = 0
 
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt as tokens, if its client sent it so."""
+        ids = self._raw.get("input_ids")
+        return ids if isinstance(ids, list) else []
+
+    def ask_for_logprobs(self) -> None:
+        self._raw["return_logprob"] = True
+
     # -- to the engine ----------------------------------------------------------------------
 
     def body(self) -> bytes:
