@@ -280,6 +280,7 @@ def test_a_push_of_some_tensors_does_not_make_a_stale_engine_whole(tmp_path, upd
             await bench.server.offload()
             await bench.server.onload(push(2, names))
             assert state(bench, "main-0") == "fenced"
+            assert (await engine(bench, "main-0")).state == "stale"
             assert state(bench, "main-1") == "serving"
             await bench.server.offload()
             await bench.server.onload()
@@ -589,12 +590,53 @@ async def test_a_late_answer_during_a_command_is_not_held_against_the_engine(
         gate = bench["main-1"].hold("pause_generation")
         updating = asyncio.create_task(bench.server.update_and_continue(push(1)))
         await gate.entered.wait()
-        fail_probes(bench, "main-0", 20)
+        fail_probes(bench, "main-0", 8)
         await asyncio.sleep(10)
-        bench["main-0"].calls.clear()
         gate.open()
         await updating
+        await asyncio.sleep(10)
         assert launches(bench, "main-0") == 1
+
+
+@virtual_time
+async def test_what_was_found_of_the_old_engine_is_not_held_against_the_new(
+    tmp_path: Path,
+) -> None:
+    async with watched(tmp_path) as bench:
+        launch = bench.launcher.hold("main-0")
+        bench["main-0"].die("segfault")
+        await launch.entered.wait()
+        slow = bench["main-1"].hold("is_ready")
+        await slow.entered.wait()  # main-0 has been looked at; the look is not over
+        launch.open()
+        await until(lambda: state(bench, "main-0") == "serving", timeout_s=0.4)
+        assert slow.num_waiting == 1
+        slow.open()
+        await asyncio.sleep(20)
+        assert launches(bench, "main-0") == 2
+
+
+@virtual_time
+async def test_an_older_view_of_the_engines_never_gets_a_newer_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(tmp_path, recover=False) as bench:
+        group, waits = bench.groups["main"], [5.0, 0.0]
+        look = group.status
+
+        async def slow_answer() -> Any:
+            seen = await look()
+            await asyncio.sleep(waits.pop(0))
+            return seen
+
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "status", slow_answer)
+            older = asyncio.create_task(bench.server.publish_members())
+            await asyncio.sleep(1)
+            await group.fence("main-0", "it was slow")
+            await bench.server.publish_members()
+            await older
+        assert state(bench, "main-0") == "fenced"
 
 
 # -- stop and mishaps ---------------------------------------------------------------------------
