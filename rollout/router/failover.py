@@ -35,12 +35,13 @@ class TokenExchange(Exchange):
     )
 
     _transcript: Transcript | None
+    _buffer: list[bytes]
 
     def _begin(self) -> None:
         self._transcript = None
         self._is_foreign = False
         self._wants_chunks = not self.is_decoding
-        self._buffer = b""
+        self._buffer = []
         self._session = ""
         proxy = self._proxy
         is_recorded = is_on(self._headers, b"x-record-turn")
@@ -76,7 +77,7 @@ class TokenExchange(Exchange):
         transcript = self._transcript
         if transcript is None:
             return super().on_reply(head, is_alone)
-        self._buffer = b""
+        self._buffer = []
         content_type = dict(head.headers).get(b"content-type", b"")
         self._is_foreign = head.status != 200 or not content_type.startswith(b"text/event-stream")
         if self._is_foreign:
@@ -90,15 +91,15 @@ class TokenExchange(Exchange):
         transcript = self._transcript
         if transcript is None:
             return super().on_reply_data(data, is_end)
-        self._buffer += data
+        self._buffer.append(data)
         if self._is_foreign:
             if is_end:
                 self._pass_on_refusal()
             return None
-        *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
+        events = self._whole_events()
         try:
             for event in events:
-                if not event.startswith(b"data:") or event == b"data: [DONE]":
+                if not event.startswith(b"data:") or event.startswith(b"data: [DONE]"):
                     continue
                 payload = json.loads(event[5:])
                 if "error" in payload:
@@ -114,6 +115,17 @@ class TokenExchange(Exchange):
         if transcript.is_streamed and events and transcript.is_safe:
             self._tell(transcript.payload())
         return None
+
+    def _whole_events(self) -> list[bytes]:
+        """Take the events that are complete out of the buffer."""
+        tail = self._buffer[-2][-3:] if len(self._buffer) > 1 else b""
+        newest = tail + self._buffer[-1]
+        end = b"\n\n" if b"\n\n" in newest else b"\r\n\r\n"
+        if end not in newest:
+            return []
+        *events, rest = b"".join(self._buffer).split(end)
+        self._buffer = [rest] if rest else []
+        return events
 
     def on_upstream_lost(self, why: str) -> None:
         if self._transcript is not None and self._transcript.is_over:
@@ -204,9 +216,13 @@ class TokenExchange(Exchange):
     def _pass_on_refusal(self) -> None:
         """The engine said no, or answered otherwise than was asked: that is final."""
         if self._has_written:
-            answer = answers.problem(502, "engine_refused", self._buffer[:200].decode("latin-1"))
+            answer = answers.problem(
+                502, "engine_refused", b"".join(self._buffer)[:200].decode("latin-1")
+            )
             return self._break_off(answer)
-        return self._whole(self._status, self._content_type, self._buffer, self._admission)
+        return self._whole(
+            self._status, self._content_type, b"".join(self._buffer), self._admission
+        )
 
     def _pass_on_error(self, payload: dict[str, Any]) -> None:
         error = payload["error"]
