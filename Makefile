@@ -6,6 +6,8 @@ VENV ?= .venv
 # Passed on as they are: make test PYTEST_ARGS="-k gate -x", make bench BENCH_ARGS="--json".
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
+# Two processes, each test file whole in one of them: most of the suite waits for processes it started.
+TEST_WORKERS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 RUN_EXTRAS := ray,embedded,bench,data

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ray_worlds import RayWorld, ray_world
+
 SHARED_MEMORY = Path("/dev/shm")
 # Set before the first test: what a test starts inherits it, however often it is reparented.
 MARK = "ROLLOUT_TEST_RUN"
@@ -77,3 +79,10 @@ def nothing_is_left_behind() -> Iterator[None]:
         left = [name for name in left if name in still]
     if left:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayWorld]:
+    """One cluster for all tests of this process: a second one in it is not possible."""
+    with ray_world() as world:
+        yield world

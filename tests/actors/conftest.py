@@ -4,14 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ray_worlds import RayWorld, World, ray_world, stub_world
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[RayWorld]:
-    """One cluster for all: starting it is the slow part."""
-    with ray_world() as world:
-        yield world
+from tests.support.ray_worlds import World, stub_world
 
 
 @pytest.fixture(scope="module", params=["stub", pytest.param("ray", marks=pytest.mark.ray)])

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from rollout import RolloutConfig, launch
 from rollout.handle import DeploymentHandle, ServerHandle
 from rollout.types import EngineStatus
 from tests.support.processes import wait_until
-from tests.support.ray_worlds import ray_world
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
@@ -53,8 +52,9 @@ def deployment(
             },
         }
     )
-    world = ray_world() if request.param == "ray" else nullcontext()
-    with world, launch(config, backend=request.param) as handle:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    with launch(config, backend=request.param) as handle:
         yield handle
 
 
