@@ -1,34 +1,41 @@
 """The rollout driver: prompts in, sample groups out, in the order of the prompts.
 
-Always true: every prompt of a call comes back as one group of exactly ``group_size`` samples,
-each with a status; nothing is dropped and nothing is generated twice.
+Always true: every prompt is delivered as one group, dropped by a filter or for its age and counted
+as that, or still pending in its stream; a list of prompts without filters comes back whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from engines.protocol import SamplingParams
-from rollout.driver.client import GenerateClient
+from rollout.driver.completing import Completer
+from rollout.driver.concurrency import Bounds, next_limit
+from rollout.driver.door import Door
+from rollout.driver.evaluation import EvalDataset, EvalResult, evaluated
+from rollout.driver.hooks import Hooks, OnSample, Reward
+from rollout.driver.http_door import HttpDoor
+from rollout.driver.limiter import Limiter
+from rollout.driver.metrics import StepStats, step_metrics
+from rollout.driver.options import Batch, RolloutOptions
+from rollout.driver.prompts import Prompt as Prompt
+from rollout.driver.retry import Patience
+from rollout.driver.sources import Fixed
+from rollout.driver.stream import Engines, Progress, PromptSource, Stream
 from rollout.errors import ConfigError, RolloutError
 from rollout.pending import LoopThread, Pending
-from rollout.types import Sample, SampleGroup, SampleStatus
+from rollout.samples import SampleGroup, version_number
 
-Reward = Callable[[Sample], float | Awaitable[float]]
-OnSample = Callable[[Sample], None]
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt: its token ids, and whatever the reward needs to judge the completion."""
-
-    ids: tuple[int, ...]
-    metadata: dict[str, Any] = field(default_factory=dict)
+OnMetrics = Callable[[int, Mapping[str, float]], None]
+OnProgress = Callable[[Progress], None]
+_DEFAULT_OPTIONS = RolloutOptions()
 
 
 class RolloutDriver:
@@ -37,9 +44,18 @@ class RolloutDriver:
     Args:
         url: the router's.
         reward: called with each completed or truncated sample; sync or async.
+        hooks: more callables of the user; ``reward`` goes before theirs.
         max_in_flight: requests at the same time; further ones wait.
+        adapt_every_s: how often the number in flight follows the engines' load, up to
+            ``max_in_flight``; None leaves it there.
         request_timeout_s: for one completion.
-        max_failed_share: a call whose share of failed samples is over this raises.
+        max_failed_share: a call whose share of failed samples is over this raises; where
+            ``options`` are given, theirs counts.
+        max_prompt_tokens: a longer prompt in a list raises before anything is generated.
+        patience: how much one sample may go through before it fails.
+        on_metrics: told the figures of every rollout and evaluation.
+        door: in the place of HTTP to ``url``.
+        clock: seconds that slots are counted in; the event loop's if left out.
     """
 
     def __init__(
@@ -47,91 +63,236 @@ class RolloutDriver:
         url: str,
         reward: Reward | None = None,
         *,
+        hooks: Hooks | None = None,
         max_in_flight: int = 512,
+        adapt_every_s: float | None = 2.0,
         request_timeout_s: float = 600.0,
         max_failed_share: float = 0.0,
+        max_prompt_tokens: int | None = None,
+        patience: Patience | None = None,
+        on_metrics: OnMetrics | None = None,
+        door: Door | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if max_in_flight < 1:
             raise ConfigError(f"max_in_flight = {max_in_flight}: must be at least 1")
-        self._client = GenerateClient(url, max_in_flight=max_in_flight, timeout_s=request_timeout_s)
-        self._reward = reward
-        self._in_flight = asyncio.Semaphore(max_in_flight)
-        self._max_failed_share = max_failed_share
+        given = hooks or Hooks()
+        self._hooks = given if reward is None else replace(given, reward=reward)
+        self._options = replace(_DEFAULT_OPTIONS, max_failed_share=max_failed_share)
+        self._bounds = Bounds(highest=max_in_flight)
+        self._adapt_every_s = adapt_every_s
+        self._most = max_prompt_tokens
+        self._on_metrics = on_metrics
+        door = door or HttpDoor(url, timeout_s=request_timeout_s)
+        limiter = Limiter(max_in_flight, clock=clock or asyncio.get_running_loop().time)
+        completer = Completer(door, limiter, patience or Patience(), on_version=self._saw_version)
+        self._engines = Engines(door, limiter, completer)
+        self._streams: dict[int, tuple[PromptSource, Stream]] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        await self._client.close()
+        """Abort what is in flight and close the connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        for _, stream in self._streams.values():
+            await stream.close()
+        await self._engines.door.close()
+
+    async def __aenter__(self) -> RolloutDriver:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- rollouts ---------------------------------------------------------------------------
 
     async def rollout(
         self,
         rollout_id: int,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | PromptSource,
         *,
         group_size: int,
         sampling: SamplingParams,
+        num_groups: int | None = None,
+        options: RolloutOptions | None = None,
+        weight_version: int | None = None,
         on_sample: OnSample | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[SampleGroup]:
-        """Generate ``group_size`` samples for every prompt.
+        """The groups of one step.
 
         Args:
             rollout_id: the step; kept in each sample's metadata.
-            on_sample: called as each sample ends, for a progress bar.
+            prompts: a list, of which every prompt comes back as a group; or a source, of which
+                the next ``num_groups`` are made, and which keeps its partial groups here.
+            options: how; see ``RolloutOptions``.
+            weight_version: the policy's, where the caller knows it; samples are too old by it.
+            on_sample: called as each sample ends.
+            on_progress: called as the batch fills, for a progress bar.
 
         Raises:
-            ConfigError: no prompt, an empty prompt, or a group size below 1.
-            RolloutError: too many samples failed; the message has the first reason.
+            ConfigError: no prompt, an empty prompt, or a setting that does not fit.
+            RolloutError: too many samples failed, or filters dropped too much; nothing is lost.
         """
+        self._watch()
+        options = options or self._options
+        if weight_version is not None:
+            self.set_weight_version(weight_version)
+        if isinstance(prompts, Sequence):
+            self._check(prompts)
+            batch = Batch(len(prompts), group_size, sampling)
+            stream = Stream(Fixed(prompts), self._engines, self._hooks, batch, options)
+        else:
+            if num_groups is None:
+                raise ConfigError("num_groups is needed to roll out from a source")
+            stream = self._stream(prompts, Batch(num_groups, group_size, sampling), options)
+        if options.max_version_lag is not None:
+            await self._refresh()
+        try:
+            groups = await stream.batch(on_sample=on_sample, on_progress=on_progress)
+        finally:
+            if isinstance(prompts, Sequence):
+                await stream.close()
+        if isinstance(prompts, Sequence) and not groups:
+            raise RolloutError(f"filters dropped all groups: {dict(stream.stats.rejected)}")
+        for group in groups:
+            for sample in group.samples:
+                sample.metadata["rollout_id"] = rollout_id
+        self._tell(rollout_id, groups, stream.stats)
+        return groups
+
+    async def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
+        """Evaluate every data set, all tokens from one weight version.
+
+        Raises:
+            ConfigError: a data set's settings do not fit.
+            RolloutError: the weight version changed meanwhile, and again when it was redone.
+        """
+        self._watch()
+        await self._refresh()
+        result = await evaluated(
+            rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
+        )
+        if self._on_metrics is not None:
+            self._on_metrics(rollout_id, result.metrics)
+        return result
+
+    # -- state ------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int | None:
+        """The policy's newest version, as far as the driver knows."""
+        return self._engines.weight_version
+
+    def set_weight_version(self, version: int) -> None:
+        """The policy has moved on; an older one than is known changes nothing."""
+        self._engines.weight_version = max(version, self._engines.weight_version or 0)
+
+    def state_of(self, source: PromptSource) -> dict[str, Any]:
+        """Source, partial groups and all: JSON that ``restore`` goes on from.
+
+        Raises:
+            ConfigError: nothing was rolled out from this source.
+        """
+        return self.stream_of(source).state_dict()
+
+    def stream_of(self, source: PromptSource) -> Stream:
+        """The stream of a source that was rolled out from.
+
+        Raises:
+            ConfigError: nothing was.
+        """
+        if id(source) not in self._streams:
+            raise ConfigError("nothing was rolled out from this source by this driver")
+        return self._streams[id(source)][1]
+
+    def restore(
+        self,
+        source: PromptSource,
+        state: Mapping[str, Any],
+        *,
+        num_groups: int,
+        group_size: int,
+        sampling: SamplingParams,
+        options: RolloutOptions | None = None,
+    ) -> None:
+        """Go on where ``state`` was written, instead of where ``source`` begins.
+
+        Raises:
+            ConfigError: the state does not fit the source or the group size.
+        """
+        batch = Batch(num_groups, group_size, sampling)
+        self._stream(source, batch, options or self._options).load_state_dict(state)
+
+    def _stream(self, source: PromptSource, batch: Batch, options: RolloutOptions) -> Stream:
+        if id(source) in self._streams:
+            stream = self._streams[id(source)][1]
+            stream.change(batch, options)
+            return stream
+        stream = Stream(source, self._engines, self._hooks, batch, options)
+        # With the source, so that its id stays its own.
+        self._streams[id(source)] = (source, stream)
+        return stream
+
+    # -- engines ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._adapt_every_s is not None and self._watching is None:
+            self._watching = asyncio.create_task(self._follow_load(self._adapt_every_s))
+
+    async def _follow_load(self, every_s: float) -> None:
+        limiter = self._engines.limiter
+        while True:
+            try:
+                load = await self._engines.door.load()
+            except Exception:  # the next look may be better
+                logger.warning("cannot read the engines' load", exc_info=True)
+                load = None
+            if load is not None:
+                limiter.limit = next_limit(limiter.limit, limiter.num_used, load, self._bounds)
+            await asyncio.sleep(every_s)
+
+    async def _refresh(self) -> None:
+        load = await self._engines.door.load()
+        if load is not None and load.weight_version is not None:
+            self.set_weight_version(load.weight_version)
+
+    def _saw_version(self, version: str) -> None:
+        number = version_number(version)
+        if number is not None and number > (self._engines.weight_version or -1):
+            self._engines.weight_version = number
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
         if not prompts:
             raise ConfigError("rollout needs at least one prompt")
-        if group_size < 1:
-            raise ConfigError(f"group_size = {group_size}: must be at least 1")
         for index, prompt in enumerate(prompts):
             if not prompt.ids:
                 raise ConfigError(f"prompt {index} has no tokens")
-
-        async def one(prompt: Prompt) -> Sample:
-            async with self._in_flight:
-                sample = await self._client.sample(
-                    prompt.ids, sampling, {**prompt.metadata, "rollout_id": rollout_id}
+            if self._most is not None and len(prompt.ids) > self._most:
+                raise ConfigError(
+                    f"prompt {index} has {len(prompt.ids)} tokens, at most {self._most} fit",
+                    setting="max_prompt_tokens",
+                    value=self._most,
                 )
-            await self._judge(sample)
-            if on_sample is not None:
-                on_sample(sample)
-            return sample
 
-        async with asyncio.TaskGroup() as tasks:
-            started = [
-                [tasks.create_task(one(prompt)) for _ in range(group_size)] for prompt in prompts
-            ]
-        groups = [
-            SampleGroup(index, [task.result() for task in siblings], prompts[index].metadata)
-            for index, siblings in enumerate(started)
-        ]
-        self._check_failures(groups)
-        return groups
-
-    async def _judge(self, sample: Sample) -> None:
-        if self._reward is None or sample.status in (SampleStatus.FAILED, SampleStatus.ABORTED):
-            return
-        try:
-            reward = self._reward(sample)
-            sample.reward = float(await reward if inspect.isawaitable(reward) else reward)
-        except Exception as error:  # a reward may raise anything; it fails its sample alone
-            sample.status = SampleStatus.FAILED
-            sample.error = f"reward raised {error!r}"
-
-    def _check_failures(self, groups: Sequence[SampleGroup]) -> None:
-        samples = [sample for group in groups for sample in group.samples]
-        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
-        if len(failed) > self._max_failed_share * len(samples):
-            raise RolloutError(
-                f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
+    def _tell(self, rollout_id: int, groups: Sequence[SampleGroup], stats: StepStats) -> None:
+        if self._on_metrics is not None:
+            self._on_metrics(
+                rollout_id, step_metrics(groups, stats, weight_version=self.weight_version)
             )
 
 
 class Driver:
     """The driver for a training loop without an event loop: calls return a ``Pending``.
 
-    Takes the arguments of ``RolloutDriver``; use as a context manager or ``close`` it.
+    Takes the arguments of ``RolloutDriver``; use as a context manager or ``close`` it.  Hooks and
+    callbacks are called on the driver's thread.
     """
 
     def __init__(self, url: str, reward: Reward | None = None, **settings: Any) -> None:
@@ -149,26 +310,44 @@ class Driver:
     def rollout(
         self,
         rollout_id: int,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | PromptSource,
         *,
         group_size: int,
         sampling: SamplingParams,
-        on_sample: OnSample | None = None,
+        **more: Any,
     ) -> Pending[list[SampleGroup]]:
-        """``RolloutDriver.rollout``, started at once.
-
-        ``on_sample`` and a synchronous reward are called on the driver's thread.
-        """
+        """``RolloutDriver.rollout``, started at once."""
         return self._loop.submit(
             self._driver.rollout(
-                rollout_id, prompts, group_size=group_size, sampling=sampling, on_sample=on_sample
+                rollout_id, prompts, group_size=group_size, sampling=sampling, **more
             )
         )
 
+    def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> Pending[EvalResult]:
+        """``RolloutDriver.evaluate``, started at once."""
+        return self._loop.submit(self._driver.evaluate(rollout_id, datasets))
+
+    def set_weight_version(self, version: int) -> None:
+        """The policy has moved on."""
+        self._do(lambda: self._driver.set_weight_version(version))
+
+    def state_of(self, source: PromptSource) -> dict[str, Any]:
+        """``RolloutDriver.state_of``."""
+        state: dict[str, Any] = self._do(lambda: self._driver.state_of(source))
+        return state
+
+    def restore(self, source: PromptSource, state: Mapping[str, Any], **batch: Any) -> None:
+        """``RolloutDriver.restore``."""
+        self._do(lambda: self._driver.restore(source, state, **batch))
+
     def close(self) -> None:
-        """Cancel what is in flight and close the connections."""
-        self._loop.submit(self._driver.close()).result()
-        self._loop.close()
+        """Abort what is in flight and close the connections."""
+        if self._loop.loop.is_closed():
+            return
+        try:
+            self._loop.submit(self._driver.close()).result()
+        finally:
+            self._loop.close()
 
     def __enter__(self) -> Driver:
         return self
@@ -180,3 +359,10 @@ class Driver:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _do(self, call: Callable[[], Any]) -> Any:
+        async def on_the_loop() -> Any:
+            return call()
+
+        work: Coroutine[Any, Any, Any] = on_the_loop()
+        return self._loop.submit(work).result()

@@ -1,0 +1,578 @@
+"""Sample groups out of one source of prompts, one batch after the other.
+
+Always true:
+- every prompt taken from the source is delivered once, dropped once with a reason, or pending:
+  under way, ready, or put aside (``pending``); an error or a cancelled call changes nothing of it;
+- what was put aside goes before what is new, and nothing is taken that cannot soon be begun;
+- groups are delivered in the order in which their prompts left the source.
+
+The three modes differ only in ``plan.capacity`` and in whether a full batch stops the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from bisect import insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Protocol
+
+from engines.protocol import SamplingParams
+from rollout.driver import hooks as hooking
+from rollout.driver.audit import Auditor
+from rollout.driver.completing import Completer, Scope
+from rollout.driver.door import Door
+from rollout.driver.hooks import Hooks, OnSample
+from rollout.driver.limiter import Limiter
+from rollout.driver.metrics import StepStats
+from rollout.driver.options import Batch, RolloutOptions
+from rollout.driver.partial import restart
+from rollout.driver.plan import (
+    Freshness,
+    Mode,
+    WhenStale,
+    capacity,
+    deliverable,
+    may_begin,
+    seed_of,
+)
+from rollout.driver.prompts import Prompt
+from rollout.driver.session import Session
+from rollout.driver.work import Work, work_of, work_state
+from rollout.errors import ConfigError, RolloutError
+from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
+
+logger = logging.getLogger(__name__)
+
+# A request that was on its way to its engine when the abort came is aborted next time.
+_ABORT_AGAIN_S = 0.5
+_REJECTED_PER_GROUP = 10
+_STALE = "stale"
+
+
+class _Age(Enum):
+    FRESH = auto()
+    RENEWED = auto()
+    TOO_OLD = auto()
+
+
+class PromptSource(Protocol):
+    """Where prompts come from; ``rollout.driver.sources`` has some."""
+
+    def take(self) -> Prompt | None:
+        """The next prompt; None when there is none left."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a batch is, for a bar."""
+
+    num_ready: int
+    num_wanted: int
+    num_open: int
+    num_rejected: int
+
+
+@dataclass(slots=True)
+class Engines:
+    """What all streams of a driver share.
+
+    Attributes:
+        weight_version: the policy's newest, as far as it is known.
+    """
+
+    door: Door
+    limiter: Limiter
+    completer: Completer
+    weight_version: int | None = None
+
+
+class Stream:
+    """Batches from one source.
+
+    Args:
+        auditor: told what becomes of every prompt.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        engines: Engines,
+        hooks: Hooks,
+        batch: Batch,
+        options: RolloutOptions,
+        *,
+        auditor: Auditor | None = None,
+    ) -> None:
+        self.auditor = auditor or Auditor()
+        self.stats = StepStats()
+        self._source = source
+        self._engines = engines
+        self._hooks = hooks
+        self._batch = batch
+        self._options = options
+        self._scope = Scope()
+        self._next_serial = 0
+        self._aside: list[Work] = []
+        self._open: dict[int, Work] = {}
+        self._ready: dict[int, Work] = {}
+        self._tasks: dict[int, asyncio.Task[str | None]] = {}
+        self._left: dict[int, int] = {}
+        self._num_unfinished = 0
+        self._is_asked = False
+        self._is_exhausted = False
+        self._broken: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._checked_version: int | None = None
+        self._turn = asyncio.Lock()
+        self._on_sample: OnSample | None = None
+        self._last_end_s: tuple[float, float] | None = None
+
+    # -- batches ----------------------------------------------------------------------------
+
+    async def batch(
+        self,
+        *,
+        on_sample: OnSample | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[SampleGroup]:
+        """The next batch: as many groups as are wanted, fewer only when the source ends.
+
+        Raises:
+            RolloutError: too many samples failed, or filters dropped too much.
+            Exception: what the source raised.
+        """
+        async with self._turn:
+            self._on_sample = on_sample
+            self._begin_counting()
+            self._is_asked = True
+            self._scope.reopen()
+            try:
+                self._renew_what_is_stale(always=True)
+                self._top_up()
+                while not self._is_full():
+                    self._raise_what_is_wrong()
+                    self._changed.clear()
+                    await self._changed.wait()
+                    if on_progress is not None:
+                        on_progress(self._progress())
+                    self._renew_what_is_stale()
+                    self._top_up()
+                self._end_counting()
+            finally:
+                self._is_asked = False
+                if self._options.mode is Mode.SYNC:
+                    await self._stop()
+            groups = self._deliver()
+            self._top_up()
+            return groups
+
+    def change(self, batch: Batch, options: RolloutOptions) -> None:
+        """Other wishes from the next batch on.
+
+        Raises:
+            ConfigError: groups that are under way have another size.
+        """
+        if batch.group_size != self._batch.group_size and self.pending:
+            raise ConfigError(
+                f"group_size = {batch.group_size}: {len(self.pending)} groups of "
+                f"{self._batch.group_size} are under way; take them first",
+                setting="group_size",
+                value=batch.group_size,
+            )
+        self._batch, self._options = batch, options
+
+    @property
+    def pending(self) -> list[int]:
+        """Serials of the prompts that are taken and not yet delivered or dropped."""
+        return [work.serial for work in self._works()]
+
+    async def close(self) -> None:
+        """Abort what is in flight and stop; everything pending is put aside."""
+        self._is_asked = False
+        await self._stop()
+        await self._cancel(list(self._tasks))
+
+    def _works(self) -> list[Work]:
+        works = [*self._aside, *self._open.values(), *self._ready.values()]
+        return sorted(works, key=lambda work: work.serial)
+
+    # -- across a restart -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on exactly here, as JSON has it.
+
+        What is in flight is written down as far as its last reply.
+        """
+        return {
+            "source": dict(self._source.state_dict()),
+            "next_serial": self._next_serial,
+            "works": [work_state(work) for work in self._works()],
+            "audit": self.auditor.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was written; only before the first batch.
+
+        Raises:
+            ConfigError: groups in it have another size than those that are wanted.
+        """
+        if self._next_serial or self._tasks:
+            raise ConfigError("a stream is restored before its first batch, not after")
+        works = [work_of(one) for one in state["works"]]
+        odd = [work for work in works if len(work.samples) > self._batch.group_size]
+        if odd:
+            raise ConfigError(
+                f"group_size = {self._batch.group_size}: the state has groups of "
+                f"{len(odd[0].samples)}",
+                setting="group_size",
+                value=self._batch.group_size,
+            )
+        self._source.load_state_dict(state["source"])
+        self._next_serial = state["next_serial"]
+        self._ready = {work.serial: work for work in works if work.is_accepted}
+        self._aside = [work for work in works if not work.is_accepted]
+        self.auditor.load_state_dict(state["audit"])
+
+    # -- what is begun ----------------------------------------------------------------------
+
+    def _top_up(self) -> None:
+        """Begin groups while there is room; an error of the source is told to who waits."""
+        options, batch = self._options, self._batch
+        most = capacity(
+            Mode(options.mode),
+            batch.num_groups,
+            options.over_sampling,
+            options.max_version_lag,
+            self._is_asked,
+        )
+        limit = self._engines.limiter.limit
+        while not self._scope.is_stopping and may_begin(
+            len(self._open), len(self._ready), self._num_unfinished, limit, most
+        ):
+            work = self._next()
+            if work is None:
+                return
+            self._begin(work)
+
+    def _next(self) -> Work | None:
+        while self._aside:
+            work = self._aside.pop(0)
+            if self._renew(work) is not _Age.TOO_OLD:
+                return work
+            self._drop(work, _STALE)
+        if self._broken is not None or self._is_exhausted:
+            return None
+        try:
+            prompt = self._source.take()
+        except Exception as error:
+            self._broken = error
+            self._changed.set()
+            return None
+        if prompt is None:
+            self._is_exhausted = True
+            self._changed.set()
+            return None
+        work = Work.begin(self._next_serial, prompt, self._batch.group_size)
+        self._next_serial += 1
+        self.auditor.take(work.serial)
+        return work
+
+    def _begin(self, work: Work) -> None:
+        self._open[work.serial] = work
+        self._left[work.serial] = work.num_unfinished
+        self._num_unfinished += work.num_unfinished
+        task = asyncio.get_running_loop().create_task(self._run(work))
+        self._tasks[work.serial] = task
+        task.add_done_callback(partial(self._ended, work))
+
+    async def _run(self, work: Work) -> str | None:
+        """None when it stays unfinished, else why it is dropped, or "" when it is accepted."""
+        places = [
+            place
+            for place, sample in enumerate(work.samples)
+            if sample.is_unfinished or place not in work.judged
+        ]
+        if len(places) == 1:
+            await self._one(work, places[0])
+        elif places:
+            async with asyncio.TaskGroup() as tasks:
+                for place in places:
+                    tasks.create_task(self._one(work, place))
+        if self._renew(work) is _Age.TOO_OLD:
+            return _STALE
+        if work.num_unfinished:
+            return None
+        await hooking.judge_group(self._hooks, work.group())
+        work.samples = [one for one in work.samples if hooking.keeps_sample(self._hooks, one)]
+        if not work.samples:
+            return "no sample left"
+        return hooking.why_dropped(self._hooks, work.group())
+
+    async def _one(self, work: Work, place: int) -> None:
+        if work.samples[place].is_unfinished:
+            await self._generate(work, place)
+            self._left[work.serial] -= 1
+            self._num_unfinished -= 1
+            if self._scope.is_stopping:
+                self._changed.set()
+            else:
+                self._top_up()
+        sample = work.samples[place]
+        if sample.is_unfinished or self._freshness().is_stale(sample):
+            return
+        if place not in work.judged:
+            await hooking.judge(self._hooks, sample)
+            work.judged.add(place)
+        if self._on_sample is not None:
+            self._on_sample(sample)
+
+    async def _generate(self, work: Work, place: int) -> None:
+        sample, sampling = work.samples[place], self._sampling(work, place)
+        is_stale = partial(self._begins_anew, work)
+        if self._hooks.generate is None:
+            await self._engines.completer.complete(sample, sampling, self._scope, is_stale=is_stale)
+            return
+        # On a sample of its own: one that is written down or cut off meanwhile begins anew.
+        fresh = Work.begin(work.serial, work.prompt, 1).samples[0]
+        session = Session(fresh, sampling, self._engines.completer, self._scope, is_stale)
+        if not self._scope.is_stopping:
+            await hooking.generate_with(self._hooks.generate, session)
+        if not fresh.is_unfinished:
+            work.samples[place] = fresh
+
+    def _sampling(self, work: Work, place: int) -> SamplingParams:
+        sampling = self._batch.sampling
+        if sampling.sampling_seed is None:
+            return sampling
+        tries = work.num_redone
+        return replace(
+            sampling, sampling_seed=seed_of(sampling.sampling_seed, work.serial, place, tries)
+        )
+
+    def _ended(self, work: Work, task: asyncio.Task[str | None]) -> None:
+        serial = work.serial
+        del self._tasks[serial], self._open[serial]
+        self._num_unfinished -= self._left.pop(serial)
+        outcome: str | None = None
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                logger.error("group %d failed in the driver itself", serial, exc_info=error)
+                self._broken = error
+            else:
+                outcome = task.result()
+        if outcome is None:
+            self._put_aside(work)
+        elif outcome:
+            self._drop(work, outcome)
+        else:
+            work.is_accepted = True
+            self._ready[serial] = work
+        self._changed.set()
+        self._top_up()
+
+    # -- what is put aside, dropped, done anew ----------------------------------------------
+
+    def _put_aside(self, work: Work) -> None:
+        if work.num_unfinished and self._scope.is_stopping:
+            self.stats.num_parked += work.num_unfinished
+            work.num_parked += 1
+            if not self._options.partial:
+                for sample in work.samples:
+                    restart(sample)
+                work.judged.clear()
+        insort(self._aside, work, key=lambda one: one.serial)
+
+    def _drop(self, work: Work, reason: str) -> None:
+        if reason == _STALE:
+            self.stats.num_stale_dropped += 1
+        else:
+            self.stats.rejected[reason] += 1
+        self.auditor.drop(work.serial, reason)
+
+    def _freshness(self) -> Freshness:
+        return Freshness(
+            self._engines.weight_version, self._options.max_version_lag, self._options.pin
+        )
+
+    def _begins_anew(self, work: Work, sample: Sample) -> bool:
+        """Whether a sample that was cut off is too old to go on; its group is dropped in the end
+        if that happens too often.
+        """
+        most = self._options.max_redone * len(work.samples)
+        if work.num_restarted >= most or not self._freshness().is_stale(sample):
+            return False
+        work.num_restarted += 1
+        self.stats.num_redone += 1
+        return True
+
+    def _renew(self, work: Work) -> _Age:
+        """Make what is too old begin anew, as often as that is allowed."""
+        freshness = self._freshness()
+        stale = [place for place, one in enumerate(work.samples) if freshness.is_stale(one)]
+        if not stale:
+            return _Age.FRESH
+        is_last = work.num_redone >= self._options.max_redone
+        if is_last or self._options.when_stale is WhenStale.DROP:
+            return _Age.TOO_OLD
+        work.num_redone += 1
+        work.is_accepted = False
+        self.stats.num_redone += len(stale)
+        for place in stale:
+            restart(work.samples[place])
+            work.judged.discard(place)
+        return _Age.RENEWED
+
+    def _renew_what_is_stale(self, *, always: bool = False) -> None:
+        """Look at what is ready, where a new weight version has been seen."""
+        version = self._engines.weight_version
+        if version == self._checked_version and not always:
+            return
+        self._checked_version = version
+        for work in list(self._ready.values()):
+            age = self._renew(work)
+            if age is _Age.FRESH:
+                continue
+            del self._ready[work.serial]
+            if age is _Age.TOO_OLD:
+                self._drop(work, _STALE)
+            else:
+                self._put_aside(work)
+
+    # -- when a batch is full ---------------------------------------------------------------
+
+    def _is_full(self) -> bool:
+        if len(self._ready) >= self._batch.num_groups:
+            return True
+        return self._is_exhausted and not self._open and not self._aside
+
+    def _raise_what_is_wrong(self) -> None:
+        if self._broken is not None:
+            error, self._broken = self._broken, None
+            raise error
+        most = self._options.max_rejected
+        if most is None:
+            most = _REJECTED_PER_GROUP * self._batch.num_groups
+        rejected = self.stats.rejected
+        if rejected.total() > most:
+            reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
+            raise RolloutError(
+                f"filters dropped {rejected.total()} groups, more than {most}, and kept "
+                f"{len(self._ready)} of {self._batch.num_groups} wanted ({reasons})"
+            )
+
+    def _deliver(self) -> list[SampleGroup]:
+        works = [
+            self._ready.pop(serial)
+            for serial in deliverable(list(self._ready), self._batch.num_groups)
+        ]
+        groups = [work.group() for work in works]
+        self._post_process(groups)
+        try:
+            self._check_failures(groups)
+        except RolloutError:
+            self._take_back(works)
+            raise
+        for work in works:
+            self.auditor.deliver(work.serial)
+        return groups
+
+    def _post_process(self, groups: list[SampleGroup]) -> None:
+        if self._hooks.post_process is None:
+            return
+        try:
+            self._hooks.post_process(groups)
+        except Exception as error:
+            for sample in all_samples(groups):
+                sample.fail(f"post_process raised {error!r}", traceback.format_exc())
+
+    def _check_failures(self, groups: list[SampleGroup]) -> None:
+        samples = list(all_samples(groups))
+        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+        if len(failed) > self._options.max_failed_share * len(samples):
+            raise RolloutError(
+                f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
+            )
+
+    def _take_back(self, works: list[Work]) -> None:
+        for work in works:
+            failed = [
+                place
+                for place, sample in enumerate(work.samples)
+                if sample.status is SampleStatus.FAILED
+            ]
+            for place in failed:
+                restart(work.samples[place])
+                work.judged.discard(place)
+            work.is_accepted = not failed
+            if failed:
+                insort(self._aside, work, key=lambda one: one.serial)
+            else:
+                self._ready[work.serial] = work
+
+    async def _stop(self) -> None:
+        """Abort what is in flight until it has ended; rewards may go on."""
+        self._scope.stop()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._options.abort_timeout_s
+        while self._num_unfinished and loop.time() < deadline_s:
+            self._changed.clear()
+            if self._scope.rids:
+                await self._engines.door.abort(list(self._scope.rids))
+            if self._num_unfinished:
+                await self._wait_for_end(loop.time() + _ABORT_AGAIN_S)
+        # What is whole and only waits for its reward goes on.
+        await self._cancel([serial for serial, one in self._open.items() if one.num_unfinished])
+
+    async def _wait_for_end(self, until_s: float) -> None:
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._num_unfinished:
+                    await self._changed.wait()
+                    self._changed.clear()
+        except TimeoutError:
+            pass
+
+    async def _cancel(self, serials: list[int]) -> None:
+        tasks = [self._tasks[serial] for serial in serials]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    def _begin_counting(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        used_s, idle_s = self._engines.limiter.seconds()
+        self.stats = StepStats()
+        if self._last_end_s is not None:
+            self.stats.boundary_s = idle_s - self._last_end_s[1]
+        self._scope.num_lost = self._scope.num_cut = 0
+        self._began_s = (now_s, used_s)
+
+    def _end_counting(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        used_s, idle_s = self._engines.limiter.seconds()
+        stats = self.stats
+        stats.elapsed_s, stats.slot_s = now_s - self._began_s[0], used_s - self._began_s[1]
+        stats.num_slots = self._engines.limiter.limit
+        stats.num_lost, stats.num_cut = self._scope.num_lost, self._scope.num_cut
+        self._last_end_s = (now_s, idle_s)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            min(len(self._ready), self._batch.num_groups),
+            self._batch.num_groups,
+            len(self._open),
+            self.stats.rejected.total(),
+        )

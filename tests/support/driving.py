@@ -1,0 +1,65 @@
+"""Drivers over fake engines in memory, for tests in virtual time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from engines.fake import FakeEngine
+from engines.protocol import PauseMode, SamplingParams
+from rollout.driver.driver import RolloutDriver
+from rollout.driver.prompts import Prompt
+from rollout.driver.sources import PromptData
+from rollout.samples import Sample, SampleGroup
+from rollout.testing.fake_door import FakeDoor
+
+SAMPLING = SamplingParams(max_new_tokens=10)
+
+
+def engines(*token_s: float) -> list[FakeEngine]:
+    """One engine for each number of seconds that its tokens take."""
+    return [FakeEngine(f"fake-{i}", token_s=seconds) for i, seconds in enumerate(token_s)]
+
+
+def prompts(num: int) -> list[Prompt]:
+    """``num`` prompts that tell themselves apart."""
+    return [Prompt((index,), {"number": index}) for index in range(1, num + 1)]
+
+
+def source(num: int, **settings: Any) -> PromptData:
+    """A data set of ``num`` rows in order."""
+    rows = [{"input_ids": [index], "number": index} for index in range(1, num + 1)]
+    return PromptData(rows, **{"seed": None, **settings})
+
+
+def numbers(groups: Sequence[SampleGroup]) -> list[int]:
+    """Which prompts the groups are of."""
+    return [group.metadata["number"] for group in groups]
+
+
+def always(value: float) -> Callable[[Sample], float]:
+    return lambda sample: value
+
+
+@asynccontextmanager
+async def driving(
+    of: Sequence[FakeEngine], reward: Any = None, **settings: Any
+) -> AsyncIterator[tuple[RolloutDriver, FakeDoor]]:
+    door = FakeDoor(of)
+    settings = {"adapt_every_s": None, **settings}
+    async with RolloutDriver("http://nowhere", reward, door=door, **settings) as driver:
+        yield driver, door
+    assert door.num_in_flight == 0
+
+
+async def push(door: FakeDoor, version: int, seconds: float = 1.0) -> None:
+    """What a server does for new weights: shut the door, pause, update, go on, open."""
+    door.hold()
+    for engine in door.engines:
+        await engine.pause_generation(PauseMode.ABORT)
+    await asyncio.sleep(seconds)
+    for engine in door.engines:
+        await engine.update_weight_version(str(version))
+        await engine.continue_generation()
+    door.weight_version = version
+    door.open()
