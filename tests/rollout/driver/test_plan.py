@@ -1,7 +1,7 @@
 """The tables of the pure part: capacity, staleness, retries, limits."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import VersionSpan
@@ -130,6 +130,7 @@ def test_the_limit_follows_the_load(limit, num_used, load, expected: int) -> Non
     assert next_limit(limit, num_used, load, BOUNDS) == expected
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 10_000),
     st.integers(0, 10_000),

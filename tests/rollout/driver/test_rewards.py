@@ -1,0 +1,134 @@
+"""Rewards that people expect, and a judge elsewhere."""
+
+import pytest
+from aiohttp import ClientError, web
+
+from rollout.driver import rewards
+from rollout.driver.hooks import Hooks
+from rollout.errors import ConfigError
+from rollout.samples import Sample, all_samples
+from tests.support.driving import SAMPLING, driving, engines, prompts
+
+
+def said(text: str, answer: object = "4") -> Sample:
+    return Sample([1], text=text, metadata={"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("eiffel", "eiffel tower", 0.0),
+        ("Paris", ["London", "paris."], 1.0),
+        ("42", 42, 1.0),
+        ("", "x", 0.0),
+    ],
+)
+def test_exact_match_ignores_case_articles_and_punctuation(text, answer, reward) -> None:
+    assert rewards.exact_match()(said(text, answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("the cat sat", "cat sat", 1.0),
+        ("cat", "cat sat", 2 / 3),
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("cat sat", ["dog", "cat"], 2 / 3),
+    ],
+)
+def test_f1_is_that_of_the_best_answer(text, answer, reward) -> None:
+    assert rewards.f1()(said(text, answer)) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("Answer: c", "C"),
+        (r"A or B? So \boxed{D}", "D"),
+        (r"\boxed{\text{E}}", "E"),
+        ("It could be A. No: B", "B"),
+        ("I think it's unclear", "I"),
+        ("nothing", ""),
+        (r"\boxed{12}", ""),
+    ],
+)
+def test_a_choice_is_the_last_one_made(text: str, letter: str) -> None:
+    assert rewards.chosen_letter(text) == letter
+
+
+def test_multiple_choice_compares_the_letter() -> None:
+    assert rewards.multiple_choice()(said("The answer is B", "b")) == 1.0
+    assert rewards.multiple_choice()(said("nothing", "b")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [(r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{1", "")],
+)
+def test_a_box_is_read_with_its_braces(text: str, inside: str) -> None:
+    assert rewards.boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        (r"so the answer is $\boxed{\frac{1}{2}}$", "0.5", 1.0),
+        (r"$\boxed{\frac{2}{4}}$", r"\frac{1}{2}", 1.0),
+        ("the sum is 7", "8", 0.0),
+        ("no number at all", "8", 0.0),
+        (r"$x^2 - 1$", r"(x-1)(x+1)", 1.0),
+    ],
+)
+def test_math_compares_values_and_not_texts(text, answer, reward) -> None:
+    assert rewards.math()(said(text, answer)) == reward
+
+
+def test_math_without_its_library_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ray-rollout\[data\]'"):
+        rewards.math()
+
+
+@pytest.mark.parametrize("make", [rewards.exact_match, rewards.f1, rewards.multiple_choice])
+def test_a_sample_without_an_answer_raises_instead_of_being_wrong(make) -> None:
+    with pytest.raises(KeyError, match="metadata has no 'answer'; it has nothing"):
+        make()(Sample([1], text="x"))
+    with pytest.raises(ValueError, match="empty list"):
+        make()(said("x", []))
+
+
+async def test_a_reward_in_a_thread_judges_all_samples() -> None:
+    judge = rewards.in_thread(lambda sample: float(len(sample.output_ids)))
+    async with driving(engines(0.0), judge) as (driver, _):
+        groups = await driver.rollout(0, prompts(3), group_size=2, sampling=SAMPLING)
+    assert {one.reward for one in all_samples(groups)} == {10.0}
+
+
+async def test_a_remote_reward_is_asked_again_until_it_answers() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        if len(seen) == 1:
+            return web.Response(status=500)
+        return web.json_response({"score": 1} if len(seen) == 2 else {"reward": 0.75})
+
+    app = web.Application()
+    app.router.add_post("/judge", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/judge"
+    async with rewards.RemoteReward(url) as judge:
+        hooks = Hooks(reward=judge, reward_timeout_s=5.0, reward_tries=3)
+        async with driving(engines(0.0), hooks=hooks) as (driver, _):
+            groups = await driver.rollout(0, prompts(1), group_size=1, sampling=SAMPLING)
+    assert groups[0].rewards == [0.75]
+    assert (len(seen), seen[2]["metadata"]) == (3, {"number": 1})
+    await runner.cleanup()
+    async with rewards.RemoteReward(url) as judge:
+        with pytest.raises(ClientError):
+            await judge(said("x"))
