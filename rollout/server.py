@@ -113,6 +113,7 @@ class RolloutServer:
         self._expected: Manifest | None = None
         self._endpoint: Endpoint | None = None
         self._gate = "closed"
+        self._has_failed = False
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -194,9 +195,11 @@ class RolloutServer:
                 where they were already updated.
         """
         async with self._lock.held("onload"):
+            report = StepReport(weight_version=self._weight_version)
             if push is not None:
                 self._check_push(push)
-            report = await self._advance(Command.RESUME_WEIGHTS)
+                report = await self._catch_up()
+            report = report.merged(await self._advance(Command.RESUME_WEIGHTS))
             if push is not None:
                 report = report.merged(await self._update_weights(push))
             return report.merged(await self._advance(*SERVE))
@@ -317,12 +320,31 @@ class RolloutServer:
             Command.RESUME_KV: self._onload_kv,
             Command.CONTINUE: self._continue,
         }
+        await self._look_again()
         report = StepReport(weight_version=self._weight_version)
         for command in commands:
             if command is Command.PAUSE:
                 lifecycle.check_can_offload(self._phases)
             report = report.merged(await steps[command](self._before(command)))
         return report
+
+    async def _catch_up(self) -> StepReport:
+        """Lead groups that a failed offload left behind to where new weights can reach them."""
+        report = StepReport(weight_version=self._weight_version)
+        if self._gate == "open":
+            return report
+        await self._look_again()
+        for command, step in ((Command.PAUSE, self._pause), (Command.FLUSH, self._flush)):
+            if names := self._before(command):
+                report = report.merged(await step(names))
+        return report
+
+    async def _look_again(self) -> None:
+        """After a failure a group may have gone on: a call its caller had given up came late."""
+        if self._has_failed:
+            for name, status in (await self._look_at_groups()).items():
+                self._phases[name] = Phase(status.phase)
+            self._has_failed = False
 
     def _before(self, command: Command) -> list[str]:
         """The groups that have ``command`` before them."""
@@ -416,6 +438,7 @@ class RolloutServer:
         cancelled = isinstance(error, asyncio.CancelledError)
         reason = f"{command} was cancelled" if cancelled else describe(error)
         before = self._fenced()
+        self._has_failed = True
         steps = [self.publish_members]
         if self._gate != "open" and not isinstance(error, LifecycleError):
             steps.insert(0, lambda: self._shut_gate("closed", reason, command.value))

@@ -659,3 +659,65 @@ async def test_engines_are_stopped_even_when_the_router_cannot_be(
     monkeypatch.setattr(bench.router, "stop", _fail)
     await bench.server.stop()
     assert all(process.is_stopped for process in bench.launcher.processes.values())
+
+
+# -- found by the explorer (tests/explore) ------------------------------------------------------
+
+
+async def test_new_weights_reach_groups_that_were_only_paused(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path)
+    await bench.server.pause_generation()
+    await bench.server.onload(push(1))
+    assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
+    assert bench["shared-0"].operations().count("flush_cache") == 1
+
+
+async def test_an_offload_is_not_done_while_a_fenced_engine_may_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await started_server(tmp_path)
+    process = bench.launcher.processes["shared-0"]
+
+    async def fail() -> None:
+        raise OSError("the guard is gone")
+
+    monkeypatch.setattr(process, "kill", fail)
+    bench["shared-0"].lose_next_answer("pause_generation")
+    with pytest.raises(PhaseFailed, match=r"shared-0.*its memory may not be free"):
+        await bench.server.offload()
+    monkeypatch.undo()
+    await bench.server.offload()
+    assert bench["shared-0"].is_dead
+
+
+async def test_the_error_of_one_group_says_whom_another_has_fenced(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path)
+    for engine_id in ("shared-0", "apart-0"):
+        bench[engine_id].fail_next("pause_generation", BROKEN)
+    with pytest.raises(PhaseFailed, match="apart-0") as caught:
+        await bench.server.offload()
+    assert any("also fenced: engine shared-0" in note for note in caught.value.__notes__)
+
+
+async def test_a_stop_during_verify_is_told_as_such(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path)
+    await bench.server.offload()
+    gates = [engine.hold("weights_checker") for engine in bench.engines]
+    onloading = asyncio.create_task(bench.server.onload(push(1)))
+    await gates[0].entered.wait()
+    await bench.server.stop()
+    with pytest.raises(PhaseFailed, match="was stopped"):
+        await onloading
+
+
+async def test_a_half_failed_pause_does_not_let_the_gate_open_over_a_paused_engine(
+    tmp_path: Path,
+) -> None:
+    groups = {"shared": {"num_engines": 2, "min_engines": 1}}
+    bench = await started_server(tmp_path, groups, lifecycle=RAISE)
+    bench["shared-0"].fail_next("pause_generation", BROKEN)
+    with pytest.raises(PhaseFailed):
+        await bench.server.offload()
+    await bench.server.onload()
+    assert bench.router.gate == "open"
+    assert bench["shared-1"].paused is None
