@@ -150,6 +150,12 @@ class FakeEngine:
         self.dead_because = self.dead_because or because
         self._notify()
 
+    async def died(self) -> str:
+        """Wait until something has ended it; what."""
+        while not self.is_dead:
+            await self._changed.wait()
+        return self.dead_because
+
     @property
     def is_dead(self) -> bool:
         return bool(self.dead_because)

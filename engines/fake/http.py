@@ -2,13 +2,16 @@
 
 ``HttpFakeLauncher`` serves each fake from the event loop that launches it, so it runs wherever
 an engine would be launched: in this process or in an actor.  ``/fake/...`` is the test's side:
-hold an operation at a gate, wait until it is there, open it, make it fail, see what was called.
+hold an operation at a gate, wait until it is there, open it, make it fail, plan a fault, kill,
+freeze and thaw it, see what was called.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +21,7 @@ from engines.errors import EngineError, EngineRejected
 from engines.fake.engine import FakeEngine
 from engines.fake.faults import Gate
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
+from engines.fake.switch import parse_switch
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, GenerateReply, MemoryTag, PauseMode, SamplingParams
 
@@ -85,7 +89,9 @@ class FakeFace:
             "/fake/requests": self._requests,
         }
         order: dict[str, _Handler] = {
-            "/pause_generation": lambda b: self.engine.pause_generation(PauseMode(b["mode"])),
+            "/pause_generation": lambda b: self.engine.pause_generation(
+                PauseMode(b.get("mode", "abort"))
+            ),
             "/continue_generation": lambda b: self.engine.continue_generation(),
             "/flush_cache": lambda b: self.engine.flush_cache(_seconds(b.get("timeout"))),
             "/abort_request": lambda b: self.engine.abort_request(b.get("rid")),
@@ -94,16 +100,36 @@ class FakeFace:
             "/begin_weight_update": lambda b: self.engine.begin_weight_update(),
             "/end_weight_update": lambda b: self.engine.end_weight_update(),
             "/update_weights_from_tensor": lambda b: self.engine.update_weights_from_tensor(**b),
+            "/update_weights_from_distributed": lambda b: (
+                self.engine.update_weights_from_distributed(**b)
+            ),
+            "/update_weights_from_disk": lambda b: self.engine.update_weights_from_disk(**b),
+            "/update_weight_version": self._update_version,
+            "/init_weights_update_group": lambda b: self.engine.init_weights_update_group(**b),
+            "/destroy_weights_update_group": lambda b: self.engine.destroy_weights_update_group(
+                **b
+            ),
+            "/load_lora_adapter": lambda b: self.engine.load_lora_adapter(
+                b["lora_name"], b["lora_path"]
+            ),
+            "/load_lora_adapter_from_tensors": lambda b: self.engine.load_lora_adapter_from_tensors(
+                b["lora_name"], b["config_dict"], b["serialized_named_tensors"]
+            ),
+            "/unload_lora_adapter": lambda b: self.engine.unload_lora_adapter(b["lora_name"]),
             "/weights_checker": self._check_weights,
             "/generate": self._generate,
             "/fake/hold": self._hold,
             "/fake/entered": lambda b: self._gates[b["operation"]].entered.wait(),
             "/fake/open": self._open,
             "/fake/fail": self._fail,
+            "/fake/fault": self._plan,
+            "/fake/kill": self._kill,
+            "/fake/freeze": self._freeze,
+            "/fake/thaw": self._thaw,
         }
         self.app.add_routes([web.get(path, self._serve(act)) for path, act in ask.items()])
         self.app.add_routes([web.post(path, self._serve(act)) for path, act in order.items()])
-        for path in ("/ready", "/health"):
+        for path in ("/ready", "/health", "/health_generate"):
             self.app.router.add_get(path, self._probe)
 
     def _serve(self, act: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -111,13 +137,13 @@ class FakeFace:
             arrived = time.monotonic()
             body = await request.json() if request.can_read_body else {}
             try:
+                if request.path == "/generate" and body.get("stream"):
+                    return await self._stream(request, body)
                 answer = await act({**request.query, **body})
             except EngineRejected as error:
                 return web.Response(status=error.status or 400, text=error.body)
             except EngineError:
-                if request.transport is not None:
-                    request.transport.abort()  # as a dead engine's connection breaks
-                return web.Response(status=500)
+                return _broken(request)
             finally:
                 self.requests.append((request.path, arrived, time.monotonic()))
             return web.json_response({"success": True} if answer in (None, True) else answer)
@@ -126,7 +152,12 @@ class FakeFace:
 
     async def _probe(self, request: web.Request) -> web.Response:
         is_ready = request.path == "/ready"
-        well = await (self.engine.is_ready() if is_ready else self.engine.is_healthy())
+        try:
+            well = await (self.engine.is_ready() if is_ready else self.engine.is_healthy())
+        except EngineRejected as error:
+            return web.Response(status=error.status or 400, text=error.body)
+        except EngineError:
+            return _broken(request)
         return web.Response(status=200 if well else 503)
 
     # Questions
@@ -169,17 +200,29 @@ class FakeFace:
             "ranks": [{"checksums": dict(rank)} for rank in report.tensors],
         }
 
-    async def _generate(self, body: Mapping[str, Any]) -> Any:
-        sampling = body.get("sampling_params", {})
-        known = {name: sampling[name] for name in SamplingParams.__slots__ if name in sampling}
-        reply = await self.engine.generate(
-            input_ids=body.get("input_ids"),
-            text=body.get("text"),
-            sampling_params=replace(SamplingParams(), **known),
-            rid=body.get("rid"),
-            return_logprob=body.get("return_logprob", False),
+    async def _update_version(self, body: Mapping[str, Any]) -> None:
+        await self.engine.update_weight_version(
+            body["new_version"], abort_all_requests=body.get("abort_all_requests", True)
         )
-        return _generate_answer(reply)
+
+    async def _generate(self, body: Mapping[str, Any]) -> Any:
+        return _generate_answer(await self.engine.generate(**_generate_arguments(body)))
+
+    async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+        """Server-sent events: all so far each time, and ``[DONE]``; a broken engine just ends."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        stream = self.engine.stream_generate(**_generate_arguments(body))
+        async with aclosing(stream):
+            async for reply in stream:
+                if not response.prepared:  # refused before its first token, it is a plain 400
+                    await response.prepare(request)
+                data = json.dumps(_generate_answer(reply)).encode()
+                await response.write(b"data: " + data + b"\n\n")
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
 
     # The test's side
 
@@ -198,13 +241,48 @@ class FakeFace:
         error = EngineRejected(text, engine=self.engine.engine_id, status=400, body=text)
         self.engine.fail_next(operation, error)
 
+    async def _plan(self, body: Mapping[str, Any]) -> None:
+        """``{"fault": "release_memory_occupation#2:die@after"}``; a wrong one is a 400."""
+        try:
+            parse_switch(body["fault"]).turn_on(self.engine.faults)
+        except ValueError as error:
+            raise EngineRejected(str(error), status=400, body=str(error)) from None
+
+    async def _kill(self, body: Mapping[str, Any]) -> None:
+        self.engine.die("killed by hand")
+
+    async def _freeze(self, body: Mapping[str, Any]) -> None:
+        self.engine.freeze()
+
+    async def _thaw(self, body: Mapping[str, Any]) -> None:
+        self.engine.thaw()
+
+
+def _broken(request: web.Request) -> web.Response:
+    """As a dead engine's connection breaks."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=500)
+
+
+def _generate_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = body.get("sampling_params") or {}
+    known = {name: sampling[name] for name in SamplingParams.__slots__ if name in sampling}
+    return {
+        "input_ids": body.get("input_ids"),
+        "text": body.get("text"),
+        "sampling_params": replace(SamplingParams(), **known),
+        "rid": body.get("rid"),
+        "return_logprob": body.get("return_logprob", False),
+    }
+
 
 def _seconds(text: str | None) -> float | None:
     return None if text is None else float(text)
 
 
 def _tags(body: Mapping[str, Any]) -> list[MemoryTag]:
-    return [MemoryTag(tag) for tag in body["tags"]]
+    return [MemoryTag(tag) for tag in body.get("tags") or ()]
 
 
 def _generate_answer(reply: GenerateReply) -> dict[str, Any]:

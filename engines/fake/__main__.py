@@ -1,0 +1,74 @@
+"""``python -m engines.fake --port 30001 --fault pause_generation:hang``: one fake engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from aiohttp import web
+
+from engines.fake.engine import FakeEngine
+from engines.fake.http import FakeFace
+from engines.fake.switch import Switch, parse_switch
+from engines.protocol import Endpoint
+
+# The calls that its death has broken must learn of it before the process ends.
+_GOODBYE_S = 0.05
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until it is stopped, or until what it was asked has ended it: status 1 then."""
+    parser = argparse.ArgumentParser(prog="python -m engines.fake", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--fault", type=_switch, action="append", default=[], metavar="SWITCH")
+    parser.add_argument("--token-s", type=float, default=0.0, help="seconds each token takes")
+    parser.add_argument("--drain-s", type=float, default=0.0, help="seconds an abort takes")
+    parser.add_argument("--weight-version", default="0")
+    parser.add_argument("--no-memory-saver", action="store_true")
+    parser.add_argument("--weights-cpu-backup", action="store_true")
+    options = parser.parse_args(arguments)
+    engine = FakeEngine(
+        f"fake-{options.port}",
+        endpoint=Endpoint(options.host, options.port),
+        weight_version=options.weight_version,
+        memory_saver=not options.no_memory_saver,
+        weights_cpu_backup=options.weights_cpu_backup,
+        token_s=options.token_s,
+        drain_s=options.drain_s,
+    )
+    for switch in options.fault:
+        switch.turn_on(engine.faults)
+    try:
+        because = asyncio.run(_serve(engine))
+    except KeyboardInterrupt:
+        return 0
+    print(f"{engine.engine_id} ended: {because}", file=sys.stderr)
+    return 1
+
+
+def _switch(text: str) -> Switch:
+    try:
+        return parse_switch(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+async def _serve(engine: FakeEngine) -> str:
+    face = FakeFace()
+    face.engine = engine
+    runner = web.AppRunner(face.app, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, engine.endpoint.host, engine.endpoint.port).start()
+        print(f"{engine.engine_id} listens on {engine.endpoint.url}", flush=True)
+        because = await engine.died()
+        await asyncio.sleep(_GOODBYE_S)
+    finally:
+        await runner.cleanup()
+    return because
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
