@@ -18,18 +18,22 @@ from rollout.driver.partial import extend, remaining, restart
 from rollout.driver.retry import Patience, Troubles
 from rollout.samples import Sample, SampleStatus
 
+_HALF_RID_BYTES = 8
+
 
 class Scope:
     """Asks that can be stopped together.
 
     Attributes:
         rids: of the asks that are in flight.
+        prefix: what all its rids, and no other's, begin with.
         num_lost: replies that were lost with their engine or connection.
         num_cut: replies that came back aborted.
     """
 
     def __init__(self) -> None:
         self.rids: set[str] = set()
+        self.prefix = os.urandom(_HALF_RID_BYTES).hex()
         self.num_lost = 0
         self.num_cut = 0
         self._stopped = asyncio.Event()
@@ -144,7 +148,7 @@ class Completer:
     async def _ask(
         self, ids: list[int], sampling: SamplingParams, scope: Scope, session_id: str
     ) -> GenerateReply:
-        rid = os.urandom(16).hex()
+        rid = scope.prefix + os.urandom(_HALF_RID_BYTES).hex()
         scope.rids.add(rid)
         try:
             return await self._door.generate(Ask(rid, ids, sampling, session_id))

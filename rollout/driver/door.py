@@ -15,7 +15,8 @@ class Ask:
     """One request.
 
     Attributes:
-        rid: its id, never used twice; all of one width, for engines abort by prefix.
+        rid: its id, never used twice.  All are of one width, for engines abort by prefix, and
+            those that may have to be aborted together begin alike.
         session_id: asks with the same one want the same engine.
     """
 
@@ -83,7 +84,10 @@ class Door(Protocol):
         ...
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """End these; each is then answered.  One that is not there (any more) is no error."""
+        """End these, or all that begin so; each is then answered.
+
+        One that is not there (any more) is no error.
+        """
         ...
 
     async def load(self) -> Load | None:

@@ -49,7 +49,7 @@ from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
 logger = logging.getLogger(__name__)
 
 # A request that was on its way to its engine when the abort came is aborted next time.
-_ABORT_AGAIN_S = 0.5
+_ABORT_AGAIN_S = (0.1, 0.5)
 _REJECTED_PER_GROUP = 10
 _STALE = "stale"
 
@@ -524,12 +524,15 @@ class Stream:
         self._scope.stop()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._options.abort_timeout_s
+        # One call for all that have reached an engine; what remains was parked or on its way.
+        rids, again_s = [self._scope.prefix], _ABORT_AGAIN_S[0]
         while self._num_unfinished and loop.time() < deadline_s:
             self._changed.clear()
             if self._scope.rids:
-                await self._engines.door.abort(list(self._scope.rids))
+                await self._engines.door.abort(rids)
             if self._num_unfinished:
-                await self._wait_for_end(loop.time() + _ABORT_AGAIN_S)
+                await self._wait_for_end(loop.time() + again_s)
+            rids, again_s = list(self._scope.rids), _ABORT_AGAIN_S[1]
         # What is whole and only waits for its reward goes on.
         await self._cancel([serial for serial, one in self._open.items() if one.num_unfinished])
 

@@ -1,0 +1,1 @@
+"""The driver: how busy it keeps engines, and what it costs."""
