@@ -53,6 +53,7 @@ _ROLES: dict[WorkerType, dict[str, Any]] = {
 # What SGLang would choose on a CPU takes nearly all of the host's memory, and its cores when idle.
 _CPU_DEFAULTS = {
     "attention_backend": "torch_native",
+    "lora_backend": "torch_native",
     "max_total_tokens": 16384,
     "max_running_requests": 64,
     "sleep_on_idle": True,

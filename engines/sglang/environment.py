@@ -56,6 +56,8 @@ def build_environment(
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if not spec.gpu_ids:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        # Some of its functions are compiled when first called, which wants a C++ compiler.
+        env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(spec, parallel, cpu_ids))
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +19,7 @@ from engines.features import read_features
 from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import MemoryTag, PauseMode
 from tests.engines.test_attached import config
-from tests.support.contract import CPU_OPTIONS, Bench, Models, client
+from tests.support.contract import CPU_OPTIONS, Bench, Models, client, payload
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -73,7 +76,7 @@ async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
         def drive() -> None:
             with rollout.launch(kept, backend="local") as deployment:
                 policy = deployment["policy"]
-                policy.update_and_continue(bench.tensors("second"), version=3).result()
+                policy.sync_weights(bench.tensors("second"), version=3).result()
 
         await asyncio.to_thread(drive)
         assert await bench.engine.weight_version() == "3"
@@ -148,8 +151,6 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
         assert found.num_payloads == 2
         assert len(await bench.greedy()) == 8
         await engine.begin_weight_update()
-        from tests.support.contract import payload
-
         await engine.update_weights_from_tensor(
             payload("sglang", bench.tensors("second")) * found.num_payloads, weight_version="1"
         )
@@ -163,8 +164,6 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
 
 def make_adapter(folder: Path) -> Path:
     """A LoRA adapter of the tiny model, in PEFT's form."""
-    import json
-
     import torch
     from safetensors.torch import save_file
 
@@ -183,12 +182,12 @@ def make_adapter(folder: Path) -> Path:
 
 
 def tensors_of(adapter: Path) -> tuple[dict[str, Any], list[str]]:
-    """The adapter as it is pushed: its settings, and its tensors for each rank."""
-    import json
+    """The adapter as it is pushed: its settings, and its tensors for each rank.
 
+    A mapping of tensors, where weights of the model are a list of pairs.
+    """
     from safetensors.torch import load_file
 
-    from tests.support.contract import payload
-
     settings = json.loads((adapter / "adapter_config.json").read_text())
-    return settings, payload("sglang", load_file(adapter / "adapter_model.safetensors"))
+    tensors = dict(load_file(adapter / "adapter_model.safetensors"))
+    return settings, [base64.b64encode(pickle.dumps(tensors)).decode()]

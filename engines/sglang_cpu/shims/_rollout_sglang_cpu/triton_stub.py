@@ -58,6 +58,7 @@ def _next_power_of_2(number: int) -> int:
 _CONTENTS: dict[str, dict[str, Any]] = {
     # No version that torch would take for one whose compiler it can use.
     "triton": {"__version__": "0.0.0", "cdiv": _cdiv, "next_power_of_2": _next_power_of_2},
+    "triton.backends": {"backends": {}},
     "triton.language": {"constexpr": _Constexpr},
     "triton.runtime.errors": {"OutOfResources": OutOfResources},
     "triton.runtime.autotuner": {"OutOfResources": OutOfResources},
