@@ -68,7 +68,10 @@ async def _share(policy: str, engines: list[RunningEngine], num_requests: int, s
 
             async def ask(ids: list[int]) -> None:
                 nonlocal total, cached
-                body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+                body = {
+                    "input_ids": ids,
+                    "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+                }
                 async with limit, client.post("/generate", json=body) as answer:
                     answer.raise_for_status()
                     meta = (await answer.json())["meta_info"]
