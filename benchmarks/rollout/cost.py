@@ -46,7 +46,7 @@ async def router() -> AsyncIterator[str]:
         stdout=asyncio.subprocess.PIPE,
     )
     assert stubs.stdout is not None
-    host = RouterHost(RouterConfig(max_connections=4 * IN_FLIGHT))
+    host = RouterHost(RouterConfig(max_connections=4 * IN_FLIGHT, connect_timeout_s=60.0))
     try:
         ports = json.loads(await stubs.stdout.readline())
         url = (await host.start()).url
@@ -60,18 +60,22 @@ async def router() -> AsyncIterator[str]:
         await stubs.wait()
 
 
-async def cpu_s_per_1k(mode: str, num_samples: int) -> float:
-    """Seconds of CPU for each 1000 samples, after a batch that opens the connections."""
+async def cpu_s_per_1k(mode: str, num_steps: int) -> float:
+    """Seconds of CPU for each 1000 samples, after a batch that opens the connections.
+
+    Args:
+        num_steps: batches, each of as many samples as are in flight.
+    """
     group_size = 8
-    run = Run(num_steps=1, num_groups=num_samples // group_size, group_size=group_size)
+    run = Run(num_steps, num_groups=IN_FLIGHT // group_size, group_size=group_size)
     async with router() as url:
         door = CountingDoor(url, timeout_s=300.0)
         try:
             async with stepping(mode, run, door, IN_FLIGHT) as step:
                 await step(0)
                 began_s, before = time.process_time(), door.num_replies
-                await step(1)
-                await step(2)
+                for number in range(num_steps):
+                    await step(1 + number)
                 spent_s = time.process_time() - began_s
         finally:
             await door.close()

@@ -1,0 +1,46 @@
+"""The examples of the driver as a user runs them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, program, wait_until
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(240)]
+SMALL = ("--prompts", "8", "--group-size", "4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It can hardly add: what is looked at here does not need it to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        from arithmetic import make_warm_started_model
+    path = tmp_path_factory.mktemp("model") / "model"
+    make_warm_started_model(path, 0, num_steps=2, batch_size=4)
+    return path
+
+
+def run(example: str, model: Path, out: Path, *more: str) -> list[str]:
+    arguments = [f"examples/{example}.py", "--model", str(model), "--out", str(out), *more]
+    with program(*arguments, *SMALL) as running:
+        assert running.finish(200) == 0, running.output
+        assert wait_until(lambda: not running.descendants(), 20), running.descendants()
+    return running.output.splitlines()
+
+
+def test_asynchronous_training_can_be_replayed_without_engines(model: Path, tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    more = ("--steps", "3")
+    first = run("async_grpo", model, tmp_path, "--dump", str(dumps), *more)
+    again = run("async_grpo", model, tmp_path, "--replay", str(dumps), *more)
+    steps = [line for line in first if line.startswith("step")]
+    assert len(steps) == 3
+    assert [line for line in again if line.startswith("step")] == steps
+    assert any("version_lag" in line for line in first)
+
+
+def test_turns_with_a_tool_mask_what_the_tool_says(model: Path, tmp_path: Path) -> None:
+    lines = run("multi_turn", model, tmp_path)
+    (told,) = [line.split() for line in lines if "tokens of response" in line]
+    assert 0 < int(told[4]) < int(told[0])
