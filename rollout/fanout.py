@@ -60,7 +60,7 @@ async def fan_out(
 
 async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until every task has ended, even when cancelled meanwhile; then pass that on."""
-    waiting = set(tasks)
+    waiting = all_tasks = set(tasks)
     cancelled: asyncio.CancelledError | None = None
     while waiting:
         try:
@@ -69,18 +69,16 @@ async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
             cancelled = error
             waiting = {task for task in waiting if not task.done()}
     if cancelled is not None:
+        for task in all_tasks:
+            if not task.cancelled():
+                task.exception()  # looked at, or asyncio would log it as forgotten
         raise cancelled
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Carry ``work`` to its end, even when cancelled meanwhile; then pass that on."""
     task = asyncio.create_task(work)
-    try:
-        await settle([task])
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            task.exception()  # looked at, or asyncio would log it as forgotten
-        raise
+    await settle([task])
     return task.result()
 
 

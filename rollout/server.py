@@ -344,7 +344,6 @@ class RolloutServer:
         if self._has_failed:
             for name, status in (await self._look_at_groups()).items():
                 self._phases[name] = Phase(status.phase)
-            self._has_failed = False
 
     def _before(self, command: Command) -> list[str]:
         """The groups that have ``command`` before them."""
@@ -513,6 +512,7 @@ class RolloutServer:
         await self.publish_members()
         await self._router.set_gate("open", weight_version=self._weight_version)
         self._gate = "open"
+        self._has_failed = False
 
     async def _shut_gate(self, state: str, reason: str, phase: str) -> None:
         await self._router.set_gate(state, reason=reason, phase=phase)

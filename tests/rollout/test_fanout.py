@@ -1,6 +1,7 @@
 """All are asked at once, all are waited for, and every failure has a name."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -142,3 +143,24 @@ async def test_a_barrier_prefers_a_real_error_over_one_that_was_late() -> None:
 def test_an_error_without_text_is_described_by_its_type() -> None:
     assert describe(TimeoutError()) == "TimeoutError"
     assert describe(ValueError("text")) == "text"
+
+
+async def test_errors_behind_a_cancelled_barrier_are_not_logged_as_forgotten() -> None:
+    forgotten: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: forgotten.append(told))
+    opened = asyncio.Event()
+
+    async def fail_later() -> None:
+        await opened.wait()
+        raise ValueError("late")
+
+    waiting = asyncio.create_task(barrier({"a": fail_later()}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    del waiting
+    gc.collect()
+    assert forgotten == []

@@ -1,0 +1,324 @@
+"""Bugs to be seeded into the real code, and where each is to be looked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from engines.errors import EngineUnreachable
+from engines.protocol import MemoryTag
+from rollout import fanout, lifecycle, server, server_group
+from rollout.lifecycle import Command, Phase
+from rollout.roster import Roster
+from rollout.routing import MemberState
+from rollout.server import RolloutServer
+from rollout.server_group import ServerGroup
+from tests.explore.search import Explorer, State
+from tests.explore.snapshots import after, serving
+from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, Settings
+
+_RAISE = {"on_failure": "raise"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug.
+
+    Attributes:
+        seed: puts it into the code, until the patch is undone.
+        caught_as: what the violation says.
+        commands: what to explore, from a server that serves, after ``begin``.
+    """
+
+    name: str
+    seed: Callable[[pytest.MonkeyPatch], None]
+    caught_as: str
+    commands: tuple[str, ...] = ("offload",)
+    begin: tuple[str, ...] = ()
+    lifecycle: dict[str, Any] | None = None
+    deviations: int = 1
+    settings: dict[str, Any] | None = None
+
+    def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
+        """Seed it and look for it."""
+        start = serving(lifecycle=self.lifecycle)
+        state = State(after(start, *self.begin) if self.begin else start)
+        self.seed(patch)
+        explorer = Explorer()
+        settings = Settings(
+            self.commands,
+            **(
+                {"injections": ("cancel", "stop"), "outcomes": FEW_OUTCOMES} | (self.settings or {})
+            ),
+        )
+        explorer.explore(state, settings, max_deviations=self.deviations)
+        return explorer
+
+
+def _skip_the_barrier(patch: pytest.MonkeyPatch) -> None:
+    async def advance(self: RolloutServer, *commands: Command) -> Any:
+        if commands[0] is not Command.PAUSE:
+            return await advanced(self, *commands)
+        await self._shut_gate("holding", "paused", "pause")
+        self._order += 3
+
+        async def all_at_once(name: str) -> None:
+            group = self._groups[name]
+            await group.pause(self._order - 2)
+            await group.flush(self._order - 1)
+            if self._traits[name].needs_offload:
+                self._phases[name] = Phase((await group.release(self._order)).phase)
+            else:
+                self._phases[name] = Phase.FLUSHED
+
+        await asyncio.gather(*(all_at_once(name) for name in self._groups))
+        return await advanced(self)
+
+    advanced = RolloutServer._advance
+    patch.setattr(RolloutServer, "_advance", advance)
+
+
+def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
+    async def update(self: RolloutServer, push: Any) -> Any:
+        try:
+            return await updated(self, push)
+        finally:
+            await self._router.set_gate("open", weight_version=self._weight_version)
+
+    updated = RolloutServer.update_and_continue
+    patch.setattr(RolloutServer, "update_and_continue", update)
+
+
+def _retry_what_was_lost(patch: pytest.MonkeyPatch) -> None:
+    def again(ask: Callable[[], Any]) -> Callable[[], Any]:
+        async def twice() -> Any:
+            try:
+                return await ask()
+            except EngineUnreachable:
+                return await ask()
+
+        return twice
+
+    async def fan_out(asks: Any, **more: Any) -> Any:
+        return await fanout.fan_out({one: again(ask) for one, ask in asks.items()}, **more)
+
+    patch.setattr(server_group, "fan_out", fan_out)
+
+
+def _open_before_verify(patch: pytest.MonkeyPatch) -> None:
+    async def verify(self: RolloutServer, names: Any) -> Any:
+        await self._open_gate()
+        return await verified(self, names)
+
+    verified = RolloutServer._verify
+    patch.setattr(RolloutServer, "_verify", verify)
+
+
+def _forget_to_fence(patch: pytest.MonkeyPatch) -> None:
+    async def fence(self: Roster, failures: Any) -> None:
+        """It will be well again."""
+
+    patch.setattr(Roster, "fence", fence)
+
+
+def _release_under_requests(patch: pytest.MonkeyPatch) -> None:
+    async def carry_out(
+        self: ServerGroup, command: Command, act: Any, budget_s: float, **more: Any
+    ) -> Any:
+        if command in (Command.PAUSE, Command.FLUSH):
+            self._phase = lifecycle.next_phase(self._phase, command, self._traits)
+            return self._report(command, {}, 0.0)
+        return await carried_out(self, command, act, budget_s, **more)
+
+    carried_out = ServerGroup._carry_out
+    patch.setattr(ServerGroup, "_carry_out", carry_out)
+
+
+def _resume_twice(patch: pytest.MonkeyPatch) -> None:
+    async def resume_kv(self: ServerGroup, order: int | None = None) -> Any:
+        async def resume(member: Any) -> None:
+            if member.released:
+                await member.engine.resume_memory_occupation(tuple(MemoryTag))
+                member.released.clear()
+
+        return await self._command(Command.RESUME_KV, resume, 60.0, order)
+
+    patch.setattr(ServerGroup, "resume_kv", resume_kv)
+
+
+def _cancel_siblings(patch: pytest.MonkeyPatch) -> None:
+    async def settle(tasks: Any) -> None:
+        waiting = set(tasks)
+        if not waiting:
+            return
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        while waiting and all(_is_well(one) for one in done):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+
+    patch.setattr(fanout, "settle", settle)
+
+
+def _is_well(task: asyncio.Task[Any]) -> bool:
+    return getattr(task.result(), "failure", None) is None if not task.cancelled() else False
+
+
+def _open_with_an_older_version(patch: pytest.MonkeyPatch) -> None:
+    async def open_gate(self: RolloutServer) -> None:
+        self._weight_version -= 1
+        await opened(self)
+        self._weight_version += 1
+
+    opened = RolloutServer._open_gate
+    patch.setattr(RolloutServer, "_open_gate", open_gate)
+
+
+def _route_to_the_fenced(patch: pytest.MonkeyPatch) -> None:
+    def member(*known: Any) -> Any:
+        return replace(made(*known), state=MemberState.SERVING)
+
+    made = server._member
+    patch.setattr(server, "_member", member)
+
+
+def _ignore_the_order(patch: pytest.MonkeyPatch) -> None:
+    def check_order(self: ServerGroup, order: int | None) -> None:
+        """Whatever comes is done."""
+
+    patch.setattr(ServerGroup, "_check_order", check_order)
+
+
+def _believe_without_asking(patch: pytest.MonkeyPatch) -> None:
+    async def verify(self: ServerGroup, version: int, order: int | None = None) -> Any:
+        async def trust(member: Any) -> None:
+            member.prove(None)
+
+        return await self._command(Command.VERIFY, trust, 60.0, order)
+
+    patch.setattr(ServerGroup, "verify", verify)
+
+
+def _trust_a_kill(patch: pytest.MonkeyPatch) -> None:
+    async def confirm_gone(self: Roster) -> None:
+        """A kill that was tried has surely worked."""
+
+    patch.setattr(Roster, "confirm_gone", confirm_gone)
+
+
+def _stay_behind_the_engines(patch: pytest.MonkeyPatch) -> None:
+    async def conclude(self: ServerGroup, *what: Any) -> Any:
+        before = self._phase
+        try:
+            return await concluded(self, *what)
+        except BaseException:
+            self._phase = before
+            raise
+
+    concluded = ServerGroup._conclude
+    patch.setattr(ServerGroup, "_conclude", conclude)
+
+
+def _leave_when_cancelled(patch: pytest.MonkeyPatch) -> None:
+    async def settle(tasks: Any) -> None:
+        waiting = set(tasks)
+        if waiting:
+            await asyncio.wait(waiting)
+
+    patch.setattr(fanout, "settle", settle)
+
+
+def _let_the_late_go(patch: pytest.MonkeyPatch) -> None:
+    async def conclude(
+        self: ServerGroup, command: Any, target: Any, answers: Any, started: float
+    ) -> Any:
+        kept = {
+            one: answer
+            for one, answer in answers.items()
+            if answer.failure is None or "took longer" not in str(answer.failure)
+        }
+        return await concluded(self, command, target, kept, started)
+
+    concluded = ServerGroup._conclude
+    patch.setattr(ServerGroup, "_conclude", conclude)
+
+
+def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
+    async def fan_out(asks: Any, *, operation: str, budget_s: float) -> Any:
+        return await fanout.fan_out(asks, operation=operation, budget_s=1e9)
+
+    patch.setattr(server_group, "fan_out", fan_out)
+
+
+MUTATIONS = (
+    Mutation("skip the barrier between groups", _skip_the_barrier, "barrier: flush_cache"),
+    Mutation("continue in a finally", _continue_in_finally, "I2: the gate opens", ("update",)),
+    Mutation(
+        "retry a lost release",
+        _retry_what_was_lost,
+        "release of a tag twice",
+        ("release",),
+        ("pause", "flush"),
+    ),
+    Mutation(
+        "open the gate before verify",
+        _open_before_verify,
+        "I2: the gate opens",
+        ("onload",),
+        ("offload",),
+    ),
+    Mutation("forget to fence", _forget_to_fence, "I"),
+    Mutation("release under requests", _release_under_requests, "requests run|barrier"),
+    Mutation(
+        "resume twice", _resume_twice, "resume of a tag that is not", ("onload",), ("offload",)
+    ),
+    Mutation("cancel the siblings of a failure", _cancel_siblings, "I5: .* was cut"),
+    Mutation(
+        "open the gate with an older version",
+        _open_with_an_older_version,
+        "I2: the gate opens for version",
+        ("update",),
+    ),
+    Mutation("route to the fenced", _route_to_the_fenced, "I6: .* is in routing", ("update",)),
+    Mutation(
+        "ignore the order of commands",
+        _ignore_the_order,
+        "I7: after an offload",
+        ("onload", "offload"),
+        ("offload",),
+        settings={"has_actors": True, "outcomes": ORDER_ONLY, "num_requests": 0},
+    ),
+    Mutation(
+        "believe the weights without asking",
+        _believe_without_asking,
+        "has not been verified",
+        ("update",),
+    ),
+    Mutation(
+        "trust a kill that failed",
+        _trust_a_kill,
+        "I7",
+        deviations=2,
+        settings={"kill_outcomes": 2, "injections": ()},
+    ),
+    Mutation(
+        "leave the phase behind its engines",
+        _stay_behind_the_engines,
+        "I|barrier|goes on",
+        lifecycle=_RAISE,
+    ),
+    Mutation(
+        "leave when cancelled",
+        _leave_when_cancelled,
+        "I5: offload returned while",
+        deviations=2,
+    ),
+    Mutation("let the late go unnamed", _let_the_late_go, "I4|I6"),
+    Mutation("wait for ever", _wait_for_ever, "I4"),
+)

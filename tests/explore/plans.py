@@ -1,0 +1,242 @@
+"""What is explored by default, and within which bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from tests.explore.search import Explorer, State
+from tests.explore.snapshots import after, serving
+from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
+
+PHASES = (
+    "pause",
+    "flush",
+    "release",
+    "resume_weights",
+    "update_weights",
+    "verify",
+    "resume_kv",
+    "continue",
+)
+_DEATHS = ("kill shared-0", "kill apart-0")
+_OTHERS = ("cancel", "request", "offload", "onload", "update", "serve", "stop", *_DEATHS)
+_THREE_BY_THREE: dict[str, dict[str, Any]] = {
+    "shared": {"num_engines": 3},
+    "apart": {"num_engines": 3, "needs_offload": False},
+    "more": {"num_engines": 3, "min_engines": 2},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One search.
+
+    Attributes:
+        bound: what is complete, in words.
+    """
+
+    name: str
+    bound: str
+    search: Callable[[Explorer], None]
+
+
+def _step(explorer: Explorer, settings: Settings, budget: int) -> None:
+    """A whole step, phase by phase, with at most ``budget`` departures over all phases."""
+    frontier = [State(serving())]
+    for phase in PHASES:
+        one = Settings((phase,), settings.injections, settings.outcomes)
+        reached: list[State] = []
+        for state in frontier:
+            left = budget - state.num_deviations
+            reached += explorer.explore(state, one, max_deviations=left)
+            if explorer.is_over:
+                return
+        frontier = reached
+
+
+def _each_phase(
+    explorer: Explorer, settings: Settings, deviations: int, phases: Collection[str] = PHASES
+) -> None:
+    """Each phase by itself, from the ordinary state before it."""
+    start = serving()
+    for number, phase in enumerate(PHASES):
+        if phase not in phases:
+            continue
+        one = Settings((phase,), settings.injections, settings.outcomes, num_requests=0)
+        state = State(after(start, *PHASES[:number]) if number else start)
+        explorer.explore(state, one, max_deviations=deviations)
+        if explorer.is_over:
+            return
+
+
+def _command(
+    *commands: str,
+    begin: tuple[str, ...] = (),
+    deviations: int = 1,
+    by_turns: bool = False,
+    num_walks: int = 0,
+    groups: dict[str, dict[str, Any]] | None = None,
+    lifecycle: dict[str, Any] | None = None,
+    update: str = "full",
+    **settings: Any,
+) -> Callable[[Explorer], None]:
+    def search(explorer: Explorer) -> None:
+        start = serving(groups, lifecycle=lifecycle, update=update)
+        state = State(after(start, *begin) if begin else start)
+        chosen = Settings(commands, **({"injections": _OTHERS} | settings))
+        if num_walks:
+            explorer.walk(state, chosen, num_walks, seed=1, by_turns=by_turns)
+        else:
+            explorer.explore(state, chosen, max_deviations=deviations, by_turns=by_turns)
+
+    return search
+
+
+_RAISE = {"on_failure": "raise"}
+_FEW = {"outcomes": FEW_OUTCOMES}
+_STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
+_KILLABLE = Settings((), ("cancel", "stop", "request", *_DEATHS), FEW_OUTCOMES)
+
+DEFAULT: tuple[Plan, ...] = (
+    Plan(
+        "a step by phases",
+        "all seven outcomes of every call and six events from outside, any 2 in a whole step",
+        lambda explorer: _step(
+            explorer, Settings((), ("cancel", "request", "offload", "stop", *_DEATHS)), 2
+        ),
+    ),
+    Plan(
+        "short phases",
+        "four outcomes of every call, cancel and stop: any 3 in pause and in continue",
+        lambda explorer: _each_phase(explorer, _STOPPABLE, 3, ("pause", "continue")),
+    ),
+    Plan(
+        "flush",
+        "four outcomes of every call, cancel, stop, a request and two kill -9: any 3",
+        lambda explorer: _each_phase(explorer, _KILLABLE, 3, ("flush",)),
+    ),
+    Plan(
+        "long phases",
+        "four outcomes of every call, cancel and stop: any 2 in each other phase",
+        lambda explorer: _each_phase(explorer, _STOPPABLE, 2, PHASES[2:-1]),
+    ),
+    Plan("onload", "everything, any 1", _command("onload", begin=("offload",))),
+    Plan("update", "everything, any 1", _command("update")),
+    Plan("cycle", "everything, any 1", _command("offload", "onload")),
+    Plan(
+        "cycle, raising",
+        "everything, any 1, where one failure stops a step",
+        _command("offload", "onload", lifecycle=_RAISE),
+    ),
+    Plan(
+        "cycle, frozen",
+        "everything, any 1, of a model that is never updated",
+        _command("offload", "serve", update="frozen", injections=("cancel", "stop", *_DEATHS)),
+    ),
+    Plan(
+        "cycle, lost router",
+        "everything, any 1; calls of the router fail before or after they are done",
+        _command("offload", "onload", router_outcomes=3),
+    ),
+    Plan(
+        "offload, lost router",
+        "four outcomes of every call, cancel, calls of the router fail: any 2",
+        _command("offload", deviations=2, router_outcomes=3, injections=("cancel",), **_FEW),
+    ),
+    Plan(
+        "offload, lost kills",
+        "four outcomes of every call, cancel, kills fail: any 2",
+        _command("offload", deviations=2, kill_outcomes=2, injections=("cancel",), **_FEW),
+    ),
+    Plan(
+        "onload and offload, actors",
+        "calls of groups arrive late and out of order, cancel: any 1",
+        _command(
+            "onload",
+            "offload",
+            begin=("offload",),
+            deviations=1,
+            has_actors=True,
+            outcomes=ORDER_ONLY,
+            injections=("cancel",),
+            num_requests=0,
+        ),
+    ),
+    Plan(
+        "offload by turns",
+        "everything, and every order of what the event loop has ready: any 1",
+        _command("offload", by_turns=True),
+    ),
+    Plan(
+        "update by turns",
+        "everything, and every order of what the event loop has ready: any 1",
+        _command("update", by_turns=True),
+    ),
+    Plan(
+        "random steps of nine engines",
+        "seeded walks, every tenth event another than the ordinary one",
+        _command(
+            "offload",
+            "onload",
+            "update",
+            groups=_THREE_BY_THREE,
+            num_walks=500,
+            by_turns=True,
+            kill_outcomes=2,
+            router_outcomes=3,
+        ),
+    ),
+)
+
+# `make explore`: hours.
+DEEP: tuple[Plan, ...] = (
+    Plan(
+        "a step by phases",
+        "four outcomes of every call and six events from outside, any 3 in a whole step",
+        lambda explorer: _step(
+            explorer,
+            Settings((), ("cancel", "request", "offload", "stop", *_DEATHS), FEW_OUTCOMES),
+            3,
+        ),
+    ),
+    Plan("offload", "everything, any 2", _command("offload", deviations=2)),
+    Plan(
+        "onload and offload, actors",
+        "calls of groups arrive late and out of order, cancel: any 2",
+        _command(
+            "onload",
+            "offload",
+            begin=("offload",),
+            deviations=2,
+            has_actors=True,
+            outcomes=ORDER_ONLY,
+            injections=("cancel",),
+            num_requests=0,
+        ),
+    ),
+    Plan("onload", "everything, any 2", _command("onload", begin=("offload",), deviations=2)),
+    Plan("update", "everything, any 2", _command("update", deviations=2)),
+    Plan(
+        "offload by turns",
+        "four outcomes, and every order of what the event loop has ready: any 2",
+        _command("offload", deviations=2, by_turns=True, **_FEW),
+    ),
+    Plan(
+        "random steps of nine engines",
+        "seeded walks, every tenth event another than the ordinary one",
+        _command(
+            "offload",
+            "onload",
+            "update",
+            groups=_THREE_BY_THREE,
+            num_walks=200_000,
+            by_turns=True,
+            kill_outcomes=2,
+            router_outcomes=3,
+        ),
+    ),
+)
+
+__all__ = ["DEEP", "DEFAULT", "OUTCOMES", "PHASES", "Plan"]
