@@ -1,0 +1,121 @@
+"""The driver over the router as it ships, with fake engines that listen."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.fake.http import HttpFakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint
+from rollout.config import RouterConfig
+from rollout.driver.driver import RolloutDriver
+from rollout.driver.options import RolloutOptions
+from rollout.router import Member, RouterHost
+from rollout.samples import all_samples
+from tests.support.driving import SAMPLING, always, numbers, prompts, source
+
+# The last is so slow that what it has is cut off, however busy the machine.
+SPEEDS = {"e0": 0.001, "e1": 0.001, "e2": 0.5}
+
+
+def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return FakeEngine(spec.engine_id, endpoint=endpoint, token_s=SPEEDS[spec.engine_id])
+
+
+@asynccontextmanager
+async def routed(
+    *names: str,
+) -> AsyncIterator[tuple[RolloutDriver, RouterHost, dict[str, FakeEngine]]]:
+    async with AsyncExitStack() as stack:
+        engines = {}
+        for name in names or SPEEDS:
+            running = await HttpFakeLauncher(make).launch(EngineSpec(name, "fake", "/m", ""))
+            stack.push_async_callback(running.kill)
+            engines[name] = running.engine
+        host = RouterHost(RouterConfig(max_connections=64))
+        url = (await host.start()).url
+        stack.push_async_callback(host.stop, 1.0)
+        members = [Member(name, engine.endpoint) for name, engine in engines.items()]
+        await host.set_members(1, members)
+        await host.set_gate("open", weight_version=3)
+        driver = await stack.enter_async_context(RolloutDriver(url, always(1.0)))
+        yield driver, host, engines
+        await driver.close()
+        assert (await host.stats())["num_in_flight"] == 0
+
+
+async def until(is_so: Callable[[dict[str, Any]], bool], host: RouterHost) -> None:
+    """Ask the router until it is so; each answer takes a turn of its loop."""
+    while not is_so(await host.stats()):
+        pass
+
+
+async def test_partial_samples_go_on_through_the_router() -> None:
+    async with routed() as (driver, _, engines):
+        data, options = source(60), RolloutOptions(over_sampling=3.0)
+        made = [
+            await driver.rollout(
+                step, data, num_groups=4, group_size=1, sampling=SAMPLING, options=options
+            )
+            for step in range(4)
+        ]
+        stream = driver.stream_of(data)
+        assert stream.auditor.findings(stream.pending) == []
+        assert not any(engine.in_flight for engine in engines.values())
+        calls = sum(engine.operations().count("abort_request") for engine in engines.values())
+    for sample in all_samples([group for groups in made for group in groups]):
+        sample.check()
+        assert len(sample.output_ids) == 10
+    assert len({number for groups in made for number in numbers(groups)}) == 16
+    assert calls > 0
+
+
+async def test_what_the_router_holds_waits_and_what_it_refuses_comes_again() -> None:
+    async with routed("e0", "e1") as (driver, host, _):
+        await host.set_gate("holding", reason="a push")
+        held = asyncio.create_task(driver.rollout(0, prompts(4), group_size=1, sampling=SAMPLING))
+        await until(lambda stats: stats["gate"]["num_held"] == 4, host)
+        await host.set_gate("closed", reason="an offload")
+        await until(lambda stats: stats["num_refused"] == 4, host)
+        await host.set_gate("open")
+        assert numbers(await held) == [1, 2, 3, 4]
+
+
+async def test_what_the_router_holds_is_aborted_when_the_call_is_cancelled() -> None:
+    async with routed() as (driver, host, _):
+        await host.set_gate("holding", reason="a push")
+        data = source(9)
+        call = asyncio.create_task(
+            driver.rollout(0, data, num_groups=4, group_size=1, sampling=SAMPLING)
+        )
+        await until(lambda stats: stats["gate"]["num_held"] == 4, host)
+        began_s = time.monotonic()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert time.monotonic() - began_s < 10
+        assert (await host.stats())["gate"]["num_held"] == 0
+        stream = driver.stream_of(data)
+        assert (stream.auditor.findings(stream.pending), len(stream.pending)) == ([], 4)
+
+
+async def test_the_driver_learns_the_weight_version_from_the_gate() -> None:
+    async with routed("e0", "e1") as (driver, _, _engines):
+        options = RolloutOptions(max_version_lag=10)
+        await driver.rollout(0, prompts(2), group_size=1, sampling=SAMPLING, options=options)
+        assert driver.weight_version == 3
+
+
+async def test_a_dead_engine_behind_the_router_costs_no_sample() -> None:
+    async with routed() as (driver, host, engines):
+        call = asyncio.create_task(driver.rollout(0, prompts(20), group_size=2, sampling=SAMPLING))
+        await until(lambda stats: bool(engines["e2"].in_flight), host)
+        engines["e2"].die("a planned death")
+        groups = await call
+    assert numbers(groups) == list(range(1, 21))
+    assert {len(sample.output_ids) for sample in all_samples(groups)} == {10}
