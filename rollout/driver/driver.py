@@ -88,6 +88,7 @@ class RolloutDriver:
         completer = Completer(door, limiter, patience or Patience(), on_version=self._saw_version)
         self._engines = Engines(door, limiter, completer)
         self._streams: dict[int, tuple[PromptSource, Stream]] = {}
+        self._lists: set[Stream] = set()
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -95,8 +96,8 @@ class RolloutDriver:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        for _, stream in self._streams.values():
-            await stream.close()
+        streams = [stream for _, stream in self._streams.values()]
+        await asyncio.gather(*(stream.close() for stream in [*streams, *self._lists]))
         await self._engines.door.close()
 
     async def __aenter__(self) -> RolloutDriver:
@@ -148,6 +149,7 @@ class RolloutDriver:
             self._check(prompts)
             batch = Batch(len(prompts), group_size, sampling)
             stream = Stream(Fixed(prompts), self._engines, self._hooks, batch, options)
+            self._lists.add(stream)
         else:
             if num_groups is None:
                 raise ConfigError("num_groups is needed to roll out from a source")
@@ -157,8 +159,9 @@ class RolloutDriver:
         try:
             groups = await stream.batch(on_sample=on_sample, on_progress=on_progress)
         finally:
-            if isinstance(prompts, Sequence):
+            if stream in self._lists:
                 await stream.close()
+                self._lists.discard(stream)
         if isinstance(prompts, Sequence) and not groups:
             raise RolloutError(f"filters dropped all groups: {dict(stream.stats.rejected)}")
         for group in groups:

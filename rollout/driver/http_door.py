@@ -60,6 +60,8 @@ class HttpDoor:
             "sampling_params": ask.sampling.to_wire(),
             "return_logprob": True,
         }
+        if self._session.closed:
+            raise DoorError("the driver was closed")
         headers = _JSON | {"x-session-id": ask.session_id} if ask.session_id else _JSON
         try:
             async with self._session.post(
@@ -82,6 +84,8 @@ class HttpDoor:
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Best effort: whoever aborts looks whether the asks have ended, and aborts again."""
+        if self._control.closed:
+            return
         slots = asyncio.Semaphore(_ABORTS_AT_ONCE)
 
         async def one(rid: str) -> None:

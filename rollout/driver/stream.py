@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 # A request that was on its way to its engine when the abort came is aborted next time.
 _ABORT_AGAIN_S = (0.1, 0.5)
 _REJECTED_PER_GROUP = 10
+_CLOSE_TIMEOUT_S = 3.0
 _STALE = "stale"
 
 
@@ -129,6 +130,7 @@ class Stream:
         self._num_unfinished = 0
         self._is_asked = False
         self._is_exhausted = False
+        self._is_closed = False
         self._broken: BaseException | None = None
         self._changed = asyncio.Event()
         self._checked_version: int | None = None
@@ -170,7 +172,7 @@ class Stream:
             finally:
                 self._is_asked = False
                 if self._options.mode is Mode.SYNC:
-                    await self._stop()
+                    await self._stop(self._options.abort_timeout_s)
             groups = self._deliver()
             self._top_up()
             return groups
@@ -196,10 +198,14 @@ class Stream:
         return [work.serial for work in self._works()]
 
     async def close(self) -> None:
-        """Abort what is in flight and stop; everything pending is put aside."""
-        self._is_asked = False
-        await self._stop()
+        """Abort what is in flight and stop; everything pending is put aside.
+
+        A batch that is being waited for raises.
+        """
+        self._is_asked, self._is_closed = False, True
+        await self._stop(min(self._options.abort_timeout_s, _CLOSE_TIMEOUT_S))
         await self._cancel(list(self._tasks))
+        self._changed.set()
 
     def _works(self) -> list[Work]:
         works = [*self._aside, *self._open.values(), *self._ready.values()]
@@ -456,6 +462,8 @@ class Stream:
         return self._is_exhausted and not self._open and not self._aside
 
     def _raise_what_is_wrong(self) -> None:
+        if self._is_closed:
+            raise RolloutError("the driver was closed before the batch was full")
         if self._broken is not None:
             error, self._broken = self._broken, None
             raise error
@@ -519,11 +527,11 @@ class Stream:
             else:
                 self._ready[work.serial] = work
 
-    async def _stop(self) -> None:
+    async def _stop(self, timeout_s: float) -> None:
         """Abort what is in flight until it has ended; rewards may go on."""
         self._scope.stop()
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._options.abort_timeout_s
+        deadline_s = loop.time() + timeout_s
         # One call for all that have reached an engine; what remains was parked or on its way.
         rids, again_s = [self._scope.prefix], _ABORT_AGAIN_S[0]
         while self._num_unfinished and loop.time() < deadline_s:

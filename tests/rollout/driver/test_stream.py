@@ -455,3 +455,19 @@ async def test_prompts_that_do_not_fit_are_refused_by_their_number() -> None:
         with pytest.raises(ConfigError, match="prompt 1 has 3 tokens, at most 2 fit"):
             await driver.rollout(0, [good, type(good)((1, 2, 3))], **ask)
     assert not door.asks
+
+
+@pytest.mark.parametrize("make", [prompts, source])
+def test_a_driver_that_is_closed_ends_a_pending_rollout_in_words(make) -> None:
+    @virtual_time
+    async def run() -> None:
+        async with driving(engines(0.1)) as (driver, door):
+            call = asyncio.create_task(driver.rollout(0, make(9), **BATCH))
+            await asyncio.sleep(0.35)
+            await driver.close()
+            assert door.num_in_flight == 0
+            with pytest.raises(RolloutError, match="closed before the batch was full"):
+                await call
+            assert asyncio.get_running_loop().time() < 1.0
+
+    run()
