@@ -23,10 +23,11 @@ from rollout.driver.http_door import HttpDoor
 from rollout.driver.limiter import Limiter
 from rollout.driver.metrics import StepStats, step_metrics
 from rollout.driver.options import Batch, RolloutOptions
+from rollout.driver.ports import Engines, Progress, PromptSource
 from rollout.driver.prompts import Prompt as Prompt
 from rollout.driver.retry import Patience
 from rollout.driver.sources import Fixed
-from rollout.driver.stream import Engines, Progress, PromptSource, Stream
+from rollout.driver.stream import Stream
 from rollout.errors import ConfigError, RolloutError
 from rollout.pending import LoopThread, Pending
 from rollout.samples import SampleGroup, version_number

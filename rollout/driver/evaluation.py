@@ -15,9 +15,10 @@ from engines.protocol import SamplingParams
 from rollout.driver.hooks import Hooks, Reward
 from rollout.driver.metrics import is_repetitive, length_figures
 from rollout.driver.options import Batch, RolloutOptions
+from rollout.driver.ports import Engines
 from rollout.driver.prompts import Prompt
 from rollout.driver.sources import Fixed
-from rollout.driver.stream import Engines, Stream
+from rollout.driver.stream import Stream
 from rollout.errors import ConfigError, RolloutError
 from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
 

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from rich import progress
 
-from rollout.driver.stream import Progress
+from rollout.driver.ports import Progress
 
 
 class ProgressBar:

@@ -16,18 +16,17 @@ import logging
 import traceback
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from engines.protocol import SamplingParams
 from rollout.driver import hooks as hooking
 from rollout.driver.audit import Auditor
-from rollout.driver.completing import Completer, Scope
-from rollout.driver.door import Door
+from rollout.driver.completing import Scope
+from rollout.driver.counting import Counting
 from rollout.driver.hooks import Hooks, OnSample
-from rollout.driver.limiter import Limiter
 from rollout.driver.metrics import StepStats
 from rollout.driver.options import Batch, RolloutOptions
 from rollout.driver.partial import restart
@@ -40,7 +39,7 @@ from rollout.driver.plan import (
     may_begin,
     seed_of,
 )
-from rollout.driver.prompts import Prompt
+from rollout.driver.ports import Engines, Progress, PromptSource
 from rollout.driver.session import Session
 from rollout.driver.work import Work, work_of, work_state
 from rollout.errors import ConfigError, RolloutError
@@ -59,41 +58,6 @@ class _Age(Enum):
     FRESH = auto()
     RENEWED = auto()
     TOO_OLD = auto()
-
-
-class PromptSource(Protocol):
-    """Where prompts come from; ``rollout.driver.sources`` has some."""
-
-    def take(self) -> Prompt | None:
-        """The next prompt; None when there is none left."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a batch is, for a bar."""
-
-    num_ready: int
-    num_wanted: int
-    num_open: int
-    num_rejected: int
-
-
-@dataclass(slots=True)
-class Engines:
-    """What all streams of a driver share.
-
-    Attributes:
-        weight_version: the policy's newest, as far as it is known.
-    """
-
-    door: Door
-    limiter: Limiter
-    completer: Completer
-    weight_version: int | None = None
 
 
 class Stream:
@@ -136,7 +100,7 @@ class Stream:
         self._checked_version: int | None = None
         self._turn = asyncio.Lock()
         self._on_sample: OnSample | None = None
-        self._last_end_s: tuple[float, float] | None = None
+        self._counting = Counting(engines.limiter)
 
     # -- batches ----------------------------------------------------------------------------
 
@@ -154,7 +118,7 @@ class Stream:
         """
         async with self._turn:
             self._on_sample = on_sample
-            self._begin_counting()
+            self.stats = self._counting.begin(self._scope)
             self._is_asked = True
             self._scope.reopen()
             try:
@@ -168,7 +132,7 @@ class Stream:
                         on_progress(self._progress())
                     self._renew_what_is_stale()
                     self._top_up()
-                self._end_counting()
+                self._counting.end(self.stats, self._scope)
             finally:
                 self._is_asked = False
                 if self._options.mode is Mode.SYNC:
@@ -559,26 +523,6 @@ class Stream:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-    # -- figures ----------------------------------------------------------------------------
-
-    def _begin_counting(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        used_s, idle_s = self._engines.limiter.seconds()
-        self.stats = StepStats()
-        if self._last_end_s is not None:
-            self.stats.boundary_s = idle_s - self._last_end_s[1]
-        self._scope.num_lost = self._scope.num_cut = 0
-        self._began_s = (now_s, used_s)
-
-    def _end_counting(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        used_s, idle_s = self._engines.limiter.seconds()
-        stats = self.stats
-        stats.elapsed_s, stats.slot_s = now_s - self._began_s[0], used_s - self._began_s[1]
-        stats.num_slots = self._engines.limiter.limit
-        stats.num_lost, stats.num_cut = self._scope.num_lost, self._scope.num_cut
-        self._last_end_s = (now_s, idle_s)
 
     def _progress(self) -> Progress:
         return Progress(

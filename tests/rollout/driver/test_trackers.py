@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rollout.driver import trackers
+from rollout.driver.ports import Progress
 from rollout.driver.progress import ProgressBar
-from rollout.driver.stream import Progress
 from rollout.errors import ConfigError
 
 
