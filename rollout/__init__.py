@@ -9,7 +9,12 @@ from typing import Literal
 
 from engines.protocol import SamplingParams
 from rollout.config import RolloutConfig
-from rollout.driver.driver import Driver, Prompt
+from rollout.driver.driver import Driver, Prompt, RolloutDriver
+from rollout.driver.evaluation import EvalDataset
+from rollout.driver.hooks import Hooks
+from rollout.driver.options import RolloutOptions
+from rollout.driver.session import Session
+from rollout.driver.sources import PromptData
 from rollout.errors import (
     ActorLost,
     ConfigError,
@@ -69,7 +74,9 @@ __all__ = [
     "DeploymentHandle",
     "Driver",
     "EngineFailure",
+    "EvalDataset",
     "GenerationAborted",
+    "Hooks",
     "LifecycleError",
     "OffloadWindow",
     "Pending",
@@ -77,14 +84,18 @@ __all__ = [
     "PhaseTimeout",
     "PlacementError",
     "Prompt",
+    "PromptData",
     "RolloutConfig",
+    "RolloutDriver",
     "RolloutError",
+    "RolloutOptions",
     "Sample",
     "SampleGroup",
     "SampleStatus",
     "SamplingParams",
     "ServerHandle",
     "ServerStatus",
+    "Session",
     "StepReport",
     "WeightError",
     "WeightMismatch",
