@@ -22,7 +22,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__ or "")
     fleet = Fleet(num_engines=2) if arguments.quick else Fleet()
     run = Run(num_steps=2, num_groups=64) if arguments.quick else Run(num_steps=6)
-    repeats, num_batches = (1, 1) if arguments.quick else (3, 4)
+    repeats, num_batches = (1, 1) if arguments.quick else (3, 2)
     figures: dict[str, dict[str, Any]] = {
         mode: in_virtual_time(mode, run, fleet, SEED) for mode in MODES
     }
