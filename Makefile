@@ -8,7 +8,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
 # Two processes, each test file whole in one of them: most of the suite waits for processes it started.
-TEST_WORKERS ?= -n 2 --dist loadfile
+# In their own order: by default the files of few tests come last, and those are the slow ones.
+TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 RUN_EXTRAS := ray,embedded,bench,data
