@@ -17,7 +17,6 @@ from rollout.placement import assign_slots, local_bundles, plan_placement
 from rollout.router.host import RouterHost
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
-from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
 
 
@@ -79,7 +78,7 @@ def build_servers(
             server,
             {
                 group: ServerGroup(
-                    group_settings(config, name, group), _of(slots, name, group), launcher
+                    group_settings(config, name, group), slots[name, group], launcher
                 )
                 for group in started_groups(config, name)
             },
@@ -87,12 +86,6 @@ def build_servers(
         )
         for name, server in config.servers.items()
     }
-
-
-def _of(
-    slots: dict[tuple[str, str], list[EngineSlot]], server: str, group: str
-) -> list[EngineSlot]:
-    return slots[server, group]
 
 
 def visible_gpus() -> list[int]:
