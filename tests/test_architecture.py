@@ -19,6 +19,7 @@ ROW_OF = {
     "engines": "effects",
     "engines.errors": "words",
     "engines.features": "decisions",
+    "engines.fingerprint": "decisions",
     "engines.protocol": "words",
     "engines.spec": "words",
     "engines.invocation": "decisions",
@@ -52,6 +53,7 @@ ROW_OF = {
     "rollout.routing": "decisions",
     "rollout.samples": "words",
     "rollout.types": "words",
+    "rollout.weights.fingerprint": "decisions",
 }
 # Clocks, sockets, threads and processes: a decision is a plain function of its arguments.
 NOT_IN_DECISIONS = {

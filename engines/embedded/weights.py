@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from engines.embedded.errors import Invalid
+from engines.embedded.fingerprint import bytes_fingerprint, dtype_name
 from engines.embedded.memory import Memory
+from engines.fingerprint import whole_fingerprint
 from engines.protocol import MemoryTag
 
 Spec = tuple[str, Sequence[int], torch.dtype]
@@ -32,10 +34,6 @@ def place(model: torch.nn.Module, memory: Memory) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(memory.device))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Weights:
@@ -90,17 +88,9 @@ class Weights:
         return self._tied.get(name) if tensor is None else tensor
 
     def checksum(self) -> tuple[dict[str, str], str]:
-        """xxh3-128 of each tensor's name, dtype, shape and bytes, and of them all together."""
-        from xxhash import xxh3_128
-
-        digests = {}
-        for name, tensor in self._tensors.items():
-            digest = xxh3_128(f"{name}|{dtype_name(tensor.dtype)}|{list(tensor.shape)}|".encode())
-            content: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-            digest.update(content)
-            digests[name] = digest.hexdigest()
-        overall = xxh3_128("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
-        return digests, overall
+        """The fingerprint of each tensor, and of them all together."""
+        digests = {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
+        return digests, whole_fingerprint(digests)
 
     def snapshot(self) -> None:
         """Keep a copy to ``compare`` with: a second copy of the weights, until the next one."""
