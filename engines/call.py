@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import httpx
 
 from engines.errors import EngineHung, EngineRejected, EngineUnreachable
+from engines.observe import watched
 
 T = TypeVar("T")
 
@@ -32,6 +33,19 @@ class Call:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
+
+    async def send(self, sending: Awaitable[httpx.Response]) -> httpx.Response:
+        """The answer, within the deadline; told to whoever watches.
+
+        Raises:
+            EngineRejected: its status is not 2xx.
+        """
+        with watched(self.engine, self.operation, self.budget_s) as seen:
+            async with self.bounded():
+                response = await sending
+            seen.num_bytes = int(response.request.headers.get("content-length", 0))
+            self.accept(response)
+        return response
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:

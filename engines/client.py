@@ -348,16 +348,12 @@ class EngineClient:
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
     ) -> tuple[Call, httpx.Response]:
         call = Call(self._engine, operation, budget_s)
-        async with call.bounded():
-            response = await self._control.post(f"/{operation}{query}", json=body)
-        call.accept(response)
+        response = await call.send(self._control.post(f"/{operation}{query}", json=body))
         return call, response
 
     async def _ask(self, operation: str, read: Callable[[Any], T], *, path: str = "") -> T:
         call = Call(self._engine, operation, self.deadlines.control_s)
-        async with call.bounded():
-            response = await self._control.get(path or f"/{operation}")
-        call.accept(response)
+        response = await call.send(self._control.get(path or f"/{operation}"))
         return call.read(response, lambda r: read(r.json()))
 
     async def _probe(self, operation: str, path: str, budget_s: float) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout.errors import EngineFailure, PhaseTimeout
+from rollout.timeline.recorder import engine_span
 
 T = TypeVar("T")
 
@@ -89,8 +90,9 @@ async def _ask_one(
     started = clock()
     limit = asyncio.timeout(budget_s)
     try:
-        async with limit:
-            value = await ask()
+        with engine_span(engine_id, operation, budget_s):
+            async with limit:
+                value = await ask()
     # BaseException: a call that was cancelled from below must count as failed, not as answered.
     except BaseException as error:
         elapsed = clock() - started

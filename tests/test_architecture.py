@@ -52,6 +52,9 @@ ROW_OF = {
     "rollout.router.settings": "words",
     "rollout.routing": "decisions",
     "rollout.samples": "words",
+    "rollout.timeline.analysis": "decisions",
+    "rollout.timeline.export": "decisions",
+    "rollout.timeline.span": "words",
     "rollout.types": "words",
     "rollout.weights.fingerprint": "decisions",
 }

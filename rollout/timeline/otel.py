@@ -1,0 +1,123 @@
+"""Spans through the OpenTelemetry SDK.  Needs the extra ``otel``.
+
+Always true: a span is handed over with its own times and its error; its parent goes along where
+it is known, so the tree of a phase is one trace.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.timeline.lines import Worker
+from rollout.timeline.span import Kind, Outcome, Span
+
+_MAX_PARENTS = 4096
+_SCOPE = "ray-rollout"
+
+
+class OtelSink:
+    """A ``Sink`` that hands each span to a tracer provider.
+
+    Spans reach it when they end, children before their parents, so a child's parent is named by an
+    id that is fixed in advance.
+
+    Args:
+        provider: of ``opentelemetry.sdk.trace``; None makes one that exports over OTLP/HTTP, set
+            up by the ``OTEL_*`` variables of the environment.
+
+    Raises:
+        ConfigError: the SDK is not installed.
+    """
+
+    def __init__(self, provider: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.trace import TracerProvider
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "OpenTelemetry is not installed; pip install 'ray-rollout[otel]'"
+            ) from None
+        self._owns = provider is None
+        self._provider: Any = provider or _exporting(TracerProvider())
+        self._kept: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
+        self._worker = Worker("otel", self._take)
+
+    def put(self, span: Span) -> None:
+        self._worker.put(span)
+
+    def close(self) -> None:
+        self._worker.close()
+        for orphans in self._kept.values():
+            for orphan in orphans:
+                self._hand_over(orphan, None)
+        self._kept.clear()
+        if self._owns:
+            self._provider.shutdown()
+
+    def _take(self, span: Span) -> None:
+        """Keep a child until its parent has ended; hand over a root with all below it."""
+        if span.parent:
+            key = (span.source, span.parent)
+            self._kept.setdefault(key, []).append(span)
+            if len(self._kept) > _MAX_PARENTS:
+                for orphan in self._kept.popitem(last=False)[1]:
+                    self._hand_over(orphan, None)
+        else:
+            self._hand_over(span, None)
+
+    def _hand_over(self, span: Span, above: Any) -> None:
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        tracer = self._provider.get_tracer(_SCOPE)
+        told = tracer.start_span(
+            f"{span.kind.value} {span.name}",
+            context=None if above is None else set_span_in_context(above),
+            start_time=int(span.start_s * 1e9),
+            attributes=_attributes(span),
+        )
+        if span.outcome in (Outcome.FAILED, Outcome.CANCELLED):
+            told.set_status(Status(StatusCode.ERROR, span.said or span.outcome.value))
+        for child in self._kept.pop((span.source, span.span_id), ()):
+            self._hand_over(child, told)
+        told.end(end_time=int(span.end_s * 1e9))
+
+
+def export(spans: Iterable[Span], provider: Any = None) -> int:
+    """Hand over recorded spans; how many there were.
+
+    Raises:
+        ConfigError: the SDK is not installed.
+    """
+    sink = OtelSink(provider)
+    num = 0
+    for span in spans:
+        sink.put(span)
+        num += 1
+    sink.close()
+    return num
+
+
+def _exporting(provider: Any) -> Any:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "OpenTelemetry's OTLP exporter is not installed; pip install 'ray-rollout[otel]'"
+        ) from None
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _attributes(span: Span) -> dict[str, Any]:
+    values = span.to_dict()
+    names = ("source", "engine_id", "outcome", "num_bytes", "budget_s", "weight_version")
+    told = {f"rollout.{name}": values[name] for name in names if name in values}
+    if span.freed_bytes is not None:
+        told["rollout.freed_bytes"] = span.freed_bytes
+    if span.kind is Kind.EVENT and span.said:
+        told["rollout.said"] = span.said
+    return told

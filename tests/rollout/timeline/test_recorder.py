@@ -1,0 +1,176 @@
+"""What records itself, what is kept, and what running spans look like from outside."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines.client import EngineClient
+from engines.errors import EngineRejected
+from engines.protocol import Endpoint
+from rollout.fanout import fan_out
+from rollout.timeline.lines import SpanFile
+from rollout.timeline.recorder import Timeline, current, happened
+from rollout.timeline.span import Kind, Outcome, Span, read_lines
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def client_of(answer: httpx.Response) -> EngineClient:
+    transport = httpx.MockTransport(lambda request: answer)
+    return EngineClient(Endpoint("engine", 1), engine_id="main-0", transport=transport)
+
+
+async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> None:
+    timeline = Timeline("policy/main")
+    client = client_of(httpx.Response(200, json={"success": True}))
+
+    async def update() -> None:
+        await client.update_weights_from_tensor(["x" * 100])
+
+    with timeline.span(Kind.PHASE, "update_weights"):
+        await fan_out({"main-0": update}, operation="update_weights", budget_s=5.0)
+    await client.aclose()
+    call, engine, phase = timeline.since().spans
+    assert (call.kind, call.name, call.parent) == (
+        Kind.CALL,
+        "update_weights_from_tensor",
+        engine.span_id,
+    )
+    assert (engine.kind, engine.engine_id, engine.parent) == (
+        Kind.ENGINE,
+        "main-0",
+        phase.span_id,
+    )
+    assert engine.num_bytes == call.num_bytes > 100
+    assert {one.outcome for one in (call, engine, phase)} == {Outcome.OK}
+
+
+async def test_an_engine_that_refuses_is_a_failed_call_with_its_words() -> None:
+    timeline = Timeline("policy/main")
+    client = client_of(httpx.Response(502, text="no such luck"))
+    with timeline.span(Kind.ENGINE, "pause", engine_id="main-0"), pytest.raises(EngineRejected):
+        await client.pause_generation()
+    await client.aclose()
+    call = timeline.since().spans[0]
+    assert call.outcome is Outcome.FAILED
+    assert "no such luck" in call.said
+
+
+async def test_outside_of_a_span_nothing_is_recorded() -> None:
+    timeline = Timeline("policy/main")
+
+    async def nothing() -> None:
+        happened("something")
+        assert current() is None
+
+    await fan_out({"main-0": nothing}, operation="pause", budget_s=5.0)
+    assert timeline.since().spans == ()
+
+
+async def test_a_call_that_was_cancelled_says_so() -> None:
+    timeline = Timeline("policy/main")
+    entered = asyncio.Event()
+
+    async def wait() -> None:
+        with timeline.span(Kind.PHASE, "pause"):
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert timeline.since().spans[0].outcome is Outcome.CANCELLED
+
+
+def test_what_runs_is_seen_while_it_runs_with_its_seconds_so_far() -> None:
+    clock = Clock()
+    timeline = Timeline("policy", clock=clock)
+    with timeline.span(Kind.PHASE, "release", budget_s=60.0):
+        clock.now_s += 12.0
+        (running,) = timeline.since().running
+        assert (running.name, running.elapsed_s, running.budget_s) == ("release", 12.0, 60.0)
+        assert running.outcome is Outcome.RUNNING
+    assert timeline.since().running == ()
+
+
+def test_who_asks_again_gets_only_what_is_new() -> None:
+    timeline = Timeline("policy")
+    timeline.event("gate", "open")
+    first = timeline.since()
+    timeline.event("gate", "closed")
+    assert [one.said for one in timeline.since(first.cursor).spans] == ["closed"]
+    assert timeline.since(timeline.since().cursor).spans == ()
+
+
+def test_memory_is_bounded_and_who_is_too_late_gets_what_is_left() -> None:
+    timeline = Timeline("policy", capacity=3)
+    for number in range(5):
+        timeline.event("tick", str(number))
+    assert [one.said for one in timeline.since(1).spans] == ["2", "3", "4"]
+
+
+def test_what_is_known_of_a_span_can_be_said_within() -> None:
+    timeline = Timeline("policy/main")
+    with timeline.span(Kind.ENGINE, "release", engine_id="main-0"):
+        span = current()
+        assert span is not None
+        span.memory_before_bytes, span.memory_after_bytes = 100, 30
+    assert timeline.since().spans[0].freed_bytes == 70
+
+
+def test_spans_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "policy.spans.jsonl"
+    timeline = Timeline("policy", sinks=[SpanFile(path)])
+    with timeline.span(Kind.PHASE, "pause", budget_s=60.0) as span:
+        span.weight_version = 3
+    timeline.event("fenced", "it hangs", engine_id="main-1")
+    timeline.close()
+    lines = path.read_text().splitlines()
+    kept = [one.to_dict() for one in timeline.since().spans]
+    assert [one.to_dict() for one in read_lines(lines)] == kept
+
+
+def test_a_line_that_a_crash_cut_short_hides_no_other() -> None:
+    whole = '{"kind": "event", "name": "gate", "source": "policy", "start_s": 1, "outcome": "ok"}'
+    assert [one.name for one in read_lines([whole[:40], whole, ""])] == ["gate"]
+
+
+def test_a_full_file_is_kept_aside_and_a_new_one_begun(tmp_path: Path) -> None:
+    path = tmp_path / "policy.spans.jsonl"
+    timeline = Timeline("policy", sinks=[SpanFile(path, max_bytes=300)])
+    for number in range(7):
+        timeline.event("tick", str(number))
+    timeline.close()
+    older = path.with_name(path.name + ".1")
+    kept = [one for file in (older, path) if file.exists() for one in file.read_text().splitlines()]
+    told = [one.said for one in read_lines(kept)]
+    assert told[-1] == "6"
+    assert older.stat().st_size < 600
+
+
+def test_a_disk_that_fails_is_told_once_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("no directory")
+    timeline = Timeline("policy", sinks=[SpanFile(taken / "policy.spans.jsonl")])
+    timeline.event("one")
+    timeline.event("two")
+    timeline.close()
+    assert len([one for one in caplog.records if "what follows is lost" in one.message]) == 1
+    assert len(timeline.since().spans) == 2
+
+
+def test_a_span_of_a_later_version_is_read_without_what_is_new() -> None:
+    values = Span(Kind.EVENT, "gate", "policy", 1.0, outcome=Outcome.OK).to_dict()
+    assert Span.from_dict(values | {"color": "red"}).name == "gate"
