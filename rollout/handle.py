@@ -8,7 +8,6 @@ the ``Caller`` differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout.config import RolloutConfig, ServerConfig
@@ -207,26 +206,16 @@ class OffloadWindow:
         self.report = self._server.offload().result()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.report = self.report.merged(self._finish().result())
 
     async def __aenter__(self) -> OffloadWindow:
         self.report = await self._server.offload()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.report = self.report.merged(await self._finish())
 
 
@@ -300,10 +289,5 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
     def __enter__(self) -> DeploymentHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

@@ -129,6 +129,29 @@ def concerns(phase: Phase, command: Command, traits: Traits) -> bool:
     return command in legal_commands(phase, traits)
 
 
+def before(
+    command: Command, phases: Mapping[str, Phase], traits: Mapping[str, Traits]
+) -> list[str]:
+    """The groups of a server that have ``command`` before them in a transition."""
+    return [name for name in phases if _is_before(command, phases[name], traits[name])]
+
+
+# Groups in these have nothing to prove: they were only paused, or have proved it.
+_PROVED = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.VERIFIED, Phase.KV_ONLOADED)
+
+
+def _is_before(command: Command, phase: Phase, traits: Traits) -> bool:
+    if command is Command.VERIFY:
+        return phase not in _PROVED
+    if command is Command.CONTINUE:
+        return phase is not Phase.SERVING
+    if command is Command.RELEASE:
+        # Who is offloaded is asked again, and does nothing: a resume that came late after its
+        # caller had given up would be known there alone, or is out of date from now on.
+        return traits.needs_offload and phase in (Phase.FLUSHED, Phase.OFFLOADED)
+    return concerns(phase, command, traits)
+
+
 def check_can_offload(phases: Mapping[str, Phase]) -> None:
     """Refuse an offload that would start in the middle of an onload.
 

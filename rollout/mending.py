@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from engines.protocol import MemoryTag, WeightsReport
 from rollout.config import HealthConfig
 from rollout.errors import EngineFailure
+from rollout.group_commands import GroupCommands
 from rollout.health import LOOKS
 from rollout.lifecycle import Phase
 from rollout.roster import Roster
@@ -24,19 +25,19 @@ class Mending:
     """The part of a group that watches its engines and puts new ones in the place of dead ones.
 
     Args:
-        turn: held by whoever commands the engines.
+        commands: whoever commands the engines.
         tags: what the group releases when it is offloaded; empty if it keeps its GPUs.
-
-    Attributes:
-        num_commands: counted up by the group with each command.
     """
 
     def __init__(
-        self, roster: Roster, turn: asyncio.Lock, tags: Sequence[MemoryTag], config: HealthConfig
+        self,
+        roster: Roster,
+        commands: GroupCommands,
+        tags: Sequence[MemoryTag],
+        config: HealthConfig,
     ) -> None:
-        self.num_commands = 0
         self._roster = roster
-        self._turn = turn
+        self._commands = commands
         self._tags = tags
         path = config.weights_path
         self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
@@ -48,14 +49,14 @@ class Mending:
         """No command meanwhile, but others may be mended too: the first takes the turn for all."""
         async with self._door:
             if not self._num_going_on:
-                await self._turn.acquire()
+                await self._commands.turn.acquire()
             self._num_going_on += 1
         try:
             yield
         finally:
             self._num_going_on -= 1
             if not self._num_going_on:
-                self._turn.release()
+                self._commands.turn.release()
 
     async def probe(self, phase: Phase, budget_s: float, distrusted: Sequence[str]) -> GroupProbe:
         """Look at all engines, in the way that makes sense in ``phase``.
@@ -63,13 +64,13 @@ class Mending:
         Args:
             distrusted: engines that must also still hold the weights they should.
         """
-        num_commands, was_commanded = self.num_commands, self._is_commanded()
+        num_commands, was_commanded = self._commands.num_commands, self._is_commanded()
         found = await probe_all(self._roster.members(), LOOKS[phase], budget_s, distrusted)
-        is_steady = num_commands == self.num_commands and not was_commanded
+        is_steady = num_commands == self._commands.num_commands and not was_commanded
         return GroupProbe(is_steady, found)
 
     def _is_commanded(self) -> bool:
-        return self._turn.locked() and not self._num_going_on
+        return self._commands.turn.locked() and not self._num_going_on
 
     async def fence(self, engine_id: str, reason: str) -> None:
         """Take an engine out of everything and end its process, whatever it is doing."""

@@ -16,7 +16,7 @@ from rollout.errors import WeightMismatch
 from rollout.fanout import describe
 from rollout.health import Finding, Look
 from rollout.lifecycle import Phase
-from rollout.roster import Member
+from rollout.member import Member
 from rollout.verification import first_difference
 from rollout.weights.source import WeightSource
 

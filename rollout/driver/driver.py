@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from engines.protocol import SamplingParams
@@ -104,12 +103,7 @@ class RolloutDriver:
     async def __aenter__(self) -> RolloutDriver:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # -- rollouts ---------------------------------------------------------------------------
@@ -356,12 +350,7 @@ class Driver:
     def __enter__(self) -> Driver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _do(self, call: Callable[[], Any]) -> Any:

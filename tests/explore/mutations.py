@@ -11,12 +11,15 @@ import pytest
 
 from engines.errors import EngineUnreachable
 from engines.protocol import MemoryTag
-from rollout import fanout, lifecycle, server, server_group
+from rollout import fanout, gatekeeper, group_commands, lifecycle
+from rollout.gatekeeper import Gatekeeper
+from rollout.group_commands import GroupCommands
 from rollout.lifecycle import Command, Phase
 from rollout.roster import Roster
 from rollout.routing import MemberState
 from rollout.server import RolloutServer
 from rollout.server_group import ServerGroup
+from rollout.steps import Steps
 from tests.explore.search import Explorer, State
 from tests.explore.snapshots import after, serving
 from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, Settings
@@ -60,26 +63,26 @@ class Mutation:
 
 
 def _skip_the_barrier(patch: pytest.MonkeyPatch) -> None:
-    async def advance(self: RolloutServer, *commands: Command) -> Any:
+    async def advance(self: Steps, *commands: Command) -> Any:
         if commands[0] is not Command.PAUSE:
             return await advanced(self, *commands)
-        await self._shut_gate("holding", "paused", "pause")
+        await self._gate.shut("holding", "paused", "pause")
         self._order += 3
 
         async def all_at_once(name: str) -> None:
-            group = self._groups[name]
+            group = self._view.groups[name]
             await group.pause(self._order - 2)
             await group.flush(self._order - 1)
-            if self._traits[name].needs_offload:
-                self._phases[name] = Phase((await group.release(self._order)).phase)
+            if self._view.traits[name].needs_offload:
+                self._view.phases[name] = Phase((await group.release(self._order)).phase)
             else:
-                self._phases[name] = Phase.FLUSHED
+                self._view.phases[name] = Phase.FLUSHED
 
-        await asyncio.gather(*(all_at_once(name) for name in self._groups))
+        await asyncio.gather(*(all_at_once(name) for name in self._view.groups))
         return await advanced(self)
 
-    advanced = RolloutServer._advance
-    patch.setattr(RolloutServer, "_advance", advance)
+    advanced = Steps.advance
+    patch.setattr(Steps, "advance", advance)
 
 
 def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
@@ -87,7 +90,7 @@ def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
         try:
             return await updated(self, push)
         finally:
-            await self._router.set_gate("open", weight_version=self._weight_version)
+            await self._router.set_gate("open", weight_version=self.weight_version)
 
     updated = RolloutServer.update_and_continue
     patch.setattr(RolloutServer, "update_and_continue", update)
@@ -106,16 +109,16 @@ def _retry_what_was_lost(patch: pytest.MonkeyPatch) -> None:
     async def fan_out(asks: Any, **more: Any) -> Any:
         return await fanout.fan_out({one: again(ask) for one, ask in asks.items()}, **more)
 
-    patch.setattr(server_group, "fan_out", fan_out)
+    patch.setattr(group_commands, "fan_out", fan_out)
 
 
 def _open_before_verify(patch: pytest.MonkeyPatch) -> None:
-    async def verify(self: RolloutServer, names: Any) -> Any:
-        await self._open_gate()
+    async def verify(self: Steps, names: Any) -> Any:
+        await self.open_gate()
         return await verified(self, names)
 
-    verified = RolloutServer._verify
-    patch.setattr(RolloutServer, "_verify", verify)
+    verified = Steps.verify
+    patch.setattr(Steps, "verify", verify)
 
 
 def _forget_to_fence(patch: pytest.MonkeyPatch) -> None:
@@ -126,16 +129,14 @@ def _forget_to_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _release_under_requests(patch: pytest.MonkeyPatch) -> None:
-    async def carry_out(
-        self: ServerGroup, command: Command, act: Any, budget_s: float, **more: Any
-    ) -> Any:
+    async def carry_out(self: GroupCommands, command: Command, *how: Any, **more: Any) -> Any:
         if command in (Command.PAUSE, Command.FLUSH):
-            self._phase = lifecycle.next_phase(self._phase, command, self._traits)
+            self.phase = lifecycle.next_phase(self.phase, command, self._traits)
             return self._report(command, {}, 0.0)
-        return await carried_out(self, command, act, budget_s, **more)
+        return await carried_out(self, command, *how, **more)
 
-    carried_out = ServerGroup._carry_out
-    patch.setattr(ServerGroup, "_carry_out", carry_out)
+    carried_out = GroupCommands._carry_out
+    patch.setattr(GroupCommands, "_carry_out", carry_out)
 
 
 def _resume_twice(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def _resume_twice(patch: pytest.MonkeyPatch) -> None:
                 await member.engine.resume_memory_occupation(tuple(MemoryTag))
                 member.released.clear()
 
-        return await self._command(Command.RESUME_KV, resume, 60.0, order)
+        return await self._commands.command(Command.RESUME_KV, resume, 60.0, order)
 
     patch.setattr(ServerGroup, "resume_kv", resume_kv)
 
@@ -171,28 +172,26 @@ def _is_well(task: asyncio.Task[Any]) -> bool:
 
 
 def _open_with_an_older_version(patch: pytest.MonkeyPatch) -> None:
-    async def open_gate(self: RolloutServer) -> None:
-        self._weight_version -= 1
-        await opened(self)
-        self._weight_version += 1
+    async def open_gate(self: Gatekeeper, weight_version: int) -> None:
+        await opened(self, weight_version - 1)
 
-    opened = RolloutServer._open_gate
-    patch.setattr(RolloutServer, "_open_gate", open_gate)
+    opened = Gatekeeper.open
+    patch.setattr(Gatekeeper, "open", open_gate)
 
 
 def _route_to_the_fenced(patch: pytest.MonkeyPatch) -> None:
     def member(*known: Any) -> Any:
         return replace(made(*known), state=MemberState.SERVING)
 
-    made = server._member
-    patch.setattr(server, "_member", member)
+    made = gatekeeper.member
+    patch.setattr(gatekeeper, "member", member)
 
 
 def _ignore_the_order(patch: pytest.MonkeyPatch) -> None:
-    def check_order(self: ServerGroup, order: int | None) -> None:
+    def check_order(self: GroupCommands, order: int | None) -> None:
         """Whatever comes is done."""
 
-    patch.setattr(ServerGroup, "_check_order", check_order)
+    patch.setattr(GroupCommands, "_check_order", check_order)
 
 
 def _believe_without_asking(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ def _believe_without_asking(patch: pytest.MonkeyPatch) -> None:
         async def trust(member: Any) -> None:
             member.prove(None)
 
-        return await self._command(Command.VERIFY, trust, 60.0, order)
+        return await self._commands.command(Command.VERIFY, trust, 60.0, order)
 
     patch.setattr(ServerGroup, "verify", verify)
 
@@ -213,16 +212,16 @@ def _trust_a_kill(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stay_behind_the_engines(patch: pytest.MonkeyPatch) -> None:
-    async def conclude(self: ServerGroup, *what: Any) -> Any:
-        before = self._phase
+    async def conclude(self: GroupCommands, *what: Any) -> Any:
+        before = self.phase
         try:
             return await concluded(self, *what)
         except BaseException:
-            self._phase = before
+            self.phase = before
             raise
 
-    concluded = ServerGroup._conclude
-    patch.setattr(ServerGroup, "_conclude", conclude)
+    concluded = GroupCommands.conclude
+    patch.setattr(GroupCommands, "conclude", conclude)
 
 
 def _leave_when_cancelled(patch: pytest.MonkeyPatch) -> None:
@@ -236,7 +235,7 @@ def _leave_when_cancelled(patch: pytest.MonkeyPatch) -> None:
 
 def _let_the_late_go(patch: pytest.MonkeyPatch) -> None:
     async def conclude(
-        self: ServerGroup, command: Any, target: Any, answers: Any, started: float
+        self: GroupCommands, command: Any, target: Any, answers: Any, started: float
     ) -> Any:
         kept = {
             one: answer
@@ -245,15 +244,15 @@ def _let_the_late_go(patch: pytest.MonkeyPatch) -> None:
         }
         return await concluded(self, command, target, kept, started)
 
-    concluded = ServerGroup._conclude
-    patch.setattr(ServerGroup, "_conclude", conclude)
+    concluded = GroupCommands.conclude
+    patch.setattr(GroupCommands, "conclude", conclude)
 
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     async def fan_out(asks: Any, *, operation: str, budget_s: float) -> Any:
         return await fanout.fan_out(asks, operation=operation, budget_s=1e9)
 
-    patch.setattr(server_group, "fan_out", fan_out)
+    patch.setattr(group_commands, "fan_out", fan_out)
 
 
 MUTATIONS = (

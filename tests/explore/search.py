@@ -168,7 +168,7 @@ def _did_go_on(world: World) -> str:
         return ""  # stopped
     for group in parts.groups.values():
         left = [one for one in group._roster.unfenced() if not _is_dead(world, one.engine_id)]
-        if len(left) < max(1, group._min_engines()):
+        if len(left) < max(1, group._commands.min_engines()):
             return ""
     if not _has_gone_on(world.outcomes):
         return f"nothing goes on from here: {world.outcomes} {world.told}"

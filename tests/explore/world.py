@@ -518,7 +518,7 @@ class World:
                 "update": server.update_and_continue,
                 "update_weights": server.update_weights,
             }[command]
-            work: Awaitable[Any] = call(push(server._weight_version + 1))
+            work: Awaitable[Any] = call(push(server.weight_version + 1))
         else:
             work = _COMMANDS[command](server)
         try:
@@ -691,8 +691,10 @@ class World:
         """Break the cycles: a hundred thousand worlds keep the garbage collector busy."""
         parts = self.parts
         server = parts.server
-        used: list[Any] = [server, getattr(server, "_recovery", self), parts.router]
-        used += [parts.launcher, *parts.ports.values(), *parts.groups.values()]
+        recovery = server._recovery
+        used: list[Any] = [server, server._steps, server._gate, server._view, parts.router]
+        used += [recovery, recovery._repair, recovery._record, parts.launcher]
+        used += [*parts.ports.values(), *parts.groups.values()]
         for process in parts.launcher.all:
             used += [process, process.engine]
         for one in used:
@@ -713,17 +715,17 @@ class World:
         """All that decides what can happen next; two runs that end alike go on alike."""
         parts = self.parts
         server = parts.server
-        newest = server._weight_version
+        newest = server.weight_version
         gate = parts.router.gate
         return (
-            tuple(server._phases.values()),
-            server._gate,
+            tuple(server.phases().values()),
+            server._gate.state,
             server._endpoint is None,
             gate.state,
             tuple((one.engine_id, one.state) for one in gate.members),
             tuple(
                 (
-                    group._phase,
+                    group._commands.phase,
                     tuple(
                         (
                             one.engine_id,

@@ -13,9 +13,10 @@ from engines.protocol import MemoryTag
 from rollout.config import HealthConfig
 from rollout.errors import LifecycleError, PhaseFailed
 from rollout.health import Finding
+from rollout.health_record import GroupTerms
 from rollout.lifecycle import Phase
 from rollout.lock import CommandLock
-from rollout.recovery import GroupTerms, Recovery
+from rollout.recovery import Recovery
 from rollout.types import EngineStatus
 from rollout.watching import EngineProbe, GroupProbe
 from tests.support.builders import RecordingRouter, ServerBench, make_server, push
@@ -363,7 +364,7 @@ async def test_the_place_is_used_again_only_when_the_kill_is_confirmed(
 
         with monkeypatch.context() as patch:
             patch.setattr(process, "kill", survive)
-            patch.setattr("rollout.roster._is_heard", _yes)
+            patch.setattr("rollout.ending._is_heard", _yes)
             bench["main-0"].hold("is_ready")
             await until(lambda: state(bench, "main-0") == "fenced")
             await asyncio.sleep(5)

@@ -1,0 +1,87 @@
+"""What the router of a server is told: whether requests come in, and which engines get them.
+
+Always true: an older view of the members never replaces a newer one; the gate is known here only
+after the router has confirmed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from engines.protocol import WorkerType
+from rollout.health import Verdict
+from rollout.ports import RouterPort
+from rollout.routing import Member, MemberState
+from rollout.types import EngineStatus, GroupStatus
+
+Out = Mapping[str, tuple[Verdict, str]]
+"""Engines that get no requests whatever their group says, and why."""
+
+
+class Gatekeeper:
+    """The server's end of its router.
+
+    Args:
+        look: how the groups are now.
+        out_of_routing: whom recovery keeps out.
+        has_published: told after the router knows of them.
+
+    Attributes:
+        state: open, holding or closed.
+    """
+
+    def __init__(
+        self,
+        router: RouterPort,
+        look: Callable[[], Awaitable[Mapping[str, GroupStatus]]],
+        out_of_routing: Callable[[], Out],
+        has_published: Callable[[Out], None],
+    ) -> None:
+        self.state = "closed"
+        self._router = router
+        self._look = look
+        self._out_of_routing = out_of_routing
+        self._has_published = has_published
+        self._publishing = asyncio.Lock()
+        self._epoch = 0
+
+    async def open(self, weight_version: int) -> None:
+        """Let requests in, to whoever serves now."""
+        await self.publish_members()
+        await self._router.set_gate("open", weight_version=weight_version)
+        self.state = "open"
+
+    async def shut(self, state: str, reason: str, phase: str) -> None:
+        """Hold requests, or turn them away, and say why."""
+        await self._router.set_gate(state, reason=reason, phase=phase)
+        self.state = state
+
+    async def publish_members(self) -> None:
+        """Tell the router who serves, as it is now."""
+        async with self._publishing:  # or an older view could get a newer epoch
+            statuses = await self._look()
+            out = self._out_of_routing()
+            self._epoch += 1
+            await self._router.set_members(
+                self._epoch,
+                [
+                    member(status.worker_type, engine, out)
+                    for status in statuses.values()
+                    for engine in status.engines
+                ],
+            )
+            self._has_published(out)
+
+
+def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Member:
+    """An engine as the router should treat it."""
+    state, because = MemberState.SERVING, ""
+    if engine.fenced_because:
+        state, because = MemberState.FENCED, engine.fenced_because
+    elif engine.is_stale:
+        state, because = MemberState.FENCED, "started again, it lacks the published weights"
+    elif engine.engine_id in out:
+        verdict, because = out[engine.engine_id]
+        state = MemberState.DEAD if verdict is Verdict.DEAD else MemberState.DRAINING
+    return Member(engine.engine_id, engine.endpoint, state, worker_type, because=because)

@@ -1,0 +1,31 @@
+"""What one group is told of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The slice of a server's configuration that one group needs.
+
+    Attributes:
+        path: dotted path of the group's settings, for messages.
+        log_dir: folder its engines log into.
+    """
+
+    name: str
+    path: str
+    model_path: str
+    log_dir: str
+    group: GroupConfig
+    update: WeightUpdate
+    lifecycle: LifecycleConfig
+    health: HealthConfig = field(default_factory=HealthConfig)
+
+    @property
+    def raises(self) -> bool:
+        """Whether the failure of one engine stops the step."""
+        return self.lifecycle.on_failure == "raise"

@@ -1,0 +1,103 @@
+"""One engine of a group, and all that is known of it.
+
+Always true: what it has released is written down here per memory tag, and nothing else says what
+may be released or resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.launch import RunningEngine
+from engines.protocol import Engine, MemoryTag, WeightsReport
+from rollout.types import EngineSlot, EngineStatus
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine and all that is known of it.
+
+    Attributes:
+        num_payloads: copies of a payload it wants, one per tensor-parallel rank.
+        is_proved: its weights were verified after they were last changed.
+        record: its fingerprints when it was last proved; None where none were taken.
+        changed: names of the tensors that were pushed since the record.
+        has_checker: it can tell fingerprints of its weights, and is asked for them.
+        tells_memory: it can tell how much memory each tag has.
+        is_stale: it was started again and lacks what was pushed before: it goes through every
+            phase with the others, but no request may reach it.
+        is_gone: fenced, it has been ended for certain.
+    """
+
+    slot: EngineSlot
+    process: RunningEngine
+    engine: Engine
+    has_session: bool
+    weight_version: int | None
+    num_payloads: int = 1
+    released: set[MemoryTag] = field(default_factory=set)
+    is_proved: bool = True
+    fenced_because: str = ""
+    has_checker: bool = False
+    tells_memory: bool = False
+    record: WeightsReport | None = None
+    changed: frozenset[str] = frozenset()
+    is_stale: bool = False
+    is_gone: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        return self.slot.engine_id
+
+    async def fingerprints(self) -> WeightsReport | None:
+        """Of its weights as they are now; None where it cannot tell."""
+        return await self.engine.weights_checker() if self.has_checker else None
+
+    async def memory_by_tag(self) -> Mapping[str, int]:
+        """What it says of its memory now; empty where it cannot tell."""
+        return (await self.engine.server_info()).resident_bytes if self.tells_memory else {}
+
+    def prove(self, report: WeightsReport | None) -> None:
+        """Its weights are as they should be, and this is what they look like."""
+        self.is_proved = True
+        self.record = report
+        self.changed = frozenset()
+
+    def status(self, phase: str, resident_bytes: int | None) -> EngineStatus:
+        """It as others see it.
+
+        Args:
+            phase: where its group is.
+        """
+        state = "fenced" if self.fenced_because else "stale" if self.is_stale else phase
+        return EngineStatus(
+            engine_id=self.engine_id,
+            endpoint=self.process.endpoint,
+            state=state,
+            weight_version=self.weight_version,
+            released=tuple(sorted(self.released)),
+            node_id=self.slot.node_id,
+            pid=self.process.pid,
+            resident_bytes=resident_bytes,
+            fenced_because=self.fenced_because,
+            is_stale=self.is_stale,
+        )
+
+    # A phase that failed half-way leaves engines apart from one another, which the table of the
+    # lifecycle does not show: these look at the engine itself.
+
+    def unfit_to_serve(self) -> str:
+        """Why it must not generate; empty if it may."""
+        if self.released:
+            return self._has_released()
+        if not self.is_proved and not self.is_stale:
+            return f"the weights of engine {self.engine_id} were not verified"
+        return ""
+
+    def without_weights(self) -> str:
+        """Why it cannot be given weights; empty if it can."""
+        return self._has_released() if MemoryTag.WEIGHTS in self.released else ""
+
+    def _has_released(self) -> str:
+        return f"engine {self.engine_id} has {', '.join(sorted(self.released))} released"

@@ -1,0 +1,69 @@
+"""What a server asks of its groups and of its router: plain objects here, or handles of actors.
+
+Always true: every method starts its work at once and returns something to await, so that all
+groups are asked before any is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from engines.protocol import Endpoint
+from rollout.routing import Member
+from rollout.types import GroupStatus, PhaseReport
+from rollout.watching import GroupProbe
+from rollout.weights.push import WeightPush
+
+
+class RecoverableGroup(Protocol):
+    """What recovery asks of a group."""
+
+    def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> Awaitable[GroupProbe]: ...
+    def fence(self, engine_id: str, reason: str) -> Awaitable[None]: ...
+    def restart(self, engine_id: str) -> Awaitable[None]: ...
+    def adopt(self, engine_id: str, version: int) -> Awaitable[bool]: ...
+
+
+class GroupPort(RecoverableGroup, Protocol):
+    """A ``ServerGroup``."""
+
+    def start(self) -> Awaitable[GroupStatus]: ...
+    def stop(self) -> Awaitable[None]: ...
+    def pause(self, order: int) -> Awaitable[PhaseReport]: ...
+    def flush(self, order: int) -> Awaitable[PhaseReport]: ...
+    def release(self, order: int) -> Awaitable[PhaseReport]: ...
+    def resume_weights(self, order: int) -> Awaitable[PhaseReport]: ...
+    def update_weights(self, push: WeightPush, order: int) -> Awaitable[PhaseReport]: ...
+    def verify(self, version: int, order: int) -> Awaitable[PhaseReport]: ...
+    def resume_kv(self, order: int) -> Awaitable[PhaseReport]: ...
+    def continue_generation(self, order: int) -> Awaitable[PhaseReport]: ...
+    def status(self) -> Awaitable[GroupStatus]: ...
+
+
+class FailureSource(Protocol):
+    """Who sees requests fail: the router."""
+
+    def failures(self, timeout_s: float) -> Awaitable[list[tuple[str, str]]]:
+        """Engines that were taken out of routing since the last call, and why.
+
+        Returns when there is one, or empty after ``timeout_s``.
+        """
+        ...
+
+
+class RouterPort(FailureSource, Protocol):
+    """A ``RouterHost``."""
+
+    def start(self) -> Awaitable[Endpoint]: ...
+    def stop(self, budget_s: float) -> Awaitable[None]: ...
+    def set_gate(
+        self,
+        state: str,
+        *,
+        reason: str = "",
+        phase: str = "",
+        weight_version: int | None = None,
+    ) -> Awaitable[Any]: ...
+    def set_members(self, epoch: int, members: list[Member]) -> Awaitable[Any]: ...
+    def stats(self) -> Awaitable[dict[str, Any]]: ...

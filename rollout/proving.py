@@ -1,0 +1,57 @@
+"""Proof that the engines of a group hold the weights they should.
+
+Always true: an engine that is stale goes along and proves nothing; what is compared with what is
+decided in ``verification.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.protocol import WeightsReport
+from rollout.errors import LifecycleError
+from rollout.fanout import Answer
+from rollout.member import Member
+from rollout.roster import Roster
+from rollout.verification import Evidence, judge
+
+
+async def testify(member: Member, version: int) -> WeightsReport | None:
+    """It says that it holds ``version``, and shows its fingerprints if it can.
+
+    Raises:
+        LifecycleError: it holds something else.
+    """
+    if member.is_stale:
+        return None  # it goes along, and serves nothing
+    if member.weight_version != version:
+        holds = "no whole version" if member.weight_version is None else "another one"
+        raise LifecycleError(f"weight version {version} never reached it; it holds {holds}")
+    held = await member.engine.weight_version()
+    if held != str(version):
+        raise LifecycleError(f"it reports weight version {held!r}, not '{version}'")
+    return await member.fingerprints()
+
+
+def compare(answers: dict[str, Answer[Any]], roster: Roster) -> dict[str, Answer[Any]]:
+    """Refuse the answers of engines whose weights are not what they should be; prove the others."""
+    reports = {name: one.value for name, one in answers.items() if one.failure is None}
+    wrong = judge(
+        {
+            name: Evidence(report, roster[name].record, roster[name].changed)
+            for name, report in reports.items()
+            if report is not None
+        }
+    )
+    for name, report in reports.items():
+        if name in wrong:
+            answers[name] = answers[name].refused("verify", name, wrong[name])
+        elif not roster[name].is_stale:
+            roster[name].prove(report)
+    return answers
+
+
+def reached_nobody(version: int, roster: Roster) -> str:
+    """Why ``version`` cannot be verified; empty if it can."""
+    held = {member.weight_version for member in roster.unfenced()}
+    return f"weight version {version} reached no engine" if version not in held else ""
