@@ -45,9 +45,9 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/update_weight_version", _POST, control.update_weight_version),
     ("/weights_checker", _EITHER, control.weights_checker),
     ("/weights_manifest", _GET, control.weights_manifest),
-    ("/load_lora_adapter", _POST, control.lora_adapters),
-    ("/load_lora_adapter_from_tensors", _POST, control.lora_adapters),
-    ("/unload_lora_adapter", _POST, control.lora_adapters),
+    ("/load_lora_adapter", _POST, control.load_lora_adapter),
+    ("/load_lora_adapter_from_tensors", _POST, control.load_lora_adapter_from_tensors),
+    ("/unload_lora_adapter", _POST, control.unload_lora_adapter),
 ]
 
 

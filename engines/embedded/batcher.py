@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from engines.embedded.cache import RegionCache
 from engines.embedded.config import EngineConfig
 from engines.embedded.errors import Ended
 from engines.embedded.generation import Generation
+from engines.embedded.lora import Adapter
 from engines.embedded.memory import Memory
 from engines.embedded.runner import Runner
 from engines.embedded.state import BatchState, Journal
@@ -55,7 +56,9 @@ class Batcher(ContinuousBatchingManager):
         config: EngineConfig,
         journal: Journal,
         deliver: Callable[[list[Generation]], None],
+        plan_adapters: Callable[[Iterable[tuple[Adapter | None, int]]], None],
     ) -> None:
+        self._plan_adapters = plan_adapters
         self._memory = memory
         self._journal = journal
         self._deliver = deliver
@@ -194,6 +197,7 @@ class Batcher(ContinuousBatchingManager):
         batch = processor.inputs_and_outputs.requests_in_batch
         if cache.is_bucketed:
             cache.plan_step(batch)
+        self._plan_adapters((one.state.generation.adapter, one.query_length) for one in batch)
         with torch.inference_mode():
             processor._generation_step(self.model)
         if cache.prefix_hits:
@@ -211,6 +215,11 @@ class Batcher(ContinuousBatchingManager):
             self._posted.popleft()()
         self.report()
 
+    def _adapter_of(self, rid: str) -> Adapter | None:
+        scheduler = self.batch_processor.scheduler
+        state = scheduler.active_requests.get(rid) or scheduler.waiting_requests.get(rid)
+        return None if state is None else state.generation.adapter
+
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
             return self.batch_processor
@@ -225,6 +234,7 @@ class Batcher(ContinuousBatchingManager):
             dtype=model.dtype,
             model_supports_logits_to_keep=model._supports_logits_to_keep(),
         )
+        cache.adapter_of = self._adapter_of
         scheduler = FIFOScheduler(cache, config.safety_margin, config.max_requests_per_batch)
         processor = ContinuousBatchProcessor(
             cache=cache,

@@ -6,7 +6,7 @@ costs nothing, and then given the tensor of the region: nothing is allocated twi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from engines.embedded.attention import NAME, Bucket, Member, plan
+from engines.embedded.lora import Adapter
 from engines.embedded.memory import Memory
 from engines.protocol import MemoryTag
 
@@ -25,6 +26,7 @@ class RegionCache(PagedAttentionCache):
     Attributes:
         is_bucketed: attention is ours (see ``attention``).
         plan: this step's attention buckets.
+        adapter_of: request id -> the LoRA adapter it runs with.
         prefix_hits: request id -> tokens of its prompt found in the cache, until collected.
     """
 
@@ -45,6 +47,7 @@ class RegionCache(PagedAttentionCache):
         self.is_bucketed = self.config._attn_implementation == NAME
         self.plan: list[Bucket] = []
         self.prefix_hits: dict[str, int] = {}
+        self.adapter_of: Callable[[str], Adapter | None] = lambda _: None
 
     def plan_step(self, batch: Sequence[FutureRequestState]) -> None:
         """Plan the attention of a step, once for all layers."""
@@ -83,7 +86,24 @@ class RegionCache(PagedAttentionCache):
         return pages
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        matched: int = super().search_prefix_match(request_id, prompt_ids)
+        adapter = self.adapter_of(request_id)
+        wanted = prompt_ids if adapter is None else adapter.salted(prompt_ids)
+        matched: int = super().search_prefix_match(request_id, wanted)
         if matched:
             self.prefix_hits[request_id] = matched
         return matched
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        adapter = state.generation.adapter
+        seen: Any = state if adapter is None else _Salted(state, adapter)
+        super().mark_complete_blocks(seen, complete_blocks)
+
+
+class _Salted:
+    """A request's state as the prefix cache shall see it: with its adapter in its tokens."""
+
+    def __init__(self, state: Any, adapter: Adapter) -> None:
+        self.request_id = state.request_id
+        self.status = state.status
+        self.initial_tokens = adapter.salted(state.initial_tokens)
+        self.generated_tokens = adapter.salted(state.generated_tokens)

@@ -34,6 +34,8 @@ class EngineConfig:
     max_total_tokens: int = flag(16384, "tokens the KV cache holds, over all requests")
     max_running_requests: int = flag(256, "requests in one batch; the others wait")
     context_length: int = flag(0, "longest prompt plus completion; 0: the model's own")
+    enable_lora: bool = flag(False, "take LoRA adapters")
+    max_lora_rank: int = flag(64, "largest rank of an adapter")
     random_seed: int | None = flag(None, "seed of requests that bring none", type=int)
     served_model_name: str = flag("", "name under /v1/models; empty: the model path")
     log_level: str = flag("info", "debug, info, warning or error")

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engines.embedded.engine import Engine
-from engines.embedded.errors import Invalid, Unsupported
+from engines.embedded.errors import Invalid
+from engines.embedded.lora import read_adapter
 from engines.embedded.serving import json_response, read_json
 from engines.embedded.unpickle import read_payload
 from engines.protocol import MemoryTag, PauseMode
@@ -222,8 +223,40 @@ async def _with_weights(engine: Engine, work: Callable[[], Any]) -> Any:
     return await engine.run(checked)
 
 
-async def lora_adapters(engine: Engine, request: Request) -> Response:
-    raise Unsupported("the embedded engine does not serve LoRA adapters yet")
+async def load_lora_adapter(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    name, path = _need(raw, "lora_name", str), _need(raw, "lora_path", str)
+    config, named = await engine.aside(lambda: read_adapter(path))
+    return await _load_adapter(engine, name, config, named.items())
+
+
+async def load_lora_adapter_from_tensors(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    name, config = _need(raw, "lora_name", str), _need(raw, "config_dict", dict)
+    payloads = _need(raw, "serialized_named_tensors", list)
+    if len(payloads) != 1 or not isinstance(payloads[0], str):
+        raise Invalid(f"one base64 payload is wanted (tensor parallel size 1): {len(payloads)}")
+    load_format = raw.get("load_format")
+    named = await engine.aside(lambda: read_payload(payloads[0], load_format))
+    return await _load_adapter(engine, name, config, named)
+
+
+async def _load_adapter(engine: Engine, name: str, config: dict[str, Any], named: Any) -> Response:
+    await engine.run(lambda: engine.adapters.load(name, config, named))
+    return _adapters(engine)
+
+
+async def unload_lora_adapter(engine: Engine, request: Request) -> Response:
+    raw = await read_json(request)
+    name = _need(raw, "lora_name", str)
+    await engine.run(lambda: engine.adapters.unload(name))
+    return _adapters(engine)
+
+
+def _adapters(engine: Engine) -> Response:
+    return json_response(
+        {"success": True, "error_message": None, "loaded_adapters": engine.adapters.names()}
+    )
 
 
 async def weights_manifest(engine: Engine, request: Request) -> Response:

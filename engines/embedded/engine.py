@@ -19,6 +19,7 @@ from engines.embedded.errors import Ended, Invalid
 from engines.embedded.gate import Gate, IdleJob
 from engines.embedded.generation import Generation
 from engines.embedded.groups import UpdateGroups
+from engines.embedded.lora import Adapters
 from engines.embedded.memory import Memory
 from engines.embedded.state import Journal
 from engines.embedded.text import Text
@@ -39,12 +40,17 @@ class Engine:
         self.model = model
         self.text = text
         self.memory = memory
-        self.weights = Weights(model)
+        self.adapters = Adapters(
+            model, is_enabled=config.enable_lora, max_rank=config.max_lora_rank
+        )
+        self.weights = Weights(model, self.adapters.fingerprints)
         self.groups = UpdateGroups(memory.device)
         self.live: dict[str, Generation] = {}
         self.context_length = _context_length(config, model)
         self._journal = Journal(config.weight_version)
-        self.batcher = Batcher(model, memory, config, self._journal, self._deliver)
+        self.batcher = Batcher(
+            model, memory, config, self._journal, self._deliver, self.adapters.plan_step
+        )
         self.gate = Gate(
             self.batcher, memory, self._journal, is_saver_enabled=config.enable_memory_saver
         )

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.embedded.errors import Refusal
 from engines.embedded.params import Params
+
+if TYPE_CHECKING:
+    from engines.embedded.lora import Adapter
 
 StopFinder = Callable[[Sequence[int]], str | None]
 
@@ -23,6 +26,7 @@ class Generation:
 
     Attributes:
         stop_ids: token ids that end it (end-of-sequence and the caller's own).
+        adapter: the LoRA adapter it runs with; None for the base model alone.
         find_stop: finds a stop string in the last tokens; None where there are none.
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object; None while running.
@@ -31,6 +35,7 @@ class Generation:
 
     __slots__ = (
         "__weakref__",
+        "adapter",
         "cached_tokens",
         "changed",
         "find_stop",
@@ -59,7 +64,9 @@ class Generation:
         seed: int | None = None,
         return_logprob: bool = False,
         is_streamed: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
+        self.adapter = adapter
         self.rid = rid
         self.prompt_ids = prompt_ids
         self.params = params

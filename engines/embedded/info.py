@@ -125,7 +125,11 @@ async def models(engine: Engine, request: Request) -> Response:
         "root": served_name(engine),
         "max_model_len": engine.context_length,
     }
-    return json_response({"object": "list", "data": [card]})
+    adapters = [
+        card | {"id": name, "root": name, "parent": served_name(engine)}
+        for name in engine.adapters.names()
+    ]
+    return json_response({"object": "list", "data": [card, *adapters]})
 
 
 _STARTED = int(time.time())

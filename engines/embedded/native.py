@@ -33,7 +33,6 @@ _UNSUPPORTED = (
     "image_data",
     "video_data",
     "audio_data",
-    "lora_path",
     "top_logprobs_num",
     "token_ids_logprob",
 )
@@ -60,6 +59,7 @@ def read(engine: Engine, raw: dict[str, Any]) -> Job:
     rids = _per_prompt(raw.get("rid"), count, is_batch, "rid")
     samplings = _per_prompt(raw.get("sampling_params"), count, is_batch, "sampling_params")
     logprobs = _per_prompt(raw.get("return_logprob"), count, is_batch, "return_logprob")
+    lora_names = _per_prompt(raw.get("lora_path"), count, is_batch, "lora_path")
     is_streamed = bool(raw.get("stream"))
     generations: list[Generation] = []
     is_list = is_batch
@@ -76,6 +76,7 @@ def read(engine: Engine, raw: dict[str, Any]) -> Job:
             params,
             return_logprob=bool(logprobs[index]),
             is_streamed=is_streamed,
+            lora_name=lora_names[index],
         )
     return Job(generations, is_list, is_streamed)
 

@@ -145,6 +145,7 @@ def _job(
             params,
             return_logprob=logprobs,
             is_streamed=is_streamed,
+            lora_name=_lora_name(engine, raw),
         )
     ]
     return Job(
@@ -155,6 +156,17 @@ def _job(
         streams_usage=bool((raw.get("stream_options") or {}).get("include_usage")),
         with_token_ids=bool(raw.get("return_token_ids")),
     )
+
+
+def _lora_name(engine: Engine, raw: dict[str, Any]) -> str | None:
+    """SGLang's rule: an adapter is asked for as ``model:adapter``, else by ``lora_path``."""
+    model, base = raw.get("model"), served_name(engine)
+    if isinstance(model, str) and model.startswith(f"{base}:"):
+        return model.removeprefix(f"{base}:").strip() or None
+    name = raw.get("lora_path")
+    if name is not None and not isinstance(name, str):
+        raise Invalid(f"lora_path must be the name of one adapter: {name!r}")
+    return name
 
 
 async def chat_completions(engine: Engine, request: Request) -> Response:

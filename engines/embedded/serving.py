@@ -77,6 +77,7 @@ def make_generations(
     *,
     return_logprob: bool = False,
     is_streamed: bool = False,
+    lora_name: str | None = None,
 ) -> list[Generation]:
     """One generation per wanted completion.  Several get ids ``rid_0``, ``rid_1`` ... and, if
     seeded, consecutive seeds."""
@@ -86,6 +87,7 @@ def make_generations(
             f"prompt of {len(prompt_ids)} tokens plus max_new_tokens {params.max_new_tokens} is "
             f"{total}, more than the context length of {engine.context_length}"
         )
+    adapter = engine.adapters.find(lora_name)
     eos_ids = frozenset() if params.ignore_eos else engine.text.eos_ids
     seed = params.sampling_seed
     return [
@@ -98,6 +100,7 @@ def make_generations(
             seed=None if seed is None else seed + index,
             return_logprob=return_logprob,
             is_streamed=is_streamed,
+            adapter=adapter,
         )
         for index in range(params.n)
     ]

@@ -6,7 +6,7 @@ of the model changes; parameters keep their storage for the life of the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,12 @@ def place(model: torch.nn.Module, memory: Memory) -> None:
 class Weights:
     """Parameters of one model under the names its checkpoint has for them."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        adapter_fingerprints: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        self._adapter_fingerprints = adapter_fingerprints
         # A tied tensor is listed under its first name, the one save_pretrained keeps.
         self._tensors = {name: parameter.data for name, parameter in model.named_parameters()}
         self._tied = {
@@ -88,8 +93,9 @@ class Weights:
         return self._tied.get(name) if tensor is None else tensor
 
     def checksum(self) -> tuple[dict[str, str], str]:
-        """The fingerprint of each tensor, and of them all together."""
+        """The fingerprint of each tensor, adapters' included, and of them all together."""
         digests = {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
+        digests |= self._adapter_fingerprints()
         return digests, whole_fingerprint(digests)
 
     def snapshot(self) -> None:

@@ -38,7 +38,7 @@ def servers(
     models: dict[str, Path],
 ) -> Iterator[dict[str, Server]]:
     """Two engines, started side by side since that is the slow part."""
-    plain = Server(models["first"], "--enable-memory-saver")
+    plain = Server(models["first"], "--enable-memory-saver", "--enable-lora")
     backed = Server(
         models["qwen"],
         *("--enable-memory-saver", "--enable-weights-cpu-backup"),

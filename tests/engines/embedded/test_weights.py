@@ -220,7 +220,3 @@ async def test_a_version_can_be_set_by_itself(engine: Asker) -> None:
             assert await stream.next() is not None
         await engine.post("/update_weight_version", new_version="9")
         assert (await stream.rest())["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-async def test_lora_is_not_there_yet(engine: Asker) -> None:
-    assert "LoRA" in await engine.refused(501, "/load_lora_adapter", lora_name="a")
