@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from engines.features import Features
-from rollout.config import GroupConfig, WeightUpdate
+from rollout.config import Drain, GroupConfig, WeightUpdate
 
 
 def unfit(
     features: Features,
     group: GroupConfig,
     update: WeightUpdate,
+    drain: Drain,
     *,
     memory_saver: bool,
     weights_cpu_backup: bool,
@@ -36,6 +37,12 @@ def unfit(
             ".engine.weights_cpu_backup: engine {engine} keeps no copy of its weights while they "
             "are released, and not all of them are pushed; start it with one "
             "(--enable-weights-cpu-backup), or set needs_offload to false"
+        )
+    if drain is Drain.RETRACT and not features.is_retract_safe:
+        return (
+            f".engine: engine {{engine}}: {features.engine} {features.version} dies of a release "
+            "with requests retracted; set lifecycle.drain to abort or finish, or use SGLang "
+            "0.5.21 or later"
         )
     if features.worker_type is not group.worker_type:
         return (

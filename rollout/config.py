@@ -41,6 +41,14 @@ class WeightUpdate(StrEnum):
     FROZEN = "frozen"
 
 
+class Drain(StrEnum):
+    """What becomes of the requests in flight when their engines are paused."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    FINISH = "finish"
+
+
 class _Slice(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -172,6 +180,12 @@ class LifecycleConfig(_Slice):
 
     on_failure: Literal["fence", "raise"] = "fence"
     """``fence`` goes on without the failed engine; ``raise`` stops the step."""
+    drain: Drain = Drain.ABORT
+    """Requests in flight at a pause: ``abort`` ends them with the tokens they have; ``retract``
+    lets them go on afterwards, under the new weights; ``finish`` waits for them first."""
+    drain_timeout_s: Seconds = 60.0
+    """What ``finish`` gives them, and what those of an engine that is removed get; then they
+    are aborted."""
     pause_timeout_s: Seconds = 60.0
     """Until every engine has stopped generating."""
     flush_timeout_s: Seconds = 60.0

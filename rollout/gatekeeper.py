@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from engines.protocol import WorkerType
+from rollout.errors import PhaseTimeout
 from rollout.health import Verdict
 from rollout.ports import RouterPort
 from rollout.routing import Member, MemberState
@@ -56,6 +57,18 @@ class Gatekeeper:
         """Hold requests, or turn them away, and say why."""
         await self._router.set_gate(state, reason=reason, phase=phase)
         self.state = state
+
+    async def drain(self, timeout_s: float, engine_id: str = "") -> str:
+        """Wait until requests in flight, or those of one engine, have ended by themselves.
+
+        Returns:
+            Who still has some after ``timeout_s``; empty if nobody.
+        """
+        try:
+            await self._router.drained(timeout_s, engine_id)
+        except PhaseTimeout as error:
+            return str(error)
+        return ""
 
     async def publish_members(self) -> None:
         """Tell the router who serves, as it is now."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.launch import EngineLauncher
-from engines.protocol import MemoryTag, PauseMode, WeightsReport
+from engines.protocol import MemoryTag, WeightsReport
 from rollout.config import WeightUpdate
+from rollout.draining import flush, pause
 from rollout.fanout import finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
@@ -90,24 +91,22 @@ class ServerGroup:
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
     async def pause(self, order: int | None = None) -> PhaseReport:
-        """End all generation; requests in flight are answered as aborted with their tokens."""
+        """Stop all generation; what becomes of requests in flight is ``lifecycle.drain``."""
+        budget_s = self._settings.lifecycle.pause_timeout_s
 
-        async def pause(member: Member) -> None:
-            await member.engine.pause_generation(PauseMode.ABORT)
+        async def stop_generating(member: Member) -> None:
+            await pause(member, self._settings.lifecycle.drain, budget_s)
 
-        return await self._commands.command(
-            Command.PAUSE, pause, self._settings.lifecycle.pause_timeout_s, order
-        )
+        return await self._commands.command(Command.PAUSE, stop_generating, budget_s, order)
 
     async def flush(self, order: int | None = None) -> PhaseReport:
         """Wait, inside each engine, until nothing is in flight, and drop its prefix cache."""
         budget_s = self._settings.lifecycle.flush_timeout_s
 
-        async def flush(member: Member) -> None:
-            # The engine's own wait ends a little earlier, so that it says why it is late.
-            await member.engine.flush_cache(timeout_s=max(budget_s - 2.0, budget_s / 2))
+        async def empty(member: Member) -> None:
+            await flush(member, self._settings.lifecycle.drain, budget_s)
 
-        return await self._commands.command(Command.FLUSH, flush, budget_s, order)
+        return await self._commands.command(Command.FLUSH, empty, budget_s, order)
 
     async def release(self, order: int | None = None) -> PhaseReport:
         """Give the memory back, and measure that it came free."""

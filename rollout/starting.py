@@ -83,6 +83,7 @@ class Starter:
             features,
             self._settings.group,
             self._settings.update,
+            self._settings.lifecycle.drain,
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
         ):

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from rollout import lifecycle
-from rollout.config import LifecycleConfig
+from rollout.config import Drain, LifecycleConfig
 from rollout.errors import LifecycleError
 from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
@@ -94,6 +94,10 @@ class Steps:
 
     async def pause(self, names: Iterable[str]) -> StepReport:
         await self._gate.shut("holding", "the engines are paused for a weight update", "pause")
+        if self._budgets.drain is Drain.FINISH:
+            late = await self._gate.drain(self._budgets.drain_timeout_s)
+            if late:
+                logger.warning("server %s: %s; they are aborted", self._name, late)
         return await self._step(Command.PAUSE, names, lambda group, o: group.pause(o))
 
     async def flush(self, names: Iterable[str]) -> StepReport:

@@ -100,6 +100,9 @@ class RayRouter(_Port):
     def set_members(self, epoch: int, members: list[Member]) -> RemoteCall[None]:
         return self._call(self._actor.set_members.remote(epoch, members))
 
+    def drained(self, timeout_s: float, engine_id: str = "") -> RemoteCall[None]:
+        return self._call(self._actor.drained.remote(timeout_s, engine_id))
+
     def failures(self, timeout_s: float) -> RemoteCall[list[tuple[str, str]]]:
         return self._call(self._actor.failures.remote(timeout_s))
 

@@ -128,6 +128,9 @@ class RouterActor:
     async def set_members(self, epoch: int, members: list[Member]) -> None:
         await self._host.set_members(epoch, members)
 
+    async def drained(self, timeout_s: float, engine_id: str) -> None:
+        await self._host.drained(timeout_s, engine_id)
+
     async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
         return await self._host.failures(timeout_s)
 

@@ -100,7 +100,7 @@ class Gate:
     Args:
         max_held: requests that may wait; one more is refused.
         max_held_bytes: bodies of waiting requests together.
-        on_idle: called whenever the last live request ends.
+        on_idle: called whenever the last live request of an engine ends.
     """
 
     def __init__(
@@ -221,10 +221,17 @@ class Gate:
             if isinstance(request.decision, Admission):
                 self.leave(request.decision)
             return
-        if request.partner is not None:
-            self.prefilling.discard(request.partner.engine_id, request)
-        if self.in_flight.discard(request.member.engine_id, request) and not self.in_flight:
+        partner, engine_id = request.partner, request.member.engine_id
+        if partner is not None:
+            self.prefilling.discard(partner.engine_id, request)
+        if self.in_flight.discard(engine_id, request) and (
+            self.num_on(engine_id) == 0 or (partner and self.num_on(partner.engine_id) == 0)
+        ):
             self._on_idle()
+
+    def num_on(self, engine_id: str) -> int:
+        """Live requests of one engine, whichever part of them it has."""
+        return self.in_flight.num(engine_id) + self.prefilling.num(engine_id)
 
     def report_failure(
         self, admission: Admission, operation: str, message: str, *, is_partner: bool = False
@@ -308,8 +315,7 @@ class Gate:
                     "worker_type": member.worker_type.value,
                     "state": member.state.value,
                     "because": member.because,
-                    "num_in_flight": self.in_flight.num(member.engine_id)
-                    + self.prefilling.num(member.engine_id),
+                    "num_in_flight": self.num_on(member.engine_id),
                     "num_failures": self.members.num_failures(member.engine_id),
                 }
                 for member in self.members

@@ -78,7 +78,7 @@ class RouterHost:
             total_timeout_s=_CONTROL_TIMEOUT_S,
         )
         self._proxy = Proxy(self._gate, pool, settings)
-        self._drained: set[asyncio.Future[None]] = set()
+        self._drained: dict[asyncio.Future[None], str] = {}
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()
@@ -187,27 +187,24 @@ class RouterHost:
         self._has_failed.clear()
         return list(failed.items())
 
-    async def drained(self, timeout_s: float) -> None:
-        """Wait until no engine has a request of this router.  Held requests do not count.
+    async def drained(self, timeout_s: float, engine_id: str = "") -> None:
+        """Wait until no engine, or not this one, has a request; held requests do not count.
 
         Raises:
             PhaseTimeout: ``late`` names the engines that still have some, and how many.
         """
-        await self._call(self._wait_drained(timeout_s))
+        await self._call(self._wait_drained(timeout_s, engine_id))
 
-    async def _wait_drained(self, timeout_s: float) -> None:
-        if not self._gate.in_flight:
+    async def _wait_drained(self, timeout_s: float, engine_id: str) -> None:
+        if self._is_drained(engine_id):
             return
         drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._drained.add(drained)
+        self._drained[drained] = engine_id
         try:
             await asyncio.wait_for(drained, timeout_s)
         except TimeoutError:
-            late = {
-                engine_id: f"{num} requests in flight"
-                for engine_id, num in sorted(self._gate.in_flight.by_engine().items())
-            }
-            words = ", ".join(f"{engine_id} has {what}" for engine_id, what in late.items())
+            late = {one: f"{num} requests in flight" for one, num in self._late(engine_id)}
+            words = ", ".join(f"{one} has {what}" for one, what in late.items())
             raise PhaseTimeout(
                 f"router not drained within {timeout_s:.1f} s: {words}",
                 phase="drain",
@@ -215,13 +212,21 @@ class RouterHost:
                 late=late,
             ) from None
         finally:
-            self._drained.discard(drained)
+            del self._drained[drained]
+
+    def _late(self, engine_id: str) -> list[tuple[str, int]]:
+        if engine_id:
+            return [(engine_id, self._gate.num_on(engine_id))]
+        return sorted(self._gate.in_flight.by_engine().items())
+
+    def _is_drained(self, engine_id: str) -> bool:
+        return not (self._gate.num_on(engine_id) if engine_id else self._gate.in_flight)
 
     # -- within -----------------------------------------------------------------------------
 
     def _wake_drained(self) -> None:
-        for drained in self._drained:
-            if not drained.done():
+        for drained, engine_id in self._drained.items():
+            if not drained.done() and self._is_drained(engine_id):
                 drained.set_result(None)
 
     def _pass_failure_on(self, failure: ConnectionFailure) -> None:

@@ -57,6 +57,9 @@ _UPDATES = frozenset({"begin_weight_update", "update_weights_from_tensor", "end_
 _MANIFEST = Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in DEFAULT_TENSORS[-1:])
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
+# A push shares its budget out; a pause is tried twice.
+_LEAST_S = dict.fromkeys(_UPDATES, 5.0) | {"pause_generation": BUDGET_S / 2}
+
 # What may become of a call of an engine; the first is the ordinary course.
 OUTCOMES: tuple[tuple[str, faults.Fault | None], ...] = (
     ("answers", None),
@@ -128,6 +131,9 @@ class SteeredEngine(FakeEngine):
             self.is_proved = True
         elif operation in ("flush_cache", "pause_generation"):
             self.is_flushed = operation == "flush_cache"
+            if self.struck_in == "pause_generation":  # it was asked again, and is well
+                self.struck_in = ""
+                world.struck.pop(self.engine_id, None)
         return fault
 
     async def _strike(self, operation: str, fault: faults.Fault) -> None:
@@ -189,6 +195,9 @@ class SteeredRouter:
     async def set_members(self, epoch: int, members: list[Member]) -> bool:
         await self._ask("members", lambda: self.gate.set_members(epoch, members))
         return True
+
+    async def drained(self, timeout_s: float, engine_id: str = "") -> None:
+        """Nobody waits here for requests to end."""
 
     async def stats(self) -> dict[str, Any]:
         return self.gate.stats()
@@ -636,7 +645,7 @@ class World:
     def check_given_up(self, engine: SteeredEngine, operation: str, since: float) -> None:
         """I5: nobody's call is cut for a sibling's sake.  I4: nor is it waited for too long."""
         elapsed = self.now - since
-        least = 5.0 if operation in _UPDATES else BUDGET_S
+        least = _LEAST_S.get(operation, BUDGET_S)
         if elapsed < least - 1e-3 and not (self._is_stopping or engine.is_dead):
             self.violate(f"I5: {operation} of {engine.engine_id} was cut after {elapsed:g} s")
         if elapsed > BUDGET_S + 1e-3:

@@ -10,7 +10,7 @@ import pytest
 from engines.features import Features
 from engines.protocol import WorkerType
 from rollout.admission import unfit
-from rollout.config import GroupConfig, WeightUpdate
+from rollout.config import Drain, GroupConfig, WeightUpdate
 
 GOOD = Features(
     engine="sglang",
@@ -27,11 +27,14 @@ GOOD = Features(
 )
 
 
-def why(update: WeightUpdate = WeightUpdate.FULL, **changed: Any) -> str:
+def why(
+    update: WeightUpdate = WeightUpdate.FULL, drain: Drain = Drain.ABORT, **changed: Any
+) -> str:
     return unfit(
         replace(GOOD, **changed),
         GroupConfig(),
         update,
+        drain,
         memory_saver=True,
         weights_cpu_backup=True,
     )
@@ -68,4 +71,17 @@ def test_an_engine_that_is_never_released_needs_no_memory_saver() -> None:
     bare = replace(GOOD, has_memory_saver=False, has_weights_cpu_backup=False)
     full = WeightUpdate.FULL
     group = GroupConfig(needs_offload=False)
-    assert unfit(bare, group, full, memory_saver=False, weights_cpu_backup=False) == ""
+    assert (
+        unfit(bare, group, full, Drain.FINISH, memory_saver=False, weights_cpu_backup=False) == ""
+    )
+
+
+@pytest.mark.parametrize("drain", list(Drain))
+def test_requests_are_retracted_only_where_the_engine_survives_that(drain: Drain) -> None:
+    told = why(drain=drain, is_retract_safe=False)
+    if drain is Drain.RETRACT:
+        assert "dies of a release with requests retracted" in told
+        assert "set lifecycle.drain to abort or finish" in told
+    else:
+        assert told == ""
+    assert why(drain=drain) == ""

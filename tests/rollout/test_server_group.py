@@ -125,11 +125,11 @@ async def test_a_stale_order_is_refused() -> None:
     assert sent(engine) == ["pause_generation", "flush_cache"]
 
 
-async def test_the_engine_itself_waits_a_little_less_than_the_phase() -> None:
+async def test_the_engine_itself_waits_a_little_less_than_its_first_half_of_the_phase() -> None:
     group, (engine,) = await started_group(1, lifecycle={"flush_timeout_s": 30})
     await group.pause()
     await group.flush()
-    assert engine.calls[-1].arguments == {"timeout_s": 28.0}
+    assert engine.calls[-1].arguments == {"timeout_s": 13.0}
 
 
 async def test_a_group_that_keeps_its_gpus_is_updated_and_never_released() -> None:
@@ -202,7 +202,7 @@ async def test_below_the_fewest_engines_the_phase_fails_and_the_group_is_where_t
 ):
     group, (bad, good) = await started_group(min_engines=2)
     await group.pause()
-    bad.fail_next("flush_cache", EngineRejected("busy", status=400))
+    bad.fail_next("flush_cache", EngineRejected("broken", status=500))
     message = "1 of 2 engines left, 2 needed; the group is flushed"
     with pytest.raises(PhaseFailed, match=message) as caught:
         await group.flush()

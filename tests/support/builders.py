@@ -12,6 +12,7 @@ from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.weights import DEFAULT_TENSORS
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, WeightUpdate
+from rollout.errors import PhaseTimeout
 from rollout.routing import Member, MemberState
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
@@ -108,6 +109,8 @@ class RecordingRouter:
     members: list[Member] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     num_stops: int = 0
+    drains: list[str] = field(default_factory=list)
+    late: str = ""
     start_error: Exception | None = None
     failed: list[tuple[str, str]] = field(default_factory=list)
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,6 +129,11 @@ class RecordingRouter:
     async def set_members(self, epoch: int, members: list[Member]) -> None:
         self.epochs.append(epoch)
         self.members = members
+
+    async def drained(self, timeout_s: float, engine_id: str = "") -> None:
+        self.drains.append(engine_id)
+        if self.late:
+            raise PhaseTimeout(f"router not drained within {timeout_s:g} s: {self.late}")
 
     async def stats(self) -> dict[str, Any]:
         return {}

@@ -138,6 +138,21 @@ async def test_drained_names_who_is_late_and_with_how_many(make_bench):
     await asked
 
 
+async def test_drained_of_one_engine_looks_at_no_other(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    asked = bench.begin()
+    await hold.entered.wait()
+    await bench.host.drained(0, "e-1")
+    with pytest.raises(PhaseTimeout, match="e-0 has 1 requests in flight"):
+        await bench.host.drained(0.02, "e-0")
+    drained = asyncio.ensure_future(bench.host.drained(5, "e-0"))
+    await bench.host.stats()
+    hold.opened.set()
+    await drained
+    await asked
+
+
 async def test_held_requests_do_not_keep_it_from_being_drained(make_bench):
     bench = await make_bench(reply())
     await bench.host.set_gate("holding")
