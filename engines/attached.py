@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from engines.client import EngineClient
 from engines.errors import EngineError, EngineNotReady
-from engines.protocol import Endpoint
+from engines.protocol import Endpoint, ProcessIdentity
 from engines.spec import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class AttachedEngine:
     """``launch.RunningEngine`` without a process of ours."""
 
     pid: int | None = None
+    processes: Sequence[ProcessIdentity] = ()
 
     def __init__(self, endpoint: Endpoint, engine_id: str) -> None:
         self.endpoint = endpoint

@@ -20,8 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from engines.identity import TOKEN_VARIABLE, identify
+from engines.protocol import ProcessIdentity
+
 NOTE, TERMINATE, KILL = b"n", b"t", b"k"
-TOKEN_VARIABLE = "ENGINE_GUARD_TOKEN"
 _SCRIPT = Path(__file__).with_name("guard.py")
 
 
@@ -38,6 +40,7 @@ class Guarded:
         is_gone: every process of the command is reaped.
         is_lost: the guard died before it could say so.
         log_start: length of the log before this command wrote to it.
+        identity: by which the command is found again, also after this process has ended.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Guarded:
         self.is_gone = False
         self.is_lost = False
         self.log_start = 0
+        self.identity: ProcessIdentity | None = None
         self._is_confirmed = False
         self._token = secrets.token_hex(16)
         self._known: set[psutil.Process] = set()
@@ -128,6 +132,7 @@ class Guarded:
         match word:
             case "started":
                 self.guard_pid, self.pid = numbers
+                self.identity = identify(self.pid, self._token)
             case "noted":
                 self.is_noted = True
             case "exited":

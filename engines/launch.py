@@ -8,19 +8,20 @@ outlives the process that launched it.  A port is held from its choice until its
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engines.attached import AttachedEngine, attach
 from engines.client import EngineClient
 from engines.embedded.command import invocation as embedded_invocation
 from engines.errors import EngineNotReady
+from engines.fake.command import invocation as fake_invocation
 from engines.invocation import Invocation
 from engines.ports import PortReservation, reserve_port
 from engines.process import EngineProcess
-from engines.protocol import Endpoint
+from engines.protocol import Endpoint, ProcessIdentity
 from engines.sglang.invocation import invocation as sglang_invocation
 from engines.spec import EngineSpec
 
@@ -32,6 +33,11 @@ class RunningEngine(Protocol):
     def endpoint(self) -> Endpoint: ...
     @property
     def pid(self) -> int | None: ...
+    @property
+    def processes(self) -> Sequence[ProcessIdentity]:
+        """What it runs as, one for each of its nodes; none where it is not ours or has none."""
+        ...
+
     async def resident_bytes(self) -> int | None:
         """Host memory of the engine's processes; None where it cannot be measured."""
         ...
@@ -53,6 +59,13 @@ class EngineLauncher(Protocol):
     async def launch(self, spec: EngineSpec) -> RunningEngine: ...
 
 
+@runtime_checkable
+class NodeLauncher(EngineLauncher, Protocol):
+    """One that can also start an engine's part on one node of several."""
+
+    def hold_address(self, host: str) -> str: ...
+
+
 class LocalEngine:
     """A ``RunningEngine`` on this machine."""
 
@@ -63,6 +76,11 @@ class LocalEngine:
     @property
     def pid(self) -> int | None:
         return self._process.pid
+
+    @property
+    def processes(self) -> Sequence[ProcessIdentity]:
+        identity = self._process.identity
+        return () if identity is None else (identity,)
 
     async def resident_bytes(self) -> int | None:
         return self._process.resident_bytes()
@@ -143,6 +161,7 @@ class LocalLauncher:
 _KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {
     "embedded": embedded_invocation,
     "sglang": sglang_invocation,
+    "fake": fake_invocation,
 }
 
 
@@ -152,5 +171,6 @@ __all__ = [
     "EngineSpec",
     "LocalEngine",
     "LocalLauncher",
+    "NodeLauncher",
     "RunningEngine",
 ]

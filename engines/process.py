@@ -19,6 +19,7 @@ import psutil
 
 from engines.errors import EngineError, EngineHung, EngineNotReady
 from engines.guarded import KILL, TERMINATE, Guarded
+from engines.protocol import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,12 @@ class EngineProcess:
         """The engine's main process, leader of its own session and process group."""
         self._guarded.hear()
         return self._guarded.pid
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """By which it is found again, also after this process has ended."""
+        self._guarded.hear()
+        return self._guarded.identity
 
     @property
     def exit_status(self) -> int | None:

@@ -41,6 +41,24 @@ class PauseMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process of an engine that was launched here, see ``engines.identity``.
+
+    Attributes:
+        host: name of the machine it runs on.
+        boot_id: of that machine, since when it started last; pids are only valid within.
+        started: when it started, in the kernel's ticks since the boot.
+        token: in the environment of everything that its engine started.
+    """
+
+    pid: int
+    started: int
+    host: str
+    boot_id: str
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where an engine listens."""
 

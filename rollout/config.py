@@ -29,6 +29,7 @@ class EngineKind(StrEnum):
 
     EMBEDDED = "embedded"
     SGLANG = "sglang"
+    FAKE = "fake"
     ATTACHED = "attached"
 
 
@@ -58,15 +59,18 @@ class EngineConfig(_Slice):
 
     kind: EngineKind = EngineKind.EMBEDDED
     """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang;
-    ``attached`` uses engines that run already, and never ends them."""
+    ``attached`` uses engines that run already, and never ends them; ``fake`` answers without a
+    model, for tests of what is built on this."""
     urls: tuple[str, ...] = ()
     """Where attached engines listen, ``http://host:port`` each; they are the group's engines."""
     python: str = ""
     """Interpreter that has the engine, left out: this one; ``sglang-cpu``: the cached CPU one."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs one engine spans (tensor times pipeline parallel); 0 runs it on the CPU."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes one engine spans, each with an equal part of its GPUs; more than one needs Ray."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
-    """CPU cores reserved for one engine in the cluster; also its number of torch threads."""
+    """CPU cores reserved for one engine on each of its nodes; also its number of torch threads."""
     weights_cpu_backup: bool | None = None
     """Keep a host copy of the weights while released; left out, the release policy decides."""
     start_timeout_s: Seconds = 300.0
@@ -81,6 +85,7 @@ class EngineConfig(_Slice):
         if self.kind is not EngineKind.ATTACHED:
             if self.urls:
                 raise ValueError("urls are for engines of kind attached")
+            self._nodes_fit()
             return self
         if not self.urls:
             raise ValueError("an attached engine needs urls, a list of http://host:port")
@@ -89,11 +94,18 @@ class EngineConfig(_Slice):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls name an engine twice")
         launching = [name for name in ("gpus", "python", "options", "env") if getattr(self, name)]
+        launching += ["nodes"] if self.nodes > 1 else []
         if launching:
             raise ValueError(
                 f"{', '.join(launching)} cannot be set: an attached engine is launched by others"
             )
         return self
+
+    def _nodes_fit(self) -> None:
+        if self.nodes > 1 and self.kind is EngineKind.EMBEDDED:
+            raise ValueError(f"nodes {self.nodes}: an embedded engine is on one node; SGLang can")
+        if self.gpus % self.nodes:
+            raise ValueError(f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes")
 
 
 class GroupConfig(_Slice):

@@ -19,13 +19,8 @@ KILL_TIMEOUT_S = 20.0
 
 async def confirm_gone(member: Member) -> None:
     """Make sure that nothing is left of a fenced engine, so that its place can be used again."""
-    try:
-        async with asyncio.timeout(KILL_TIMEOUT_S):
-            await member.process.kill()
-    except Exception:
-        # Its owner may be lost, and then its guard has ended it: nobody listens there any more.
-        if await _is_heard(member.process):
-            raise
+    async with asyncio.timeout(KILL_TIMEOUT_S):
+        await member.process.kill()
     held = await member.process.resident_bytes()
     if held:
         raise EngineFailure(
@@ -45,20 +40,6 @@ async def confirm_ended_by_others(member: Member) -> None:
             engine_id=member.engine_id,
             operation="restart",
         )
-
-
-async def _is_heard(process: RunningEngine) -> bool:
-    """Whether anything listens where the engine was."""
-    try:
-        _, writer = await asyncio.wait_for(
-            asyncio.open_connection(process.endpoint.host, process.endpoint.port), TAIL_TIMEOUT_S
-        )
-    except ConnectionRefusedError:
-        return False
-    except (OSError, TimeoutError):
-        return True  # nobody says no: it may only be out of reach
-    writer.close()
-    return True
 
 
 async def log_tail(process: RunningEngine) -> str:

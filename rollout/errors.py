@@ -187,9 +187,19 @@ class ActorLost(RolloutError):
     Attributes:
         actor: its name.
         may_have_executed: the call may have taken effect before the actor was lost.
+        is_dead: it has died for certain, and with it what it owned; else it may only be out of
+            reach, and still do what it was told.
     """
 
-    def __init__(self, message: str, *, actor: str = "", may_have_executed: bool = True) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        actor: str = "",
+        may_have_executed: bool = True,
+        is_dead: bool = False,
+    ) -> None:
         super().__init__(message)
         self.actor = actor
+        self.is_dead = is_dead
         self.may_have_executed = may_have_executed

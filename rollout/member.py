@@ -82,6 +82,7 @@ class Member:
             resident_bytes=resident_bytes,
             fenced_because=self.fenced_because,
             is_stale=self.is_stale,
+            processes=tuple(self.process.processes),
         )
 
     # A phase that failed half-way leaves engines apart from one another, which the table of the

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engines.protocol import WorkerType
 from rollout.config import EngineKind, GroupConfig
 from rollout.errors import PlacementError
-from rollout.types import EngineSlot
+from rollout.types import EngineSlot, NodeShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,15 @@ class Plan:
         bundles: the GPU bundles first (those shared with the trainer leading), then CPU ones.
         shared: number of leading bundles that the trainer shares.
         spans: (server, group, engine index) -> range of positions in the ordered bundles.
-        num_cpus: the same keys -> CPU cores of that engine.
+        num_cpus: the same keys -> CPU cores of that engine, on each of its nodes.
+        num_nodes: the same keys -> nodes that engine spans.
     """
 
     bundles: tuple[BundleRequest, ...]
     shared: int
     spans: Mapping[tuple[str, str, int], range]
     num_cpus: Mapping[tuple[str, str, int], float]
+    num_nodes: Mapping[tuple[str, str, int], int]
 
     def totals(self) -> dict[str, float]:
         """All resources together, resource -> amount."""
@@ -70,7 +72,8 @@ def plan_placement(
     """Bundles and spans for all groups of all servers.
 
     A GPU bundle holds one GPU and one CPU; an engine of ``gpus: n`` spans n of them.  A CPU
-    engine has one bundle with its cores; an attached one has its own place and needs none.
+    engine has one bundle with its cores for each of its nodes; an attached one has its own place
+    and needs none.
     """
     demands = [
         ((server, name, index), group)
@@ -99,17 +102,19 @@ def plan_placement(
         if group.engine.kind is EngineKind.ATTACHED:
             spans[key] = range(0)
         elif not group.engine.gpus:
-            spans[key] = range(len(bundles), len(bundles) + 1)
-            bundles.append(BundleRequest(num_gpus=0, num_cpus=group.engine.cpus))
+            spans[key] = range(len(bundles), len(bundles) + group.engine.nodes)
+            bundle = BundleRequest(num_gpus=0, num_cpus=group.engine.cpus)
+            bundles += [bundle] * group.engine.nodes
     cpus = {key: group.engine.cpus for key, group in demands}
-    return Plan(tuple(bundles), shared, spans, cpus)
+    nodes = {key: group.engine.nodes for key, group in demands}
+    return Plan(tuple(bundles), shared, spans, cpus, nodes)
 
 
 def assign_slots(plan: Plan, granted: Sequence[Bundle]) -> dict[tuple[str, str], list[EngineSlot]]:
     """(server, group) -> its slots, from the bundles the cluster granted.
 
     Raises:
-        PlacementError: bundles are missing, or an engine would straddle two nodes.
+        PlacementError: bundles are missing, or an engine would straddle more nodes than it may.
     """
     if len(granted) != len(plan.bundles):
         raise PlacementError(
@@ -122,27 +127,46 @@ def assign_slots(plan: Plan, granted: Sequence[Bundle]) -> dict[tuple[str, str],
     cpu = [one for one in granted if not one.gpu_ids]
     ordered = gpu + cpu
     slots: dict[tuple[str, str], list[EngineSlot]] = {}
-    for (server, group, index), span in plan.spans.items():
+    for key, span in plan.spans.items():
+        server, group, index = key
         mine = [ordered[position] for position in span]
-        nodes = sorted({one.node_id for one in mine})
-        engine_id = f"{group}-{index}"
-        if len(nodes) > 1:
-            raise PlacementError(
-                f"engine {engine_id} of server {server} needs {len(mine)} GPUs on one node, "
-                f"but its bundles are on {', '.join(nodes)}"
-            )
+        first, *more = _shares(key, mine, plan.num_nodes[key])
         slots.setdefault((server, group), []).append(
             EngineSlot(
-                engine_id=engine_id,
+                engine_id=f"{group}-{index}",
                 group=group,
                 index=index,
-                node_id=nodes[0] if nodes else "elsewhere",
-                bundle_indices=tuple(one.index for one in mine),
-                gpu_ids=tuple(gpu_id for one in mine for gpu_id in one.gpu_ids),
-                num_cpus=plan.num_cpus[server, group, index],
+                node_id=first.node_id,
+                bundle_indices=first.bundle_indices,
+                gpu_ids=first.gpu_ids,
+                num_cpus=plan.num_cpus[key],
+                more=tuple(more),
             )
         )
     return slots
+
+
+def _shares(
+    key: tuple[str, str, int], bundles: Sequence[Bundle], num_nodes: int
+) -> list[NodeShare]:
+    """The bundles of one engine, divided equally and each part on one node."""
+    if not bundles:
+        return [NodeShare("elsewhere")]
+    server, group, index = key
+    per_node = len(bundles) // num_nodes
+    shares = []
+    for start in range(0, len(bundles), per_node):
+        part = bundles[start : start + per_node]
+        nodes = sorted({one.node_id for one in part})
+        if len(nodes) > 1:
+            raise PlacementError(
+                f"engine {group}-{index} of server {server} needs {per_node} GPUs on "
+                f"{'one node' if num_nodes == 1 else 'each of its nodes'}, but its bundles are on "
+                f"{', '.join(nodes)}; give its group engine.nodes and gpus that fit these nodes"
+            )
+        gpu_ids = tuple(gpu_id for one in part for gpu_id in one.gpu_ids)
+        shares.append(NodeShare(nodes[0], tuple(one.index for one in part), gpu_ids))
+    return shares
 
 
 def check_capacity(plan: Plan, available: Mapping[str, float], where: str) -> None:
@@ -170,8 +194,14 @@ def local_bundles(plan: Plan, gpu_ids: Sequence[int], num_cpus: float) -> list[B
     CPU cores are not counted here: without a cluster nobody else competes for them.
 
     Raises:
-        PlacementError: there are fewer GPUs than the plan needs.
+        PlacementError: there are fewer GPUs than the plan needs, or an engine needs two machines.
     """
+    for (_, group, index), num_nodes in plan.num_nodes.items():
+        if num_nodes > 1:
+            raise PlacementError(
+                f"engine {group}-{index} spans {num_nodes} nodes, and there is one without Ray; "
+                "launch it on a Ray cluster"
+            )
     needed = sum(request.num_gpus for request in plan.bundles)
     if needed > len(gpu_ids):
         raise PlacementError(

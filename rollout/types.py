@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engines.protocol import Endpoint, WorkerType
+from engines.protocol import Endpoint, ProcessIdentity, WorkerType
 from rollout.samples import Sample as Sample
 from rollout.samples import SampleGroup as SampleGroup
 from rollout.samples import SampleStatus as SampleStatus
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What an engine has on one more node, see ``EngineSlot``."""
+
+    node_id: str
+    bundle_indices: tuple[int, ...] = ()
+    gpu_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +29,11 @@ class EngineSlot:
 
     Attributes:
         engine_id: ``<group>-<index>``, unique within a server.
-        node_id: node it runs on; ``local`` outside Ray.
+        node_id: node it runs on, the first of several; ``local`` outside Ray.
         bundle_indices: the placement-group bundles it covers, in order; empty outside Ray.
         gpu_ids: physical GPU ids on that node, in order; empty for a CPU engine.
-        num_cpus: CPU cores it may count on.
+        num_cpus: CPU cores it may count on, on each of its nodes.
+        more: its further nodes, in order of rank; each has as many GPUs as the first.
     """
 
     engine_id: str
@@ -33,6 +43,12 @@ class EngineSlot:
     bundle_indices: tuple[int, ...] = ()
     gpu_ids: tuple[int, ...] = ()
     num_cpus: float = 1.0
+    more: tuple[NodeShare, ...] = ()
+
+    @property
+    def shares(self) -> tuple[NodeShare, ...]:
+        """What it has on each of its nodes, in order of rank."""
+        return (NodeShare(self.node_id, self.bundle_indices, self.gpu_ids), *self.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,8 @@ class EngineStatus:
 
     Attributes:
         is_stale: it was started again and lacks what was pushed before; it serves nothing.
+        processes: by which it is found again, one for each of its nodes; none where it is not
+            ours.
     """
 
     engine_id: str
@@ -123,6 +141,7 @@ class EngineStatus:
     resident_bytes: int | None = None
     fenced_because: str = ""
     is_stale: bool = False
+    processes: tuple[ProcessIdentity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

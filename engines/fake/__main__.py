@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engines.fake.engine import FakeEngine
 from engines.fake.http import FakeFace
+from engines.fake.nodes import Nodes, follower_app
 from engines.fake.switch import Switch, parse_switch
 from engines.protocol import Endpoint
 
@@ -25,13 +26,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fault", type=_switch, action="append", default=[], metavar="SWITCH")
     parser.add_argument("--token-s", type=float, default=0.0, help="seconds each token takes")
     parser.add_argument("--drain-s", type=float, default=0.0, help="seconds an abort takes")
+    parser.add_argument("--model-path", default="/models/fake")
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--no-memory-saver", action="store_true")
     parser.add_argument("--weights-cpu-backup", action="store_true")
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--dist-init-addr", default="", help="where the nodes meet")
     options = parser.parse_args(arguments)
     engine = FakeEngine(
         f"fake-{options.port}",
         endpoint=Endpoint(options.host, options.port),
+        model_path=options.model_path,
         weight_version=options.weight_version,
         memory_saver=not options.no_memory_saver,
         weights_cpu_backup=options.weights_cpu_backup,
@@ -41,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     for switch in options.fault:
         switch.turn_on(engine.faults)
     try:
-        because = asyncio.run(_serve(engine))
+        because = asyncio.run(
+            _serve(engine, options.nnodes, options.node_rank, options.dist_init_addr)
+        )
     except KeyboardInterrupt:
         return 0
     print(f"{engine.engine_id} ended: {because}", file=sys.stderr)
@@ -55,19 +63,31 @@ def _switch(text: str) -> Switch:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-async def _serve(engine: FakeEngine) -> str:
+async def _serve(engine: FakeEngine, num_nodes: int, rank: int, address: str) -> str:
+    nodes = Nodes(num_nodes, rank, address)
+    await nodes.meet()
     face = FakeFace()
     face.engine = engine
-    runner = web.AppRunner(face.app, shutdown_timeout=0.1, access_log=None)
+    app = follower_app() if rank else face.app
+    runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, engine.endpoint.host, engine.endpoint.port).start()
         print(f"{engine.engine_id} listens on {engine.endpoint.url}", flush=True)
-        because = await engine.died()
+        because = await _end_of(engine, nodes)
         await asyncio.sleep(_GOODBYE_S)
     finally:
         await runner.cleanup()
     return because
+
+
+async def _end_of(engine: FakeEngine, nodes: Nodes) -> str:
+    ends = [asyncio.create_task(engine.died()), asyncio.create_task(nodes.lost())]
+    done, running = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in running:
+        task.cancel()
+    engine.die(done.pop().result())
+    return engine.dead_because
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from engines.fake.engine import FakeEngine
 from engines.fake.faults import Gate
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
 from engines.fake.switch import parse_switch
-from engines.launch import EngineSpec
 from engines.protocol import Endpoint, GenerateReply, MemoryTag, PauseMode, SamplingParams
+from engines.spec import EngineSpec
 
 _Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
 

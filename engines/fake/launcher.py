@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engines.fake.engine import FakeEngine
 from engines.fake.faults import Gate
-from engines.launch import EngineSpec
-from engines.protocol import Endpoint, PauseMode
+from engines.protocol import Endpoint, PauseMode, ProcessIdentity
+from engines.spec import EngineSpec
 
 Make = Callable[[EngineSpec, Endpoint], FakeEngine]
 
@@ -36,6 +36,7 @@ class FakeRunningEngine:
     def __init__(self, engine: FakeEngine, pid: int) -> None:
         self.engine = engine
         self.pid: int | None = pid
+        self.processes: Sequence[ProcessIdentity] = ()
         self.is_stopped = False
         self.num_kills = 0
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import (
+    ActorDiedError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -49,8 +50,12 @@ def peel(error: BaseException, actor: str) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, RayActorError):
-        # A dead actor and one that cannot be reached look alike here: both may have acted.
-        return ActorLost(f"actor {actor}: {_first_line(error)}", actor=actor)
+        # Both a dead actor and one that cannot be reached may have acted.
+        return ActorLost(
+            f"actor {actor}: {_first_line(error)}",
+            actor=actor,
+            is_dead=isinstance(error, ActorDiedError),
+        )
     if isinstance(error, TaskCancelledError):
         return RolloutError(f"actor {actor}: the call was cancelled")
     if isinstance(error, UnserializableException):

@@ -83,7 +83,6 @@ def launch_ray(
             # An engine's own CPU or GPU share is set when it is placed.
             ray.remote(EngineActor),
             launcher or LocalLauncher(),
-            len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1,
         )
         ports = {
             name: _make_server(config, name, slots, placement, undo) for name in config.servers

@@ -14,6 +14,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollout.actors.nodes import visible_gpu_ids
 from rollout.errors import PlacementError
 from rollout.placement import Bundle, Plan, check_capacity
 
@@ -68,12 +69,8 @@ def _gpu_ids_of(group: PlacementGroup, index: int) -> Any:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=index
     )
-    look = ray.remote(num_cpus=0, num_gpus=1)(_visible_gpu_ids)
+    look = ray.remote(num_cpus=0, num_gpus=1)(visible_gpu_ids)
     return look.options(scheduling_strategy=strategy).remote()
-
-
-def _visible_gpu_ids() -> list[int]:
-    return [int(gpu_id) for gpu_id in ray.get_gpu_ids()]
 
 
 def _told(resources: dict[str, float]) -> str:

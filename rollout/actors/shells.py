@@ -6,15 +6,16 @@ All are async actors.  Errors cross as they are: every error of this library sur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from engines.launch import EngineLauncher, EngineSpec, RunningEngine
+from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
 from engines.protocol import Endpoint
 
+from rollout.actors.engines import Started
 from rollout.actors.handles import RayGroup, RayRouter
 from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.config import RouterConfig, ServerConfig
+from rollout.errors import ConfigError
 from rollout.lifecycle import Command
 from rollout.router.host import RouterHost
 from rollout.routing import Member
@@ -27,15 +28,22 @@ from rollout.weights.push import WeightPush
 
 
 class EngineActor:
-    """Owns the process of one engine on the node where its slot is."""
+    """Owns the process of one engine, or of one node of it, on the node where its slot is."""
 
     def __init__(self, launcher: EngineLauncher) -> None:
         self._launcher = launcher
         self._engine: RunningEngine | None = None
 
-    async def launch(self, spec: EngineSpec, host: str) -> tuple[Endpoint, int | None]:
-        self._engine = await self._launcher.launch(replace(spec, host=host))
-        return self._engine.endpoint, self._engine.pid
+    async def hold_address(self, host: str) -> str:
+        if not isinstance(self._launcher, NodeLauncher):
+            raise ConfigError(
+                f"{type(self._launcher).__name__} cannot start an engine over several nodes"
+            )
+        return self._launcher.hold_address(host)
+
+    async def launch(self, spec: EngineSpec) -> Started:
+        engine = self._engine = await self._launcher.launch(spec)
+        return Started(engine.endpoint, engine.pid, tuple(engine.processes))
 
     async def resident_bytes(self) -> int | None:
         return await self._engine.resident_bytes() if self._engine else None

@@ -71,6 +71,10 @@ class GetTimeoutError(RayError, TimeoutError):
     """``ray.get`` gave up."""
 
 
+class TaskUnschedulableError(RayError):
+    """There is no node that it may run on."""
+
+
 class OutOfMemoryError(RayError):
     """The memory monitor killed the worker; not an actor error."""
 

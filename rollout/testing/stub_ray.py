@@ -162,7 +162,7 @@ class StubRay:
         return [
             {
                 "NodeID": one.node_id,
-                "Alive": True,
+                "Alive": one.is_alive,
                 "NodeManagerAddress": "127.0.0.1",
                 "Resources": dict(one.resources),
             }
@@ -170,10 +170,10 @@ class StubRay:
         ]
 
     def cluster_resources(self) -> dict[str, float]:
-        return _sum([one.resources for one in self.cluster.nodes])
+        return _sum([one.resources for one in self.cluster.nodes if one.is_alive])
 
     def available_resources(self) -> dict[str, float]:
-        return _sum([one.free for one in self.cluster.nodes])
+        return _sum([one.free for one in self.cluster.nodes if one.is_alive])
 
     def get_gpu_ids(self) -> list[int]:
         place = PLACE.get()
@@ -204,7 +204,7 @@ class StubRay:
                 index: node_id for index, (node_id, _) in enumerate(group.places)
             },
             "strategy": group.strategy,
-            "state": "CREATED" if group.granted.is_set() else "PENDING",
+            "state": _state_of(group),
         }
 
     def modules(self) -> dict[str, ModuleType]:
@@ -289,6 +289,9 @@ class _Remote(Live):
             return ActorHandle(cluster.create(self._target, parcel, self._options))
         ref = ObjectRef()
         place = cluster.place(self._options)
+        if not cluster.is_alive(place[0]):
+            ref.fail(stub_errors.TaskUnschedulableError("The node doesn't exist any more."))
+            return ref
 
         def run() -> None:
             PLACE.set(place)
@@ -325,6 +328,12 @@ class _Method:
     def remote(self, *args: Any, **kwargs: Any) -> ObjectRef:
         self._signature.bind(None, *args, **kwargs)
         return self._actor.submit(Call(self._name, Parcel((list(args), kwargs))))
+
+
+def _state_of(group: PlacementGroup) -> str:
+    if not group.granted.is_set():
+        return "PENDING"
+    return "CREATED" if all(node_id for node_id, _ in group.places) else "RESCHEDULING"
 
 
 def _sum(all_resources: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -198,7 +198,8 @@ class Actor:
         self._arrived = asyncio.Event()
         self._context = contextvars.Context()
         self._context.run(CURRENT.set, self)
-        self._context.run(PLACE.set, cluster.place(options))
+        self.place = cluster.place(options)
+        self._context.run(PLACE.set, self.place)
         self._thread = threading.Thread(target=self._run, args=(parcel,), name=self.told)
         self._thread.daemon = True
 
@@ -339,6 +340,7 @@ class Node:
     resources: dict[str, float]
     free: dict[str, float]
     free_gpu_ids: list[int]
+    is_alive: bool = True
 
 
 class Cluster:
@@ -346,6 +348,7 @@ class Cluster:
 
     Attributes:
         actors: all that live.
+        nodes: all there ever were.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, float]], seed: int, namespace: str) -> None:
@@ -356,15 +359,38 @@ class Cluster:
         self._lock = threading.RLock()
         self._ended: list[Actor] = []
         self._groups: list[PlacementGroup] = []
-        self.nodes = [
-            Node(
-                f"{index:x}".rjust(56, "0"),
-                dict(one),
-                dict(one),
-                self._random.sample(range(int(one.get("GPU", 0))), int(one.get("GPU", 0))),
-            )
-            for index, one in enumerate(nodes)
-        ]
+        self.nodes: list[Node] = []
+        for one in nodes:
+            self.add_node(one)
+
+    def add_node(self, resources: Mapping[str, float]) -> str:
+        """One more machine; bundles that wait for a place may get theirs there."""
+        num_gpus = int(resources.get("GPU", 0))
+        node = Node(
+            f"{len(self.nodes):x}".rjust(56, "0"),
+            dict(resources),
+            dict(resources),
+            self._random.sample(range(num_gpus), num_gpus),
+        )
+        with self._lock:
+            self.nodes.append(node)
+            self._grant()
+        return node.node_id
+
+    def lose_node(self, node_id: str) -> None:
+        """A machine is gone, with its actors; Ray gives its bundles another place, or none yet."""
+        with self._lock:
+            node = next(one for one in self.nodes if one.node_id == node_id)
+            node.is_alive = False
+            lost = [one for one in self.actors if one.place[0] == node_id]
+            for group in self._groups:
+                group.places = [("", ()) if one[0] == node_id else one for one in group.places]
+            self._grant()
+        for actor in lost:
+            actor.die("The actor died because its node has died.")
+
+    def is_alive(self, node_id: str) -> bool:
+        return any(one.node_id == node_id and one.is_alive for one in self.nodes)
 
     def create(self, kind: type, parcel: Parcel, options: Mapping[str, Any]) -> Actor:
         with self._lock:
@@ -425,6 +451,8 @@ class Cluster:
         with self._lock:
             self._groups.remove(group)
             for (node_id, gpu_ids), bundle in zip(group.places, group.bundle_specs, strict=False):
+                if not node_id:  # it lost its place
+                    continue
                 node = next(one for one in self.nodes if one.node_id == node_id)
                 node.free_gpu_ids.extend(gpu_ids)
                 for name, amount in bundle.items():
@@ -436,17 +464,18 @@ class Cluster:
 
     def _grant(self) -> None:
         for group in self._groups:
-            if group.granted.is_set():
-                continue
             places = self._try_place(group)
             if places is not None:
                 group.places = places
                 group.granted.set()
 
     def _try_place(self, group: PlacementGroup) -> list[Placed] | None:
+        """Where its bundles are, those without a place given one; None if not all can be."""
         before = [(dict(one.free), list(one.free_gpu_ids)) for one in self.nodes]
-        places: list[Placed] = []
-        for bundle in group.bundle_specs:
+        places = list(group.places) or [("", ())] * len(group.bundle_specs)
+        for index, bundle in enumerate(group.bundle_specs):
+            if places[index][0]:
+                continue
             used = [node_id for node_id, _ in places] if group.strategy == "PACK" else []
             node = self._node_for(bundle, used)
             if node is None:
@@ -456,7 +485,7 @@ class Cluster:
             for name, amount in bundle.items():
                 node.free[name] -= amount
             gpu_ids = [node.free_gpu_ids.pop() for _ in range(int(bundle.get("GPU", 0)))]
-            places.append((node.node_id, tuple(gpu_ids)))
+            places[index] = (node.node_id, tuple(gpu_ids))
         return places
 
     def _node_for(self, bundle: Mapping[str, float], used: Sequence[str]) -> Node | None:
@@ -464,7 +493,8 @@ class Cluster:
         fitting = [
             one
             for one in self.nodes
-            if all(one.free.get(name, 0.0) >= amount for name, amount in bundle.items())
+            if one.is_alive
+            and all(one.free.get(name, 0.0) >= amount for name, amount in bundle.items())
         ]
         preferred = [one for one in fitting if one.node_id in used] or fitting
         return self._random.choice(preferred) if preferred else None

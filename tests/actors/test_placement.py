@@ -45,7 +45,7 @@ def test_every_gpu_bundle_is_asked_where_it_is_and_which_gpu_it_has(world: World
     assert all_free(world)
     with reserved(world, plan(2, gpus=2)) as (_, bundles):
         assert sorted(gpu_id for one in bundles for gpu_id in one.gpu_ids) == [0, 1, 2, 3]
-        assert {one.node_id for one in bundles} == {world.ray.nodes()[0]["NodeID"]}
+        assert {one.node_id for one in bundles} == {world.nodes()[0]}
         assert [one.index for one in bundles] == [0, 1, 2, 3]
 
 
@@ -83,7 +83,7 @@ def test_engines_start_on_the_gpus_of_their_slots(world: World, tmp_path: Any) -
     launch = world.load("launch").launch_ray
     with launched(launch, tmp_path, groups, run_id="gpus", cluster=cluster) as handle:
         (group,) = handle["policy"].status().result(TIMEOUT_S).groups
-        node_id = world.ray.nodes()[0]["NodeID"]
+        node_id = world.nodes()[0]
         assert [one.node_id for one in group.engines] == [node_id] * 2
         assert len(world.ray.util.placement_group_table(handle.placement_group)["bundles"]) == 4
     assert all_free(world)

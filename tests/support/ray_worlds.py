@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from rollout.testing import stub_ray
+from tests.support.processes import wait_until
 
 NUM_CPUS, NUM_GPUS = 16, 4
+# A node that crashed is called lost after two seconds, not fifteen; one that is only slow is not.
+HEALTH_CHECKS = {
+    "initial_delay_ms": "1000",
+    "period_ms": "500",
+    "timeout_ms": "10000",
+    "failure_threshold": "3",
+}
 
 
 class World:
@@ -34,6 +42,30 @@ class World:
         """End the newest actor of a class as a crash of its process would."""
         raise NotImplementedError
 
+    def add_node(self, **resources: float) -> str:
+        """One more node, with these resources; its id."""
+        raise NotImplementedError
+
+    def lose_node(self, node_id: str) -> None:
+        """End a node that was added, as a crash of its machine would."""
+        raise NotImplementedError
+
+    def nodes(self) -> list[str]:
+        """Ids of the nodes that live."""
+        return [one["NodeID"] for one in self.ray.nodes() if one["Alive"]]
+
+    @contextmanager
+    def more_nodes(self, num: int, **resources: float) -> Iterator[list[str]]:
+        """Some nodes alike, for the time of the block."""
+        before = self.nodes()
+        try:
+            yield [self.add_node(**resources) for _ in range(num)]
+        finally:
+            for node_id in [one for one in self.nodes() if one not in before]:
+                self.lose_node(node_id)
+            # What is placed next must not be sent to them any more.
+            assert wait_until(lambda: self.nodes() == before, 30)
+
 
 class StubWorld(World):
     def __init__(self, stub: stub_ray.StubRay) -> None:
@@ -47,8 +79,37 @@ class StubWorld(World):
         mine = [one for one in self._stub.cluster.actors if one.kind.__name__ == class_name]
         mine[-1].die("The actor is dead because its worker process has died.")
 
+    def add_node(self, **resources: float) -> str:
+        return self._stub.cluster.add_node(resources)
+
+    def lose_node(self, node_id: str) -> None:
+        self._stub.cluster.lose_node(node_id)
+
 
 class RayWorld(World):
+    def __init__(self) -> None:
+        super().__init__()
+        self._added: dict[str, Any] = {}
+        self._cluster: Any = None
+
+    def add_node(self, **resources: float) -> str:
+        if self._cluster is None:
+            # Ray's own tool for simulated nodes, joined to the head that ``init`` has started.
+            node = importlib.import_module("ray._private.worker").global_worker.node
+            made = importlib.import_module("ray.cluster_utils").Cluster(shutdown_at_exit=False)
+            made.head_node, made.redis_address = node, node.redis_address
+            self._cluster = made
+        node = self._cluster.add_node(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            object_store_memory=80 * 2**20,
+        )
+        self._added[node.node_id] = node
+        return str(node.node_id)
+
+    def lose_node(self, node_id: str) -> None:
+        self._cluster.remove_node(self._added.pop(node_id), allow_graceful=False)
+
     def live_actors(self) -> list[str]:
         return [actor["ActorClassName"] for actor in self._alive()]
 
@@ -83,6 +144,8 @@ def ray_world() -> Iterator[RayWorld]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        for name, value in HEALTH_CHECKS.items():
+            patch.setenv(f"RAY_health_check_{name}", value)
         patch.delenv("RAY_ADDRESS", raising=False)
         world = RayWorld()
         world.ray.init(
