@@ -69,7 +69,9 @@ class Job:
     generations: list[Generation]
     is_streamed: bool
     streams_usage: bool
+    counts_as_it_goes: bool
     with_token_ids: bool
+    tells_ids_at_end: bool
 
 
 def read_params(raw: dict[str, Any]) -> tuple[Params, bool]:
@@ -89,9 +91,14 @@ def read_chat(engine: Engine, raw: dict[str, Any]) -> Job:
     if raw.get("top_logprobs"):
         raise Unsupported("top_logprobs are not computed by the embedded engine")
     options = {"tools": raw.get("tools"), **(raw.get("chat_template_kwargs") or {})}
-    ids = check_prompt(
-        engine, engine.text.apply_chat_template([_plain(message) for message in messages], options)
-    )
+    plain = [_plain(message) for message in messages]
+    begun = ""
+    if raw.get("continue_final_message") and plain[-1]["role"] == "assistant":
+        begun = str(plain.pop().get("content") or "")
+    ids = engine.text.apply_chat_template(plain, options)
+    if begun:
+        ids = ids + engine.text.encode(begun, add_special_tokens=False)
+    ids = check_prompt(engine, ids)
     params, is_limited = read_params(raw)
     params = with_room(engine, params, len(ids), is_limited)
     return _job(engine, raw, [ids], params, is_chat=True, logprobs=bool(raw.get("logprobs")))
@@ -135,6 +142,7 @@ def _job(
 ) -> Job:
     rid = raw.get("rid") or new_rid()
     is_streamed = bool(raw.get("stream"))
+    options = raw.get("stream_options") or {}
     generations = [
         generation
         for index, ids in enumerate(prompts)
@@ -153,8 +161,12 @@ def _job(
         is_chat=is_chat,
         generations=generations,
         is_streamed=is_streamed,
-        streams_usage=bool((raw.get("stream_options") or {}).get("include_usage")),
+        streams_usage=bool(options.get("include_usage")),
+        counts_as_it_goes=bool(options.get("continuous_usage_stats")),
         with_token_ids=bool(raw.get("return_token_ids")),
+        tells_ids_at_end=bool(
+            raw.get("return_input_ids_in_sglext") and raw.get("return_output_ids_in_sglext")
+        ),
     )
 
 
@@ -185,7 +197,7 @@ async def _serve(engine: Engine, request: Request, job: Job) -> Response:
     choices = []
     for index, one in enumerate(job.generations):
         text = engine.text.completion(one.output_ids, one.params, one.finish_reason)
-        choices.append(_choice(engine, job, index, text, first=0))
+        choices.append(_choice(engine, job, index, text, 0, len(one.output_ids)))
     kind = "chat.completion" if job.is_chat else "text_completion"
     return json_response({**_head(engine, job, kind), "choices": choices, "usage": _usage(job)})
 
@@ -206,9 +218,12 @@ async def _stream(engine: Engine, request: Request, job: Job) -> AsyncIterator[b
                     ids = one.output_ids
                     text = engine.text.completion(ids, one.params, one.finish_reason)
                 delta = text[len(sent[index]) :]
-                choice = _choice(engine, job, index, delta, first=counts[index], chunk=True)
+                choice = _choice(engine, job, index, delta, counts[index], len(ids), chunk=True)
                 sent[index], counts[index] = text, len(ids)
-                yield sse({**head, "choices": [choice]})
+                usage = {"usage": _usage(job, sum(counts))} if job.counts_as_it_goes else {}
+                yield sse({**head, "choices": [choice], **usage})
+        if job.tells_ids_at_end:
+            yield sse({**head, "choices": [], "sglext": _ids(job)})
         if job.streams_usage:
             yield sse({**head, "choices": [], "usage": _usage(job)})
     except Refusal as refusal:
@@ -227,9 +242,16 @@ def _head(engine: Engine, job: Job, kind: str) -> dict[str, Any]:
 
 
 def _choice(
-    engine: Engine, job: Job, index: int, text: str, *, first: int, chunk: bool = False
+    engine: Engine,
+    job: Job,
+    index: int,
+    text: str,
+    first: int,
+    end: int,
+    *,
+    chunk: bool = False,
 ) -> dict[str, Any]:
-    """One choice; ``first`` is the first token this part of it is about."""
+    """One choice, or the part of it from its token ``first`` up to ``end``; more may have come."""
     one = job.generations[index]
     reason = one.finish_reason
     choice: dict[str, Any] = {"index": index}
@@ -238,17 +260,27 @@ def _choice(
         choice["delta" if chunk else "message"] = message
     else:
         choice["text"] = text
-    choice["logprobs"] = _logprobs(engine, job, one, first) if one.return_logprob else None
+    choice["logprobs"] = _logprobs(engine, job, one, first, end) if one.return_logprob else None
     choice["finish_reason"] = reason["type"] if reason else None
     choice["matched_stop"] = reason.get("matched") if reason else None
     if job.with_token_ids:
-        choice["token_ids"] = one.output_ids[first:]
+        choice["token_ids"] = one.output_ids[first:end]
+        if not first:
+            choice["prompt_token_ids"] = one.prompt_ids
     return choice
 
 
-def _logprobs(engine: Engine, job: Job, one: Generation, first: int) -> dict[str, Any]:
-    tokens = [engine.text.token(token_id) for token_id in one.output_ids[first:]]
-    values = one.logprobs[first : first + len(tokens)]
+def _ids(job: Job) -> dict[str, Any]:
+    """SGLang's extension: a streamed chat's token ids, told once all have come."""
+    return {
+        "input_ids": job.generations[0].prompt_ids,
+        "output_ids": [one.output_ids for one in job.generations],
+    }
+
+
+def _logprobs(engine: Engine, job: Job, one: Generation, first: int, end: int) -> dict[str, Any]:
+    tokens = [engine.text.token(token_id) for token_id in one.output_ids[first:end]]
+    values = one.logprobs[first:end]
     if not job.is_chat:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None}
     return {
@@ -259,10 +291,12 @@ def _logprobs(engine: Engine, job: Job, one: Generation, first: int) -> dict[str
     }
 
 
-def _usage(job: Job) -> dict[str, Any]:
+def _usage(job: Job, num_told: int | None = None) -> dict[str, Any]:
     prompts = {id(one.prompt_ids): one for one in job.generations}.values()
     prompt = sum(len(one.prompt_ids) for one in prompts)
-    completion = sum(len(one.output_ids) for one in job.generations)
+    completion = num_told
+    if completion is None:
+        completion = sum(len(one.output_ids) for one in job.generations)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -15,10 +15,14 @@ from rollout.router.exchange import Exchange, chunk
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
 from rollout.router.message import is_on, session_of
+from rollout.router.openai_tokens import OpenAITranscript, read_openai
 from rollout.router.tokens import Transcript, read_transcript
 from rollout.router.upstream import ReplyHead
 
 _DONE = b"data: [DONE]\n\n"
+_NOT_ONE = "a recorded turn needs one prompt, n of 1, and no tools or grammar"
+
+AnyTranscript = Transcript | OpenAITranscript
 
 
 class TokenExchange(Exchange):
@@ -34,7 +38,7 @@ class TokenExchange(Exchange):
         "_wants_chunks",
     )
 
-    _transcript: Transcript | None
+    _transcript: AnyTranscript | None
     _buffer: list[bytes]
 
     def _begin(self) -> None:
@@ -49,7 +53,7 @@ class TokenExchange(Exchange):
         if proxy.token_failover == "on" or is_asked or is_recorded:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts = [body]
-            self._transcript = read_transcript(body, proxy.failover_interval)
+            self._transcript = self._read(body)
             self.is_decoding = self.is_decoding or self._transcript is not None
             if is_recorded and (why := self._why_not_recorded(body)):
                 self._answer(why)
@@ -60,16 +64,30 @@ class TokenExchange(Exchange):
         """Make ready to record; or why that cannot be."""
         transcript, proxy = self._transcript, self._proxy
         self._session = session_of(body, self._headers)
-        if transcript is None or not transcript.prompt or not self._session:
-            message = "a recorded turn needs one prompt as input_ids, and a session id"
-            return answers.problem(400, "bad_request", message)
-        transcript.ask_for_logprobs()
+        why = "a recorded turn needs a session id" if not self._session else ""
+        if not why:
+            why = _NOT_ONE if transcript is None else transcript.record()
+        if why:
+            return answers.problem(400, "bad_request", why)
         if why := proxy.recordings.why_not(self._session, proxy.now_s()):
             return answers.problem(507, "recordings_full", why)
         return None
 
+    def _read(self, body: bytes) -> AnyTranscript | None:
+        match self._route.path:
+            case "/generate":
+                return read_transcript(body, self._proxy.failover_interval)
+            case "/v1/completions":
+                return read_openai(body, is_chat=False)
+            case "/v1/chat/completions":
+                return read_openai(body, is_chat=True)
+        return None
+
     def _body(self) -> bytes | None:
-        return self._transcript.body() if self._transcript is not None else None
+        transcript, admission = self._transcript, self._admission
+        if transcript is None:
+            return None
+        return transcript.body(admission.weight_version if admission is not None else None)
 
     # -- the engine's answer ----------------------------------------------------------------
 
@@ -113,7 +131,7 @@ class TokenExchange(Exchange):
         if is_end:
             return self.on_upstream_lost("ended its stream without a finish reason")
         if transcript.is_streamed and events and transcript.is_safe:
-            self._tell(transcript.payload())
+            self._tell(transcript.news())
         return None
 
     def _whole_events(self) -> list[bytes]:
@@ -158,25 +176,31 @@ class TokenExchange(Exchange):
     def _complete(self) -> None:
         transcript = self._transcript
         assert transcript is not None
-        payload = transcript.payload()
         admission = self._admission
         counts = self._proxy.counts
         counts.num_tokens_recomputed += transcript.num_recomputed
         counts.num_tokens_kept += transcript.num_kept
-        if self._session:
-            self._proxy.recordings.add(
-                self._session, transcript.prompt, payload, self._proxy.now_s()
-            )
+        if self._session and (problem := self._record(transcript)):
+            return self._end_with(answers.problem(502, "not_recorded", problem))
         if transcript.is_streamed:
-            self._tell(payload)
+            self._tell(transcript.news())
             self._client.write(self._framed(_DONE, is_last=True))
             self._drop()
             self._leave()
             self._finish()
-            return
+            return None
         self._drop()
-        body = json.dumps(payload).encode()
-        self._whole(200, b"application/json", body, admission)
+        body = json.dumps(transcript.payload()).encode()
+        return self._whole(200, b"application/json", body, admission)
+
+    def _record(self, transcript: AnyTranscript) -> str:
+        """Keep the finished turn; or why it cannot be kept."""
+        try:
+            turn = transcript.turn()
+        except (ValueError, KeyError, TypeError) as error:
+            return f"engine {self._engine_id}: {error}"
+        self._proxy.recordings.add(self._session, turn, self._proxy.now_s())
+        return ""
 
     def _whole(
         self, status: int, content_type: bytes, body: bytes, admission: Admission | None
@@ -189,9 +213,11 @@ class TokenExchange(Exchange):
         self._client.write(reply_head(status, signed, *lines) + body)
         self._finish()
 
-    def _tell(self, payload: dict[str, Any]) -> None:
-        """One event to a client that wants a stream."""
-        event = b"data: " + json.dumps(payload).encode() + b"\n\n"
+    def _tell(self, payloads: list[dict[str, Any]]) -> None:
+        """Events to a client that wants a stream."""
+        events = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in payloads)
+        if not events:
+            return
         head = b""
         if not self._has_written:
             assert self._admission is not None
@@ -206,7 +232,7 @@ class TokenExchange(Exchange):
             lines = [b"transfer-encoding: chunked\r\n"] if self._wants_chunks else []
             lines += [b"connection: close\r\n"] if self.is_last else []
             head = reply_head(200, headers, *lines)
-        self._client.write(head + self._framed(event))
+        self._client.write(head + self._framed(events))
 
     def _framed(self, data: bytes, *, is_last: bool = False) -> bytes:
         if not self._wants_chunks:
@@ -231,7 +257,7 @@ class TokenExchange(Exchange):
         transcript = self._transcript
         assert transcript is not None
         if transcript.is_streamed:
-            self._tell(payload)
+            self._tell([payload])
             self._client.write(self._framed(_DONE, is_last=True))
             self._drop()
             self._leave()
@@ -254,8 +280,8 @@ class TokenExchange(Exchange):
         transcript = self._transcript
         assert transcript is not None
         self._failure = failure
+        transcript.lose_engine()
         if self._has_written and not transcript.can_continue:
             return self._end_with(answers.engine_failed(failure))
-        transcript.lose_engine()
         self._proxy.counts.num_failovers += 1
         return self._enter(not_on)

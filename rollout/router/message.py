@@ -32,6 +32,9 @@ def is_generation(path: str) -> bool:
     return path in GENERATION_PATHS or (path.startswith("/v1/") and path != "/v1/models")
 
 
+COMPLETION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+"""Paths whose requests are stamped, and can go on elsewhere by token."""
+
 _NOTHING: Mapping[str, str | int] = {}
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
@@ -133,7 +136,7 @@ class Request:
 def read_request(method: bytes, route: Route, headers: Headers, body: bytes) -> Request:
     """The request for an engine, with what is to be stamped on it."""
     request = Request(method, route.target, to_engine(headers), body)
-    if route.path == "/generate" and method == b"POST" and stamp.is_stampable(body):
+    if route.path in COMPLETION_PATHS and method == b"POST" and stamp.is_stampable(body):
         has_rid, rid = stamp.find(body, "rid")
         request.is_rid_ours = not has_rid
         request.rid = rid if isinstance(rid, str) else "" if has_rid else stamp.new_rid()

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from rollout.router import answers
 from rollout.router.exchange import Exchange
 from rollout.router.failover import TokenExchange
-from rollout.router.message import Route, route_of
+from rollout.router.message import COMPLETION_PATHS, Route, route_of
 from rollout.router.proxy import Proxy
 
 MAX_HEAD_BYTES = 1 << 16
@@ -153,7 +153,8 @@ class RouterProtocol(HttpToolsProtocol):
             self.headers, route.path, is_generation=route.is_generation
         )
         if route.is_generation or not is_admitted:
-            may_fail_over = self._proxy.token_failover != "off" and route.path == "/generate"
+            is_on = self._proxy.token_failover != "off"
+            may_fail_over = is_on and route.path in COMPLETION_PATHS
             turn = (TokenExchange if may_fail_over else Exchange)(
                 self._proxy,
                 self,

@@ -44,23 +44,12 @@ class Recordings:
             return f"{len(self._sessions)} sessions are recorded; fetch and delete some"
         return ""
 
-    def add(
-        self, session_id: str, prompt: list[int], payload: dict[str, Any], now_s: float
-    ) -> None:
-        """Record one whole turn."""
-        meta = payload["meta_info"]
-        logprobs = meta.get("output_token_logprobs") or []
-        turn = {
-            "input_ids": prompt,
-            "output_ids": payload["output_ids"],
-            "output_logprobs": [one[0] for one in logprobs],
-            "weight_versions": meta["weight_versions"],
-            "finish_reason": meta["finish_reason"],
-        }
+    def add(self, session_id: str, turn: dict[str, Any], now_s: float) -> None:
+        """Record one whole turn: ``input_ids``, ``output_ids`` and what belongs to them."""
         session = self._sessions.setdefault(session_id, _Session(now_s))
         session.seen_s = now_s
         self._sessions.move_to_end(session_id)
-        num_bytes = _BYTES_PER_TOKEN * (len(prompt) + len(payload["output_ids"]) + 4)
+        num_bytes = _BYTES_PER_TOKEN * (len(turn["input_ids"]) + len(turn["output_ids"]) + 4)
         session.turns.append(turn)
         session.num_bytes += num_bytes
         self.num_bytes += num_bytes

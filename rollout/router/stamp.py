@@ -1,4 +1,4 @@
-"""What the router writes into the body of ``POST /generate``, without decoding it.
+"""What the router writes into the body of a completion request, without decoding it.
 
 - ``rid``, unless the client gave one: 32 hex digits.  SGLang aborts by prefix, so ids that are
   handed out must all be of one width, or aborting one ends others.

@@ -14,7 +14,7 @@ and penalties on repeated tokens see earlier ones as prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,19 +71,17 @@ class Transcript:
         self.num_recomputed = 0
         self.num_seams = 0
 
-    @property
-    def prompt(self) -> list[int]:
-        """The prompt as tokens, if its client sent it so."""
-        ids = self._raw.get("input_ids")
-        return ids if isinstance(ids, list) else []
-
-    def ask_for_logprobs(self) -> None:
+    def record(self) -> str:
+        """Have the engine tell what a recorded turn needs; or why it cannot be recorded."""
+        if not self._raw.get("input_ids"):
+            return "a recorded turn needs its prompt as input_ids"
         self._raw["return_logprob"] = True
+        return ""
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self) -> bytes:
-        """The request for the engine that goes on."""
+    def body(self, _version: int | None = None) -> bytes:
+        """The request for the engine that goes on; its own events say which version it holds."""
         sampling = {**self._sampling, "stream_interval": self._interval}
         raw = {**self._raw, "stream": True, "sampling_params": sampling}
         done = len(self._base.ids)
@@ -126,7 +124,7 @@ class Transcript:
         reason = meta.get("finish_reason")
         if reason:
             self._finish = reason
-        elif self._is_safe(now):
+        elif self._is_safe(now, has_grown=len(now.text) > len(before.text)):
             self._safe = now
 
     def _problem(self, now: _Part) -> str:
@@ -138,15 +136,13 @@ class Transcript:
             return f"{total} tokens, {self._budget} asked for"
         return ""
 
-    def _is_safe(self, now: _Part) -> bool:
+    def _is_safe(self, now: _Part, *, has_grown: bool) -> bool:
         """A continuation may start after ``now``."""
         if self._budget is not None and len(self._base.ids) + len(now.ids) >= self._budget:
             return False  # the finish reason of the last token has to come from an engine
-        text = self._base.text + now.text
-        if text.endswith("\ufffd"):
-            return False
-        return not any(
-            text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
+        has_text = bool(self._base.text + now.text)
+        return not has_text or is_whole(
+            self._base.text + now.text, self._stops, has_grown=has_grown
         )
 
     @property
@@ -166,7 +162,7 @@ class Transcript:
 
     def lose_engine(self) -> None:
         """Go back to the last safe token, or to none if this request starts from nothing."""
-        if self.is_aborted and self._is_safe(self._now):
+        if self.is_aborted and self._is_safe(self._now, has_grown=True):
             self._safe = self._now
         had = len(self._base.ids) + len(self._now.ids)
         if self.can_continue:
@@ -196,6 +192,22 @@ class Transcript:
         meta["num_failovers"] = self.num_seams
         meta["num_recomputed_tokens"] = self.num_recomputed
         return {"text": whole.text, "output_ids": whole.ids, "meta_info": meta}
+
+    def news(self) -> list[Payload]:
+        """The events that tell a streaming client what is new: SGLang's tell all so far."""
+        return [self.payload()]
+
+    def turn(self) -> Payload:
+        """The finished request as a recorded turn."""
+        payload = self.payload()
+        meta = payload["meta_info"]
+        return {
+            "input_ids": self._raw["input_ids"],
+            "output_ids": payload["output_ids"],
+            "output_logprobs": [one[0] for one in meta.get("output_token_logprobs") or []],
+            "weight_versions": meta["weight_versions"],
+            "finish_reason": meta["finish_reason"],
+        }
 
     def _finish_reason(self, num: int) -> Payload | None:
         if self._finish is not None and self._finish.get("type") == "length":
@@ -228,14 +240,7 @@ def _spans(meta: Payload, num: int) -> list[Payload]:
 def _joined(one: _Part, other: _Part) -> _Part:
     if not one.ids:
         return other
-    at = len(one.ids)
-    spans = [dict(span) for span in one.spans]
-    for span in other.spans:
-        moved = {**span, "start": span["start"] + at, "end": span["end"] + at}
-        if spans and spans[-1]["version"] == moved["version"]:
-            spans[-1]["end"] = moved["end"]
-        else:
-            spans.append(moved)
+    spans = join_spans(one.spans, other.spans, len(one.ids))
     names = one.logprobs.keys() | other.logprobs.keys()
     return _Part(
         one.ids + other.ids,
@@ -243,6 +248,29 @@ def _joined(one: _Part, other: _Part) -> _Part:
         {name: one.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
         spans,
     )
+
+
+def join_spans(one: list[Payload], other: list[Payload], at: int) -> list[Payload]:
+    """The version spans of ``at`` tokens, and of those that came after them."""
+    spans = [dict(span) for span in one]
+    for span in other:
+        moved = {**span, "start": span["start"] + at, "end": span["end"] + at}
+        if spans and spans[-1]["version"] == moved["version"]:
+            spans[-1]["end"] = moved["end"]
+        else:
+            spans.append(moved)
+    return spans
+
+
+def is_whole(text: str, stops: Sequence[str], *, has_grown: bool) -> bool:
+    """Nothing of the tokens that made ``text`` is held back, so another engine may go on after it.
+
+    An engine holds back what may become another character, and SGLang then also what stands
+    between it and the last space; a client's stop string must not be cut in two.
+    """
+    if not has_grown or text.endswith(("\ufffd", " ")):
+        return False
+    return not any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def read_transcript(body: bytes, interval: int) -> Transcript | None:

@@ -61,6 +61,46 @@ async def test_completions_take_text_ids_and_batches(engine: Asker) -> None:
     assert "".join(part["choices"][0]["text"] for part in parts) == native["text"]
 
 
+async def test_the_tokens_of_a_stream_are_each_told_once_and_counted(engine: Asker) -> None:
+    body: dict[str, Any] = {
+        "prompt": "abc", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1,
+        "return_token_ids": True, "stream_options": {"continuous_usage_stats": True},
+    }  # fmt: skip
+    whole = (await engine.post("/v1/completions", **body))["choices"][0]
+    parts = await chunks_of(engine, "/v1/completions", **body)
+    choices = [part["choices"][0] for part in parts]
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for choice, count in zip(choices, counts, strict=True):
+        ids += choice["token_ids"]
+        logprobs += choice["logprobs"]["token_logprobs"]
+        assert len(ids) == len(logprobs) == count
+    assert (ids, count) == (whole["token_ids"], 40)
+    assert (
+        choices[0]["prompt_token_ids"] == whole["prompt_token_ids"] == await ids_of(engine, "abc")
+    )
+
+
+async def test_a_chat_goes_on_with_the_answer_it_is_given(engine: Asker) -> None:
+    begun = {"role": "assistant", "content": "Well, "}
+    options = {"temperature": 0, "max_tokens": 8, "continue_final_message": True}
+    answer = await engine.post("/v1/chat/completions", messages=[*MESSAGES, begun], **options)
+    text = "<|im_start|>user\nSay something<|im_end|>\n<|im_start|>assistant\nWell, "
+    native = await engine.generate(text=text, max_new_tokens=8)
+    assert answer["choices"][0]["message"]["content"] == native["text"]
+
+
+async def test_a_streamed_chat_tells_its_ids_at_its_end(engine: Asker) -> None:
+    asks = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+    *_, last = await chunks_of(
+        engine, "/v1/chat/completions", messages=MESSAGES, max_tokens=5, ignore_eos=True, **asks
+    )
+    assert len(last["sglext"]["output_ids"][0]) == 5
+    text = "<|im_start|>user\nSay something<|im_end|>\n<|im_start|>assistant\n"
+    assert last["sglext"]["input_ids"] == await ids_of(engine, text)
+
+
 async def ids_of(engine: Asker, text: str) -> list[int]:
     from transformers import AutoTokenizer
 

@@ -18,6 +18,63 @@ TOKENS = 64
 pytestmark = pytest.mark.embedded
 
 
+def request(number):
+    """Every route, half of them streamed."""
+    is_streamed = number // 4 % 2 == 0
+    options = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "stream": is_streamed}
+    prompt = [number % 200 + 10, 7, 8, 9]
+    match number % 4:
+        case 2:
+            return "/v1/completions", {
+                **options,
+                "prompt": prompt,
+                "logprobs": 0,
+                "return_token_ids": True,
+            }
+        case 3:
+            messages = [{"role": "user", "content": str(number)}]
+            usage = {"stream_options": {"include_usage": True}} if is_streamed else {}
+            return "/v1/chat/completions", {**options, "messages": messages, **usage}
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    return "/generate", {
+        "input_ids": prompt,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": is_streamed,
+    }
+
+
+def check_generate(events):
+    payload = events[-1]
+    meta = payload["meta_info"]
+    assert len(payload["output_ids"]) == TOKENS == meta["completion_tokens"]
+    assert [one[1] for one in meta["output_token_logprobs"]] == payload["output_ids"]
+    assert meta["finish_reason"]["type"] == "length"
+
+
+def check_completion(events):
+    assert all("error" not in event for event in events), events[-1]
+    choices = [event["choices"][0] for event in events]
+    assert sum(len(one["token_ids"]) for one in choices if "token_ids" in one) == TOKENS
+    logprobs = [one["logprobs"]["token_logprobs"] for one in choices if one["logprobs"]]
+    assert sum(map(len, logprobs)) == TOKENS
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
+
+
+def check_chat(events):
+    usage = [event["usage"] for event in events if event.get("usage")]
+    assert [one["completion_tokens"] for one in usage] == [TOKENS]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
+
+
+CHECKS = {
+    "/generate": check_generate,
+    "/v1/completions": check_completion,
+    "/v1/chat/completions": check_chat,
+}
+
+
 async def test_all_of_200_requests_are_answered_though_an_engine_is_killed(tmp_path, capsys):
     model = make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
     launcher = LocalLauncher()
@@ -38,32 +95,25 @@ async def test_all_of_200_requests_are_answered_though_an_engine_is_killed(tmp_p
             1, [Member(f"e-{number}", engine.endpoint) for number, engine in enumerate(engines)]
         )
         await host.set_gate("open", weight_version=1)
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
         connector = aiohttp.TCPConnector(limit=NUM)
         async with aiohttp.ClientSession(endpoint.url, connector=connector) as client:
             progress = [0] * NUM
 
             async def ask(number):
-                prompt = [number % 200 + 10, 7, 8, 9]
-                body = {
-                    "input_ids": prompt,
-                    "sampling_params": sampling,
-                    "return_logprob": True,
-                    "stream": number % 2 == 0,
-                }
-                last = b""
-                async with client.post("/generate", json=body) as answer:
-                    assert answer.status == 200
+                path, body = request(number)
+                events = []
+                async with client.post(path, json=body) as answer:
+                    assert answer.status == 200, await answer.text()
                     if not body["stream"]:
-                        return await answer.json()
+                        return path, [await answer.json()]
                     async for line in answer.content:
                         if line.startswith(b"data: {"):
                             progress[number] += 1
-                            last = line
-                return json.loads(last[6:])
+                            events.append(json.loads(line[6:]))
+                return path, events
 
             asked = [asyncio.ensure_future(ask(number)) for number in range(NUM)]
-            while sum(progress) < NUM:
+            while sum(map(bool, progress)) < NUM // 4:
                 await host.stats()
             assert (await host.stats())["engines"][0]["num_in_flight"] > 50
             await engines[0].kill()
@@ -72,11 +122,8 @@ async def test_all_of_200_requests_are_answered_though_an_engine_is_killed(tmp_p
     finally:
         await host.stop(0)
         await asyncio.gather(*(engine.kill() for engine in engines))
-    for payload in answers:
-        meta = payload["meta_info"]
-        assert len(payload["output_ids"]) == TOKENS == meta["completion_tokens"]
-        assert [one[1] for one in meta["output_token_logprobs"]] == payload["output_ids"]
-        assert meta["finish_reason"]["type"] == "length"
+    for path, events in answers:
+        CHECKS[path](events)
     assert stats["num_failovers"] > 50
     assert stats["num_broken_replies"] == 0
     with capsys.disabled():

@@ -49,9 +49,18 @@ async def test_generate_is_stamped_with_a_rid_and_the_weight_version(make_bench)
 async def test_a_client_keeps_its_own_rid_and_other_routes_are_not_touched(make_bench):
     bench = await make_bench(reply())
     await bench.ask("/generate", json={"rid": "mine", "extra_key": "k"})
-    await bench.ask("/v1/chat/completions", json=PROMPT)
-    generate, chat = (seen.json for seen in bench.engines[0].seen)
-    assert (generate, chat) == ({"rid": "mine", "extra_key": "k"}, PROMPT)
+    await bench.ask("/v1/embeddings", json=PROMPT)
+    generate, embed = (seen.json for seen in bench.engines[0].seen)
+    assert (generate, embed) == ({"rid": "mine", "extra_key": "k"}, PROMPT)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_openai_requests_are_stamped_too(make_bench, path):
+    bench = await make_bench(reply())
+    await bench.ask(path, json=PROMPT)
+    body = bench.engines[0].seen[0].json
+    assert len(body.pop("rid")) == 32
+    assert body == {**PROMPT, "extra_key": "v7"}
 
 
 async def test_method_query_and_headers_pass_and_hop_by_hop_headers_do_not(make_bench):

@@ -1,0 +1,426 @@
+"""The tokens of one OpenAI request over several engines: ``/v1/completions``, ``/v1/chat/...``.
+
+Always true:
+- Never more tokens than the request's budget, a finish reason only from an engine that gave it,
+  and log-probs exactly as many as tokens, or the request starts anew instead of going on.
+- A completion goes on from its token ids, which the engine is asked for.  A chat goes on from its
+  text (``continue_final_message``), for SGLang tells no ids while it streams a chat; so its seam is
+  exact in text and budget, and the engine that continues may cut the text into other tokens.
+- Nothing that a client was shown is taken back.
+
+What is parsed out of a whole text (tools, grammars) cannot go on from its middle: such a request
+is not read here, and passes as it is.  Pure: events in, bodies and payloads out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.router.tokens import Payload, is_whole, join_spans
+
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+_NEEDS_WHOLE = (
+    "tools",
+    "functions",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "custom_params",
+    "custom_logit_processor",
+    "echo",
+    "suffix",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_cached_tokens_details",
+    "return_spec_tokens_details",
+    "return_meta_info",
+    "return_prompt_token_ids",
+    "return_input_ids_in_sglext",
+    "return_output_ids_in_sglext",
+    "return_sampling_mask",
+)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tokens in a row.
+
+    Attributes:
+        num: how many, as the engine counts them.
+        ids: the same; empty for a chat.
+        logprobs: the lists of the choice's ``logprobs``, by name.
+    """
+
+    text: str = ""
+    num: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    spans: list[Payload] = field(default_factory=list)
+
+    def plus(self, other: _Part) -> _Part:
+        names = self.logprobs.keys() | other.logprobs.keys()
+        return _Part(
+            self.text + other.text,
+            self.num + other.num,
+            self.ids + other.ids,
+            {name: self.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
+            join_spans(self.spans, other.spans, self.num),
+        )
+
+
+class OpenAITranscript:
+    """What one request has got so far.
+
+    Attributes:
+        is_streamed: its client wants events.
+        can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
+        num_kept: tokens carried over seams.
+        num_recomputed: tokens that had come and are generated again.
+    """
+
+    def __init__(self, raw: Payload, *, is_chat: bool) -> None:
+        self._raw = raw
+        self._is_chat = is_chat
+        self._budget = _budget_of(raw, is_chat=is_chat)
+        stop = raw.get("stop")
+        self._stops = [stop] if isinstance(stop, str) else list(stop or [])
+        # Streamed, SGLang shows the beginning of a stop string before it trims it, so we trim.
+        self._trims = bool(self._stops) and not raw.get("no_stop_trim")
+        self._wants_logprobs = _asks_for_logprobs(raw, is_chat=is_chat)
+        self._is_recorded = False
+        self._version: int | None = None
+        self._base = _Part()
+        self._now = _Part()
+        self._safe = _Part()
+        self._is_safe = True
+        self._told = _Part()
+        self._has_told_role = False
+        self._head: Payload = {}
+        self._prompt_ids: list[int] | None = _ids(raw.get("prompt"))
+        self._output_ids: list[int] = []  # of a recorded chat, told at its end
+        self._finish: Payload | None = None
+        self._usage: Payload = {}
+        self._first_usage: Payload = {}
+        self._reasoning = ""
+        self._num_reasoning_told = 0
+        self.is_streamed = bool(raw.get("stream"))
+        self.can_continue = is_chat or self._prompt_ids is not None
+        self.num_kept = 0
+        self.num_recomputed = 0
+        self.num_seams = 0
+
+    def record(self) -> str:
+        """Have the engine tell what a recorded turn needs; or why it cannot be recorded."""
+        self._is_recorded = True
+        if self._is_chat:
+            self.can_continue = False  # the ids of what a lost engine did are never told
+        return ""
+
+    # -- to the engine ----------------------------------------------------------------------
+
+    def body(self, version: int | None) -> bytes:
+        """The request for the engine that goes on, which holds weight ``version``."""
+        self._version = version
+        raw = {**self._raw, "stream": True}
+        options = raw.get("stream_options") or {}
+        raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+        if self._trims:
+            raw["no_stop_trim"] = True
+        if self._is_recorded and not self._wants_logprobs:
+            raw["logprobs"] = True if self._is_chat else 0
+        if not self._is_chat:
+            raw["return_token_ids"] = True
+        elif self._is_recorded:
+            raw |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+        done = self._base.num
+        if done:
+            self._go_on(raw, done)
+        return json.dumps(raw).encode()
+
+    def _go_on(self, raw: Payload, done: int) -> None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(raw.get(name), int):
+                raw[name] -= done
+        if not self._is_chat:
+            assert self._prompt_ids is not None
+            raw["prompt"] = [*self._prompt_ids, *self._base.ids]
+            raw["max_tokens"] = raw.get("max_tokens") or _COMPLETION_TOKENS - done
+        else:
+            *before, last = raw["messages"]
+            if raw.get("continue_final_message") and last.get("role") == "assistant":
+                last = {**last, "content": f"{last.get('content') or ''}{self._base.text}"}
+                raw["messages"] = [*before, last]
+            else:
+                begun = {"role": "assistant", "content": self._base.text}
+                raw["messages"] = [*raw["messages"], begun]
+            raw["continue_final_message"] = True
+        if raw.get("min_tokens"):
+            raw["min_tokens"] = max(0, raw["min_tokens"] - done)
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def absorb(self, event: Mapping[str, Any]) -> None:
+        """Take one chunk."""
+        self._head = self._head or {name: event.get(name) for name in ("id", "created", "model")}
+        if event.get("usage"):
+            self._usage = event["usage"]
+            self._first_usage = self._first_usage or self._usage
+        ids = event.get("sglext") or {}
+        if ids.get("input_ids") is not None:
+            self._prompt_ids = list(ids["input_ids"])
+        if ids.get("output_ids"):
+            self._output_ids = list(ids["output_ids"][0])
+        for choice in event.get("choices") or []:
+            self._absorb_choice(choice)
+
+    def _absorb_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        text = (delta.get("content") if self._is_chat else choice.get("text")) or ""
+        if delta.get("reasoning_content"):
+            self._reasoning += delta["reasoning_content"]
+            self.can_continue = False
+        ids = list(choice.get("token_ids") or [])
+        if choice.get("prompt_token_ids") is not None and self._prompt_ids is None:
+            self._prompt_ids = list(choice["prompt_token_ids"])
+            self.can_continue = True
+        now = self._now
+        num = len(now.ids) + len(ids) if not self._is_chat else self._num_told(text)
+        logprobs = dict(now.logprobs)
+        for name, values in (choice.get("logprobs") or {}).items():
+            if isinstance(values, list):
+                logprobs[name] = logprobs.get(name, []) + values
+        self._now = _Part(now.text + text, num, now.ids + ids, logprobs, self._spans(num))
+        total = self._base.num + num
+        if self._budget is not None and total > self._budget:
+            raise ValueError(f"{total} tokens, {self._budget} asked for")
+        if choice.get("finish_reason"):
+            matched = choice.get("matched_stop")
+            self._finish = {"type": choice["finish_reason"], "matched": matched}
+            if self._trims and isinstance(matched, str):
+                self._trim(matched)
+        elif text or ids:
+            self._is_safe = self._may_end_here(has_grown=bool(text))
+            if self._is_safe:
+                self._safe = self._now
+
+    def _trim(self, stop: str) -> None:
+        """End the text before what stopped it; one before the minimum did not count."""
+        text = self._base.text + self._now.text
+        at = text.rfind(stop) if self._raw.get("min_tokens") else text.find(stop)
+        if at >= 0:
+            self._now.text = text[len(self._base.text) : at]
+
+    def _num_told(self, text: str) -> int:
+        """Tokens of this engine, as the usage beside ``text`` counts them."""
+        num: int | None = self._usage.get("completion_tokens")
+        if num is None:
+            if text:
+                self.can_continue = False  # an engine that does not count as it goes
+            return self._now.num
+        return num
+
+    def _spans(self, num: int) -> list[Payload]:
+        return [{"version": self._version, "start": 0, "end": num}] if num else []
+
+    def _may_end_here(self, *, has_grown: bool) -> bool:
+        if self._budget is not None and self._base.num + self._now.num >= self._budget:
+            return False  # the finish reason of the last token has to come from an engine
+        text = self._base.text + self._now.text
+        if self._trims and any(stop in text for stop in self._stops):
+            return False
+        return is_whole(text, self._stops, has_grown=has_grown or self._is_chat)
+
+    @property
+    def is_safe(self) -> bool:
+        """All that has come may be shown: it will not be taken back."""
+        return self.is_over or self._is_safe
+
+    @property
+    def is_over(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._finish is not None and self._finish["type"] == "abort"
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def lose_engine(self) -> None:
+        """Go back to the last safe token, or to none if this request starts from nothing."""
+        had = self._base.num + self._now.num
+        safe = self._safe
+        if self._wants_logprobs and any(len(one) != safe.num for one in safe.logprobs.values()):
+            self.can_continue = False
+        if self.can_continue:
+            self._base = self._base.plus(safe)
+            self.num_kept += safe.num
+        else:
+            self._base, self._reasoning = _Part(), ""
+            self._first_usage = {}
+        self.num_recomputed += had - self._base.num
+        self.num_seams += 1
+        self._now, self._safe, self._is_safe = _Part(), _Part(), True
+        self._usage, self._finish = {}, None
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def news(self) -> list[Payload]:
+        """The chunks that tell a streaming client what is new."""
+        whole = self._base.plus(self._now)
+        told, self._told = self._told, whole
+        chunks: list[Payload] = []
+        choice: Payload
+        if self._is_chat and not self._has_told_role:
+            self._has_told_role = True
+            chunks.append(self._chunk({"delta": {"role": "assistant", "content": ""}}))
+        if thought := self._reasoning[self._num_reasoning_told :]:
+            self._num_reasoning_told = len(self._reasoning)
+            chunks.append(self._chunk({"delta": {"reasoning_content": thought}}))
+        new = _Part(
+            whole.text[len(told.text) :],
+            whole.num - told.num,
+            whole.ids[told.num :],
+            {name: one[len(told.logprobs.get(name, [])) :] for name, one in whole.logprobs.items()},
+        )
+        if new.text or new.ids:
+            choice = self._choice_of(new, "delta")
+            if "token_ids" in choice and not told.num:
+                choice["prompt_token_ids"] = self._prompt_ids
+            chunks.append(self._chunk(choice))
+        if self._finish is not None:
+            choice = {"delta": {}} if self._is_chat else {"text": ""}
+            choice["finish_reason"] = self._finish["type"]
+            choice["matched_stop"] = self._finish["matched"]
+            chunks.append(self._chunk(choice))
+            if (self._raw.get("stream_options") or {}).get("include_usage"):
+                chunks.append({**self._chunk(None), "usage": self._usage_of(whole)})
+        return chunks
+
+    def _chunk(self, choice: Payload | None) -> Payload:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        rest = {"index": 0, "logprobs": None, "finish_reason": None}
+        choices = [] if choice is None else [{**rest, **choice}]
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice_of(self, part: _Part, message: str) -> Payload:
+        choice: Payload = {}
+        if self._is_chat:
+            choice[message] = {"content": part.text}
+        else:
+            choice["text"] = part.text
+            if self._raw.get("return_token_ids"):
+                choice["token_ids"] = part.ids
+        choice["logprobs"] = part.logprobs if self._wants_logprobs else None
+        return choice
+
+    def payload(self) -> Payload:
+        """The answer so far, as one engine would have told it whole."""
+        whole = self._base.plus(self._now)
+        choice = {"index": 0, **self._choice_of(whole, "message")}
+        if self._is_chat:
+            choice["message"] |= {"role": "assistant", "reasoning_content": self._reasoning or None}
+        elif self._raw.get("return_token_ids"):
+            choice["prompt_token_ids"] = self._prompt_ids
+        finish = self._finish or {"type": None, "matched": None}
+        choice |= {"finish_reason": finish["type"], "matched_stop": finish["matched"]}
+        return {
+            **self._head,
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "choices": [choice],
+            "usage": self._usage_of(whole),
+            "metadata": {
+                "weight_version": str(self._version),
+                "weight_versions": whole.spans,
+                "num_failovers": self.num_seams,
+                "num_recomputed_tokens": self.num_recomputed,
+            },
+        }
+
+    def _usage_of(self, whole: _Part) -> Payload:
+        # The last chunk counts tokens that no text came for, such as the end of the sequence.
+        done = self._base.num + max(self._now.num, self._usage.get("completion_tokens") or 0)
+        prompt = self._first_usage.get("prompt_tokens") or 0
+        return {
+            **self._usage,
+            "prompt_tokens": prompt,
+            "completion_tokens": done if self._is_chat else whole.num,
+            "total_tokens": prompt + (done if self._is_chat else whole.num),
+        }
+
+    def turn(self) -> Payload:
+        """The finished request as a recorded turn."""
+        whole = self._base.plus(self._now)
+        if self._is_chat:
+            ids = self._output_ids
+            logprobs = [one["logprob"] for one in whole.logprobs.get("content", [])]
+        else:
+            ids = whole.ids
+            logprobs = whole.logprobs.get("token_logprobs", [])
+        if self._prompt_ids is None or len(logprobs) != len(ids):
+            raise ValueError(
+                f"{len(logprobs)} log-probs for {len(ids)} tokens; the turn was not recorded"
+            )
+        return {
+            "input_ids": self._prompt_ids,
+            "output_ids": ids,
+            "output_logprobs": logprobs,
+            "weight_versions": self._spans(len(ids)) if self._is_chat else whole.spans,
+            "finish_reason": self._finish,
+        }
+
+
+def _budget_of(raw: Payload, *, is_chat: bool) -> int | None:
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    given = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
+    return given if is_chat or given is not None else _COMPLETION_TOKENS
+
+
+def _asks_for_logprobs(raw: Payload, *, is_chat: bool) -> bool:
+    return bool(raw.get("logprobs")) if is_chat else raw.get("logprobs") is not None
+
+
+def _ids(prompt: Any) -> list[int] | None:
+    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+        return prompt
+    return None
+
+
+def _is_continued_in_parts(raw: Payload, last: Payload) -> bool:
+    return bool(raw.get("continue_final_message")) and not isinstance(last.get("content"), str)
+
+
+def read_openai(body: bytes, *, is_chat: bool) -> OpenAITranscript | None:
+    """The transcript of an OpenAI body; None if it cannot go on from its middle."""
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or raw.get("n") not in (None, 1):
+        return None
+    if raw.get("best_of") not in (None, 1) or any(raw.get(name) for name in _NEEDS_WHOLE):
+        return None
+    if not isinstance(raw.get("stream_options") or {}, dict):
+        return None
+    if raw.get("stop") and (raw.get("stop_token_ids") or raw.get("skip_special_tokens") is False):
+        return None  # what we trim ourselves could then not be told from what is to be kept
+    form = raw.get("response_format") or {"type": "text"}
+    if not isinstance(form, dict) or form.get("type") != "text":
+        return None
+    if is_chat:
+        messages = raw.get("messages")
+        is_single = (
+            isinstance(messages, list)
+            and bool(messages)
+            and all(isinstance(one, dict) for one in messages)
+            and not raw.get("return_token_ids")
+            and not _is_continued_in_parts(raw, messages[-1])
+        )
+    else:
+        prompt = raw.get("prompt")
+        is_single = isinstance(prompt, str) or _ids(prompt) is not None
+    return OpenAITranscript(raw, is_chat=is_chat) if is_single else None
