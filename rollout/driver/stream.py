@@ -13,37 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from engines.protocol import SamplingParams
-from rollout.driver import hooks as hooking
+from rollout.driver.aging import Age, begins_anew, renew
 from rollout.driver.audit import Auditor
 from rollout.driver.completing import Scope
 from rollout.driver.counting import Counting
+from rollout.driver.delivering import check_failures, post_process, take_back
+from rollout.driver.group_run import STALE, GroupRun, Outlook
 from rollout.driver.hooks import Hooks, OnSample
 from rollout.driver.metrics import StepStats
 from rollout.driver.options import Batch, RolloutOptions
 from rollout.driver.partial import restart
-from rollout.driver.plan import (
-    Freshness,
-    Mode,
-    WhenStale,
-    capacity,
-    deliverable,
-    may_begin,
-    seed_of,
-)
+from rollout.driver.plan import Freshness, Mode, capacity, deliverable, may_begin
 from rollout.driver.ports import Engines, Progress, PromptSource
-from rollout.driver.session import Session
 from rollout.driver.work import Work, work_of, work_state
 from rollout.errors import ConfigError, RolloutError
-from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
+from rollout.samples import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +40,6 @@ logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = (0.1, 0.5)
 _REJECTED_PER_GROUP = 10
 _CLOSE_TIMEOUT_S = 3.0
-_STALE = "stale"
-
-
-class _Age(Enum):
-    FRESH = auto()
-    RENEWED = auto()
-    TOO_OLD = auto()
 
 
 class Stream:
@@ -101,6 +83,15 @@ class Stream:
         self._turn = asyncio.Lock()
         self._on_sample: OnSample | None = None
         self._counting = Counting(engines.limiter)
+        outlook = Outlook(
+            sampling=lambda: self._batch.sampling,
+            freshness=self._freshness,
+            begins_anew=self._begins_anew,
+            is_too_old=lambda work: self._renew(work) is Age.TOO_OLD,
+            has_generated=self._has_generated,
+            has_judged=self._has_judged,
+        )
+        self._runs = GroupRun(engines, hooks, self._scope, outlook)
 
     # -- batches ----------------------------------------------------------------------------
 
@@ -236,9 +227,9 @@ class Stream:
     def _next(self) -> Work | None:
         while self._aside:
             work = self._aside.pop(0)
-            if self._renew(work) is not _Age.TOO_OLD:
+            if self._renew(work) is not Age.TOO_OLD:
                 return work
-            self._drop(work, _STALE)
+            self._drop(work, STALE)
         if self._broken is not None or self._is_exhausted:
             return None
         try:
@@ -260,73 +251,21 @@ class Stream:
         self._open[work.serial] = work
         self._left[work.serial] = work.num_unfinished
         self._num_unfinished += work.num_unfinished
-        task = asyncio.get_running_loop().create_task(self._run(work))
+        task = asyncio.get_running_loop().create_task(self._runs.run(work))
         self._tasks[work.serial] = task
         task.add_done_callback(partial(self._ended, work))
 
-    async def _run(self, work: Work) -> str | None:
-        """None when it stays unfinished, else why it is dropped, or "" when it is accepted."""
-        places = [
-            place
-            for place, sample in enumerate(work.samples)
-            if sample.is_unfinished or place not in work.judged
-        ]
-        if len(places) == 1:
-            await self._one(work, places[0])
-        elif places:
-            async with asyncio.TaskGroup() as tasks:
-                for place in places:
-                    tasks.create_task(self._one(work, place))
-        if self._renew(work) is _Age.TOO_OLD:
-            return _STALE
-        if work.num_unfinished:
-            return None
-        await hooking.judge_group(self._hooks, work.group())
-        work.samples = [one for one in work.samples if hooking.keeps_sample(self._hooks, one)]
-        if not work.samples:
-            return "no sample left"
-        return hooking.why_dropped(self._hooks, work.group())
+    def _has_generated(self, work: Work) -> None:
+        self._left[work.serial] -= 1
+        self._num_unfinished -= 1
+        if self._scope.is_stopping:
+            self._changed.set()
+        else:
+            self._top_up()
 
-    async def _one(self, work: Work, place: int) -> None:
-        if work.samples[place].is_unfinished:
-            await self._generate(work, place)
-            self._left[work.serial] -= 1
-            self._num_unfinished -= 1
-            if self._scope.is_stopping:
-                self._changed.set()
-            else:
-                self._top_up()
-        sample = work.samples[place]
-        if sample.is_unfinished or self._freshness().is_stale(sample):
-            return
-        if place not in work.judged:
-            await hooking.judge(self._hooks, sample)
-            work.judged.add(place)
+    def _has_judged(self, sample: Sample) -> None:
         if self._on_sample is not None:
             self._on_sample(sample)
-
-    async def _generate(self, work: Work, place: int) -> None:
-        sample, sampling = work.samples[place], self._sampling(work, place)
-        is_stale = partial(self._begins_anew, work)
-        if self._hooks.generate is None:
-            await self._engines.completer.complete(sample, sampling, self._scope, is_stale=is_stale)
-            return
-        # On a sample of its own: one that is written down or cut off meanwhile begins anew.
-        fresh = Work.begin(work.serial, work.prompt, 1).samples[0]
-        session = Session(fresh, sampling, self._engines.completer, self._scope, is_stale)
-        if not self._scope.is_stopping:
-            await hooking.generate_with(self._hooks.generate, session)
-        if not fresh.is_unfinished:
-            work.samples[place] = fresh
-
-    def _sampling(self, work: Work, place: int) -> SamplingParams:
-        sampling = self._batch.sampling
-        if sampling.sampling_seed is None:
-            return sampling
-        tries = work.num_redone
-        return replace(
-            sampling, sampling_seed=seed_of(sampling.sampling_seed, work.serial, place, tries)
-        )
 
     def _ended(self, work: Work, task: asyncio.Task[str | None]) -> None:
         serial = work.serial
@@ -363,7 +302,7 @@ class Stream:
         insort(self._aside, work, key=lambda one: one.serial)
 
     def _drop(self, work: Work, reason: str) -> None:
-        if reason == _STALE:
+        if reason == STALE:
             self.stats.num_stale_dropped += 1
         else:
             self.stats.rejected[reason] += 1
@@ -375,32 +314,10 @@ class Stream:
         )
 
     def _begins_anew(self, work: Work, sample: Sample) -> bool:
-        """Whether a sample that was cut off is too old to go on; its group is dropped in the end
-        if that happens too often.
-        """
-        most = self._options.max_redone * len(work.samples)
-        if work.num_restarted >= most or not self._freshness().is_stale(sample):
-            return False
-        work.num_restarted += 1
-        self.stats.num_redone += 1
-        return True
+        return begins_anew(work, sample, self._freshness(), self._options, self.stats)
 
-    def _renew(self, work: Work) -> _Age:
-        """Make what is too old begin anew, as often as that is allowed."""
-        freshness = self._freshness()
-        stale = [place for place, one in enumerate(work.samples) if freshness.is_stale(one)]
-        if not stale:
-            return _Age.FRESH
-        is_last = work.num_redone >= self._options.max_redone
-        if is_last or self._options.when_stale is WhenStale.DROP:
-            return _Age.TOO_OLD
-        work.num_redone += 1
-        work.is_accepted = False
-        self.stats.num_redone += len(stale)
-        for place in stale:
-            restart(work.samples[place])
-            work.judged.discard(place)
-        return _Age.RENEWED
+    def _renew(self, work: Work) -> Age:
+        return renew(work, self._freshness(), self._options, self.stats)
 
     def _renew_what_is_stale(self, *, always: bool = False) -> None:
         """Look at what is ready, where a new weight version has been seen."""
@@ -410,11 +327,11 @@ class Stream:
         self._checked_version = version
         for work in list(self._ready.values()):
             age = self._renew(work)
-            if age is _Age.FRESH:
+            if age is Age.FRESH:
                 continue
             del self._ready[work.serial]
-            if age is _Age.TOO_OLD:
-                self._drop(work, _STALE)
+            if age is Age.TOO_OLD:
+                self._drop(work, STALE)
             else:
                 self._put_aside(work)
 
@@ -448,48 +365,19 @@ class Stream:
             for serial in deliverable(list(self._ready), self._batch.num_groups)
         ]
         groups = [work.group() for work in works]
-        self._post_process(groups)
+        post_process(self._hooks, groups)
         try:
-            self._check_failures(groups)
+            check_failures(groups, self._options.max_failed_share)
         except RolloutError:
-            self._take_back(works)
+            for work in works:
+                if take_back(work):
+                    insort(self._aside, work, key=lambda one: one.serial)
+                else:
+                    self._ready[work.serial] = work
             raise
         for work in works:
             self.auditor.deliver(work.serial)
         return groups
-
-    def _post_process(self, groups: list[SampleGroup]) -> None:
-        if self._hooks.post_process is None:
-            return
-        try:
-            self._hooks.post_process(groups)
-        except Exception as error:
-            for sample in all_samples(groups):
-                sample.fail(f"post_process raised {error!r}", traceback.format_exc())
-
-    def _check_failures(self, groups: list[SampleGroup]) -> None:
-        samples = list(all_samples(groups))
-        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
-        if len(failed) > self._options.max_failed_share * len(samples):
-            raise RolloutError(
-                f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
-            )
-
-    def _take_back(self, works: list[Work]) -> None:
-        for work in works:
-            failed = [
-                place
-                for place, sample in enumerate(work.samples)
-                if sample.status is SampleStatus.FAILED
-            ]
-            for place in failed:
-                restart(work.samples[place])
-                work.judged.discard(place)
-            work.is_accepted = not failed
-            if failed:
-                insort(self._aside, work, key=lambda one: one.serial)
-            else:
-                self._ready[work.serial] = work
 
     async def _stop(self, timeout_s: float) -> None:
         """Abort what is in flight until it has ended; rewards may go on."""
