@@ -56,6 +56,8 @@ ROW_OF = {
     "rollout.timeline.export": "decisions",
     "rollout.timeline.span": "words",
     "rollout.types": "words",
+    "rollout.weights.store.commit": "decisions",
+    "rollout.weights.store.limits": "decisions",
     "rollout.weights.fingerprint": "decisions",
 }
 # Clocks, sockets, threads and processes: a decision is a plain function of its arguments.

@@ -1,0 +1,288 @@
+"""A folder from which an engine can load one version: what is here, and what is not from peers.
+
+Always true: every tensor in a folder that is handed out has been hashed where it now stands and
+is what the record says; a unit that cannot be had anywhere means no folder at all; what fails at
+one holder is asked of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollout.errors import WeightsUnavailable
+from rollout.weights.fingerprint import host_fingerprint
+from rollout.weights.store.commit import Write
+from rollout.weights.store.files import Region
+from rollout.weights.store.layout import Range, Segment, plan_segments, ranges
+from rollout.weights.store.limits import gib
+from rollout.weights.store.records import Record
+from rollout.weights.store.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "assembled"
+_STREAMS = 4
+_HASHERS = 2
+# What of a checkpoint's folder is weights, and so is not taken from there.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+class Peer(Protocol):
+    """The agent of another node, as far as reading goes."""
+
+    def read(self, write: Write, unit: int, into: memoryview) -> None:
+        """One unit's bytes, unproved.
+
+        Raises:
+            OSError, WeightsUnavailable: it does not have them or cannot be reached.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A folder to load from, until it is given back.
+
+    Attributes:
+        local_bytes: that were here; fetched_bytes: that came from peers.
+        troubles: what was damaged or could not be read on the way, in words.
+    """
+
+    path: str
+    local_bytes: int = 0
+    fetched_bytes: int = 0
+    troubles: tuple[str, ...] = ()
+
+
+class Assembler:
+    """Makes such folders on one node, one at a time; engines that want the same share one."""
+
+    def __init__(self, slots: Slots, why_no_room: Callable[[int], str] = lambda _: "") -> None:
+        self._slots = slots
+        self._why_no_room = why_no_room
+        self._turn = threading.Lock()
+        self._held: dict[Write, _Held] = {}
+        # What an earlier process handed out, nobody gives back.
+        slots.files.remove_folder(slots.folder / _FOLDER)
+
+    def assemble(
+        self, record: Record, peers: Mapping[str, Peer], model_path: str | None = None
+    ) -> Assembled:
+        """All of ``record``, proved.
+
+        Args:
+            model_path: a checkpoint, for the files beside the weights.
+
+        Raises:
+            WeightsUnavailable: naming the first unit that cannot be had, and why.
+        """
+        with self._turn:
+            held = self._held.get(record.write)
+            if held is None:
+                held = self._made(record, peers, model_path)
+                self._held[record.write] = held
+            held.num_users += 1
+            return held.assembled
+
+    def _made(self, record: Record, peers: Mapping[str, Peer], model_path: str | None) -> _Held:
+        files = self._slots.files
+        folder = self._slots.folder / _FOLDER / str(record.write.number)
+        with ExitStack() as stack:
+            stack.callback(files.remove_folder, folder)
+            files.make_folder(folder)
+            local: Sequence[Segment] = ()
+            if record.write in self._slots.state.sealed:
+                stack.enter_context(self._slots.pinned(record.write))
+                local = record.segments_of(self._slots.node)
+            assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
+            assembled = assembly.into(folder)
+            if model_path is not None:
+                _link_beside(Path(model_path), folder)
+            return _Held(assembled, stack.pop_all())
+
+    def give_back(self, path: str) -> None:
+        """The engine has read it."""
+        with self._turn:
+            for write, held in list(self._held.items()):
+                if held.assembled.path == path:
+                    held.num_users -= 1
+                    if not held.num_users:
+                        self._held.pop(write).stack.close()
+
+    def close(self) -> None:
+        """Take all back."""
+        with self._turn:
+            while self._held:
+                self._held.popitem()[1].stack.close()
+
+
+@dataclass(slots=True)
+class _Held:
+    assembled: Assembled
+    stack: ExitStack
+    num_users: int = 0
+
+
+class _Assembly:
+    def __init__(
+        self,
+        slots: Slots,
+        record: Record,
+        local: Sequence[Segment],
+        peers: Mapping[str, Peer],
+        why_no_room: Callable[[int], str],
+    ) -> None:
+        self._slots = slots
+        self._record = record
+        self._local = local
+        self._peers = peers
+        self._why_no_room = why_no_room
+        self._troubles: list[str] = []
+
+    def into(self, folder: Path) -> Assembled:
+        good, whole = self._look_at_local()
+        units = {unit for segment in whole for unit in segment.units}
+        for segment in whole:
+            self._slots.files.link(
+                self._slots.segment_path(self._record.write, segment), folder / segment.file
+            )
+        missing = [unit for unit in range(len(self._record.units)) if unit not in units]
+        if missing:
+            self._bring(missing, good, folder)
+        sizes = [unit.num_bytes for unit in self._record.units]
+        local_bytes = sum(sizes[unit] for unit in units | good.keys())
+        return Assembled(str(folder), local_bytes, sum(sizes) - local_bytes, tuple(self._troubles))
+
+    def _look_at_local(self) -> tuple[dict[int, memoryview], list[Segment]]:
+        """Units that are here and right, with their bytes; files in which all is right."""
+        wanted = list(ranges(self._record.units, self._local))
+        regions = {
+            segment.file: self._slots.regions.of(
+                self._slots.segment_path(self._record.write, segment)
+            )
+            for segment in self._local
+        }
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            is_right = pool.map(lambda one: self._is_right(one, regions[one.file]), wanted)
+            bad = {one.unit for one, right in zip(wanted, is_right, strict=True) if not right}
+        good: dict[int, memoryview] = {}
+        whole: list[Segment] = []
+        for segment in self._local:
+            view = regions[segment.file].view
+            if view[: len(segment.header)] != segment.header:
+                self._trouble(f"{segment.file} here: its header is damaged")
+            elif not bad.intersection(segment.units):
+                whole.append(segment)
+            for unit, offset in segment.units.items():
+                if unit in bad:
+                    self._trouble(f"unit {self._record.units[unit].name!r} here is damaged")
+                else:
+                    good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
+        return good, whole
+
+    def _is_right(self, one: Range, region: Region) -> bool:
+        return self._proved(one, region.view[one.offset : one.offset + one.num_bytes])
+
+    def _proved(self, one: Range, content: memoryview) -> bool:
+        found = host_fingerprint(one.tensor.name, one.tensor.dtype, one.tensor.shape, content)
+        return found == self._record.fingerprints.get(one.tensor.name)
+
+    def _bring(self, missing: Sequence[int], good: Mapping[int, memoryview], folder: Path) -> None:
+        segments = plan_segments(
+            self._record.units, missing, self._record.segment_bytes, stem="fetched"
+        )
+        needed = sum(segment.num_bytes for segment in segments)
+        if why_not := self._why_no_room(needed):
+            raise WeightsUnavailable(f"no room for {gib(needed)} from other nodes: {why_not}")
+        contents: dict[int, list[Range]] = {}
+        for one in ranges(self._record.units, segments):
+            contents.setdefault(one.unit, []).append(one)
+        with ExitStack() as stack:
+            for segment in segments:
+                path = folder / segment.file
+                self._slots.files.allocate(path, segment.num_bytes)
+                region = self._slots.files.map(path)
+                stack.callback(region.close)
+                self._slots.files.put(region, 0, memoryview(segment.header))
+                self._fill(segment, region.view, contents, good)
+
+    def _fill(
+        self,
+        segment: Segment,
+        view: memoryview,
+        contents: Mapping[int, list[Range]],
+        good: Mapping[int, memoryview],
+    ) -> None:
+        def fill(unit: int) -> None:
+            offset = segment.units[unit]
+            into = view[offset : offset + self._record.units[unit].num_bytes]
+            try:
+                self._fill_unit(unit, offset, into, contents[unit], good.get(unit))
+            finally:
+                into.release()
+
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            # All have ended before an error goes on: the mapping they write to is then closed.
+            done = [pool.submit(fill, unit) for unit in segment.units]
+        for one in done:
+            one.result()
+
+    def _fill_unit(
+        self,
+        unit: int,
+        offset: int,
+        into: memoryview,
+        contents: Iterable[Range],
+        here: memoryview | None,
+    ) -> None:
+        def is_proved() -> bool:
+            return all(
+                self._proved(one, into[one.offset - offset : one.offset - offset + one.num_bytes])
+                for one in contents
+            )
+
+        name = self._record.units[unit].name
+        tried = []
+        if here is not None:
+            into[:] = here
+            if is_proved():
+                return
+        for node in self._holders(unit):
+            try:
+                self._peers[node].read(self._record.write, unit, into)
+            except (OSError, WeightsUnavailable) as error:
+                tried.append(f"{node}: {error}")
+                continue
+            if is_proved():
+                for one in tried:
+                    self._trouble(f"unit {name!r} from {one}")
+                return
+            tried.append(f"{node}: damaged")
+        raise WeightsUnavailable(
+            f"unit {name!r} of {self._record.write} cannot be had: "
+            f"{'; '.join(tried) or 'no other node keeps it'}"
+        )
+
+    def _holders(self, unit: int) -> list[str]:
+        """Who may be asked, not always in the same order: all are to carry their share."""
+        holders = [node for node in self._record.holders_of(unit) if node in self._peers]
+        turn = unit % len(holders) if holders else 0
+        return holders[turn:] + holders[:turn]
+
+    def _trouble(self, what: str) -> None:
+        logger.warning("store: node %s: %s", self._slots.node, what)
+        self._troubles.append(what)
+
+
+def _link_beside(model_path: Path, folder: Path) -> None:
+    """Configuration and tokenizer, as an engine may look for them beside the weights."""
+    for path in model_path.iterdir() if model_path.is_dir() else ():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            (folder / path.name).symlink_to(path.absolute())

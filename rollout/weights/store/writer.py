@@ -1,0 +1,164 @@
+"""The bytes of a push into the segments of all nodes, hashed on the way.
+
+Always true: every tensor of the record has been written once and whole, or the write has failed;
+a node that fails is left out and hinders no other; each piece is read from memory once, for its
+hash and for every copy of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from operator import methodcaller
+from pathlib import Path
+from typing import Protocol
+
+from rollout.errors import WeightMismatch, WeightsUnavailable
+from rollout.weights.fingerprint import Buffer, host_fingerprint_of, start
+from rollout.weights.store.files import Files, Regions
+from rollout.weights.store.layout import Range, ranges
+from rollout.weights.store.records import Record
+
+logger = logging.getLogger(__name__)
+
+# Small enough to be in a core's cache when it is copied, after it was read to be hashed.
+_PIECE_BYTES = 128 << 10
+
+
+class Sink(Protocol):
+    """Where one node's share goes; any of these may raise OSError."""
+
+    def open(self, place: Range) -> None:
+        """The pieces to come are this tensor's, in order."""
+        ...
+
+    def put(self, piece: memoryview) -> None: ...
+    def close(self) -> None:
+        """All has arrived; or the write has failed."""
+        ...
+
+
+class FileSink:
+    """A node whose files this process can map."""
+
+    def __init__(self, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
+        self._paths = paths
+        self._regions = regions
+        self._files = files
+        self._place: tuple[str, int] = ("", 0)
+
+    def open(self, place: Range) -> None:
+        self._place = place.file, place.offset
+
+    def put(self, piece: memoryview) -> None:
+        file, offset = self._place
+        self._files.put(self._regions.of(Path(self._paths[file])), offset, piece)
+        self._place = file, offset + len(piece)
+
+    def close(self) -> None:
+        pass
+
+
+class Writing:
+    """One write under way.
+
+    Attributes:
+        failed: nodes that were left out, and why.
+    """
+
+    def __init__(self, record: Record, sinks: Mapping[str, Sink]) -> None:
+        self.failed: dict[str, str] = {}
+        self._record = record
+        self._sinks = dict(sinks)
+        self._places: dict[str, dict[str, Range]] = {}
+        for node in sinks:
+            for place in ranges(record.units, record.segments_of(node)):
+                self._places.setdefault(place.tensor.name, {})[node] = place
+        self._fingerprints: dict[str, str] = {}
+
+    def take(self, tensors: Iterable[tuple[str, Buffer]]) -> None:
+        """Write these tensors.
+
+        Raises:
+            WeightMismatch: one that the record has not, has already, or has in another size.
+            WeightsUnavailable: so many nodes have failed that a unit is kept by none.
+        """
+        for name, content in tensors:
+            self._take(name, memoryview(content).cast("B"))
+
+    def _take(self, name: str, content: memoryview) -> None:
+        places = self._places.get(name)
+        if places is None or name in self._fingerprints:
+            what = "is not in the manifest" if places is None else "comes twice"
+            raise WeightMismatch(f"tensor {name!r} {what}", tensor=name)
+        place = next(iter(places.values()))
+        if len(content) != place.num_bytes:
+            raise WeightMismatch(
+                f"tensor {name!r} has {len(content)} bytes, its shape makes {place.num_bytes}",
+                tensor=name,
+            )
+        tensor = place.tensor
+        hasher = start(tensor.name, tensor.dtype, tensor.shape)
+        for node, its_place in places.items():
+            self._to(node, methodcaller("open", its_place))
+        for first in range(0, len(content), _PIECE_BYTES):
+            piece = content[first : first + _PIECE_BYTES]
+            hasher.update(piece)
+            for node in places:
+                self._to(node, methodcaller("put", piece))
+        self._fingerprints[name] = host_fingerprint_of(hasher)
+
+    def _to(self, node: str, act: Callable[[Sink], None]) -> None:
+        sink = self._sinks.get(node)
+        if sink is None:
+            return
+        try:
+            act(sink)
+        except (OSError, WeightsUnavailable) as error:
+            self._leave_out(node, error)
+
+    def _leave_out(self, node: str, error: Exception) -> None:
+        self.failed[node] = str(error)
+        logger.warning("store: node %s left out of %s: %s", node, self._record.write, error)
+        with suppress(OSError, WeightsUnavailable):  # what went wrong is known already
+            self._sinks.pop(node).close()
+        check_covered(self._record, self._sinks, self.failed)
+
+    def finish(self) -> Record:
+        """Everything is in: the record with its fingerprints.
+
+        Raises:
+            WeightMismatch: naming a tensor that never came.
+        """
+        missing = [name for name in self._places if name not in self._fingerprints]
+        if missing:
+            raise WeightMismatch(
+                f"{len(missing)} tensors never came, first {missing[0]!r}", tensor=missing[0]
+            )
+        return self._record.sealed(self._fingerprints)
+
+    def close(self) -> None:
+        """No more comes; a node that has not taken all is found out here."""
+        for node in list(self._sinks):
+            self._to(node, lambda sink: sink.close())
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those that have taken everything so far."""
+        return tuple(self._sinks)
+
+
+def check_covered(record: Record, nodes: Iterable[str], failed: Mapping[str, str]) -> None:
+    """Refuse a write of which a unit is kept by no node.
+
+    Raises:
+        WeightsUnavailable: naming the unit and why each node fell out.
+    """
+    uncovered = record.uncovered(tuple(nodes))
+    if uncovered:
+        why = "; ".join(f"{node}: {error}" for node, error in failed.items())
+        raise WeightsUnavailable(
+            f"{record.write} is not kept: no node is left for unit "
+            f"{record.units[uncovered[0]].name!r} and {len(uncovered) - 1} more ({why})"
+        )
