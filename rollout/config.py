@@ -8,6 +8,7 @@ Options meant for the engine itself travel through ``EngineConfig.options`` unto
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 from collections.abc import Mapping
 from enum import StrEnum
@@ -19,6 +20,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engines.protocol import Endpoint, WorkerType
 from rollout.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 Seconds = Annotated[float, Field(gt=0)]
@@ -179,9 +191,9 @@ class RouterConfig(_Slice):
     """Tokens between two looks at a request that can fail over; what came since is recomputed."""
     max_failovers: Annotated[int, Field(ge=1)] = 8
     """How many engines one request may lose before it fails."""
-    client_key: str = ""
+    client_key: str = Field(default="", repr=False)
     """Bearer key that clients must show; left out: none needed."""
-    control_key: str = ""
+    control_key: str = Field(default="", repr=False)
     """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts; left out: the client's."""
     max_recorded_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Recorded turns of all sessions together; past it, recording another turn is refused."""
@@ -270,6 +282,34 @@ class WeightsConfig(_Slice):
     """Bytes of tensors sent in one call."""
 
 
+class TimelineConfig(_Slice):
+    """What is recorded of phases, engines and calls, besides the files of the run."""
+
+    otel: bool = False
+    """Also send spans through OpenTelemetry, as the ``OTEL_*`` variables of the process say."""
+
+
+class PageConfig(_Slice):
+    """The live page of a server: what people and Prometheus look at."""
+
+    enabled: bool = True
+    """Whether there is one; without it, ``doctor`` and ``top`` work over Ray only."""
+    host: str = "127.0.0.1"
+    """Address it binds; another one than loopback needs a key."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port it binds; 0 takes a free one, which ``status`` shows."""
+    key: str = Field(default="", repr=False)
+    """Key for looking, as a bearer token or typed into the page."""
+    control_key: str = Field(default="", repr=False)
+    """Bearer key for fencing and stopping from the page; left out: it is read-only."""
+
+    @model_validator(mode="after")
+    def _others_need_a_key(self) -> PageConfig:
+        if self.enabled and not self.key and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} is reached from elsewhere: set page.key")
+        return self
+
+
 class ServerConfig(_Slice):
     """One model: its groups of engines behind one router."""
 
@@ -281,6 +321,8 @@ class ServerConfig(_Slice):
     lifecycle: LifecycleConfig = LifecycleConfig()
     health: HealthConfig = HealthConfig()
     weights: WeightsConfig = WeightsConfig()
+    timeline: TimelineConfig = TimelineConfig()
+    page: PageConfig = PageConfig()
 
 
 class ClusterConfig(_Slice):
@@ -378,13 +420,20 @@ def _as_config_error(error: ValidationError) -> ConfigError:
     elif first["type"] == "missing":
         message = f"{setting} is missing"
     else:
-        shown = repr(value)
+        shown = "(hidden)" if _is_secret(setting, value) else repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         message = f"{setting or 'config'} = {shown}: {first['msg']}"
     more = error.error_count() - 1
     if more:
         message += f" ({more} more wrong)"
     return ConfigError(message, setting=setting, value=value)
+
+
+def _is_secret(setting: str, value: Any) -> bool:
+    """Whether a value may hold a key: one itself, or a slice with keys in it."""
+    last = setting.rpartition(".")[2]
+    holds = isinstance(value, Mapping) and any(str(name).endswith("_key") for name in value)
+    return last == "key" or last.endswith("_key") or last == "env" or holds or last == "page"
 
 
 def _unknown_key(location: tuple[int | str, ...]) -> str:

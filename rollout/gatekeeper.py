@@ -14,6 +14,7 @@ from rollout.errors import PhaseTimeout
 from rollout.health import Verdict
 from rollout.ports import RouterPort
 from rollout.routing import Member, MemberState
+from rollout.timeline.recorder import Timeline
 from rollout.types import EngineStatus, GroupStatus
 
 Out = Mapping[str, tuple[Verdict, str]]
@@ -27,6 +28,7 @@ class Gatekeeper:
         look: how the groups are now.
         out_of_routing: whom recovery keeps out.
         has_published: told after the router knows of them.
+        timeline: where each change of the gate is recorded.
 
     Attributes:
         state: open, holding or closed.
@@ -38,12 +40,14 @@ class Gatekeeper:
         look: Callable[[], Awaitable[Mapping[str, GroupStatus]]],
         out_of_routing: Callable[[], Out],
         has_published: Callable[[Out], None],
+        timeline: Timeline,
     ) -> None:
         self.state = "closed"
         self._router = router
         self._look = look
         self._out_of_routing = out_of_routing
         self._has_published = has_published
+        self._timeline = timeline
         self._publishing = asyncio.Lock()
         self._epoch = 0
 
@@ -52,11 +56,13 @@ class Gatekeeper:
         await self.publish_members()
         await self._router.set_gate("open", weight_version=weight_version)
         self.state = "open"
+        self._timeline.event("gate", f"open at weight version {weight_version}")
 
     async def shut(self, state: str, reason: str, phase: str) -> None:
         """Hold requests, or turn them away, and say why."""
         await self._router.set_gate(state, reason=reason, phase=phase)
         self.state = state
+        self._timeline.event("gate", f"{state}: {reason}")
 
     async def drain(self, timeout_s: float, engine_id: str = "") -> str:
         """Wait until requests in flight, or those of one engine, have ended by themselves.

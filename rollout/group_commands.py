@@ -22,6 +22,8 @@ from rollout.group_settings import GroupSettings
 from rollout.lifecycle import Command, Phase, Traits
 from rollout.member import Member
 from rollout.roster import Roster, calling, told
+from rollout.timeline.recorder import Timeline
+from rollout.timeline.span import Kind
 from rollout.types import EngineReport, PhaseReport
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,16 @@ class GroupCommands:
         num_commands: counted up with each command.
     """
 
-    def __init__(self, settings: GroupSettings, traits: Traits, roster: Roster) -> None:
+    def __init__(
+        self, settings: GroupSettings, traits: Traits, roster: Roster, timeline: Timeline
+    ) -> None:
         self.phase = Phase.SERVING
         self.turn = asyncio.Lock()
         self.num_commands = 0
         self._settings = settings
         self._traits = traits
         self._roster = roster
+        self._timeline = timeline
         self._last_order = 0
 
     async def command(
@@ -65,15 +70,18 @@ class GroupCommands:
             why_not: why it cannot be done although the table allows it; empty if it can.
             review: looks at all answers before they count.
         """
-        async with self.in_turn(order):
+        async with self.in_turn(order, command, budget_s):
             return await self._carry_out(command, act, budget_s, why_not=why_not, review=review)
 
     @asynccontextmanager
-    async def in_turn(self, order: int | None) -> AsyncIterator[None]:
-        """Alone with the engines, unless a newer command was here before."""
+    async def in_turn(
+        self, order: int | None, command: Command, budget_s: float
+    ) -> AsyncIterator[None]:
+        """Alone with the engines, and recorded, unless a newer command was here before."""
         self._check_order(order)
         async with self.turn:
-            yield
+            with self._timeline.span(Kind.GROUP, command.value, budget_s=budget_s):
+                yield
 
     async def _carry_out(
         self,

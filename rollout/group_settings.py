@@ -13,7 +13,8 @@ class GroupSettings:
 
     Attributes:
         path: dotted path of the group's settings, for messages.
-        log_dir: folder its engines log into.
+        log_dir: folder its engines log into, and its timeline.
+        otel: its timeline also goes through OpenTelemetry.
     """
 
     name: str
@@ -24,6 +25,12 @@ class GroupSettings:
     update: WeightUpdate
     lifecycle: LifecycleConfig
     health: HealthConfig = field(default_factory=HealthConfig)
+    otel: bool = False
+
+    @property
+    def source(self) -> str:
+        """``server/group``, which its timeline goes by."""
+        return f"{self.path.split('.')[1]}/{self.name}"
 
     @property
     def raises(self) -> bool:

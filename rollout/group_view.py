@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rollout.config import ServerConfig
+from rollout.errors import ConfigError
 from rollout.fanout import barrier, describe
 from rollout.lifecycle import Command, Phase, Traits, before
 from rollout.policy import group_traits
@@ -76,6 +77,18 @@ class GroupView:
     def before(self, command: Command) -> list[str]:
         """The groups that have ``command`` before them."""
         return before(command, self.phases, self.traits)
+
+    def group_of(self, engine_id: str) -> str:
+        """The group an engine was in when last looked at.
+
+        Raises:
+            ConfigError: no group has it.
+        """
+        for name, status in self._last_known.items():
+            if any(engine.engine_id == engine_id for engine in status.engines):
+                return name
+        known = [e.engine_id for status in self._last_known.values() for e in status.engines]
+        raise ConfigError(f"no engine {engine_id!r}; known: {', '.join(known) or 'none yet'}")
 
     def offloading(self) -> list[str]:
         """The groups that share their memory with the trainer."""

@@ -12,11 +12,15 @@ from engines.protocol import WorkerType
 from rollout.config import RolloutConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.page.host import page_of
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, local_bundles, plan_placement
 from rollout.router.host import RouterHost
+from rollout.run_folder import RunFolder
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
+from rollout.timeline.lines import recorded_in
+from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
 
 
@@ -40,11 +44,12 @@ def group_settings(config: RolloutConfig, server: str, group: str) -> GroupSetti
         name=group,
         path=f"servers.{server}.groups.{group}",
         model_path=of_server.model_path,
-        log_dir=str(Path(config.log_dir).absolute() / config.run_id / server),
+        log_dir=str(RunFolder.of(config).of_server(server)),
         group=of_server.groups[group],
         update=of_server.weights.update,
         lifecycle=of_server.lifecycle,
         health=of_server.health,
+        otel=of_server.timeline.otel,
     )
 
 
@@ -72,17 +77,23 @@ def build_servers(
         trainer_gpus=config.cluster.trainer_gpus,
     )
     slots = assign_slots(plan, local_bundles(plan, gpu_ids, float(os.cpu_count() or 1)))
+    run = RunFolder.of(config)
+
+    def group_of(settings: GroupSettings, slots: Sequence[EngineSlot]) -> ServerGroup:
+        timeline = recorded_in(settings.log_dir, settings.source, otel=settings.otel)
+        return ServerGroup(settings, slots, launcher, timeline=timeline)
+
     return {
         name: RolloutServer(
             name,
             server,
             {
-                group: ServerGroup(
-                    group_settings(config, name, group), slots[name, group], launcher
-                )
+                group: group_of(group_settings(config, name, group), slots[name, group])
                 for group in started_groups(config, name)
             },
             RouterHost(server.router),
+            timeline=recorded_in(run.of_server(name), name, otel=server.timeline.otel),
+            page=page_of(server, run, name),
         )
         for name, server in config.servers.items()
     }

@@ -13,6 +13,7 @@ from engines.protocol import MemoryTag
 from rollout.errors import LifecycleError
 from rollout.member import Member
 from rollout.policy import ReleasePolicy, least_freed_bytes
+from rollout.timeline.recorder import current
 
 
 async def release(member: Member, policy: ReleasePolicy, checkpoint_bytes: int) -> int:
@@ -31,6 +32,7 @@ async def release(member: Member, policy: ReleasePolicy, checkpoint_bytes: int) 
     if not policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
         member.weight_version = None
     after = await member.process.resident_bytes()
+    _note(before, after)
     if before is None or after is None:
         return 0
     least = least_freed_bytes(tags, by_tag, checkpoint_bytes)
@@ -46,8 +48,16 @@ async def resume(member: Member, tags: Sequence[MemoryTag]) -> None:
     """Take back those of ``tags`` that are released."""
     wanted = [tag for tag in tags if tag in member.released]
     if wanted:
+        before = await member.process.resident_bytes()
         await member.engine.resume_memory_occupation(wanted)
         member.released.difference_update(wanted)
+        _note(before, await member.process.resident_bytes())
+
+
+def _note(before: int | None, after: int | None) -> None:
+    """Onto the timeline."""
+    if (span := current()) is not None:
+        span.memory_before_bytes, span.memory_after_bytes = before, after
 
 
 def size_of_weights(model_path: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from engines.protocol import Endpoint
 from rollout.routing import Member
+from rollout.timeline.span import Excerpt
 from rollout.types import GroupStatus, PhaseReport
 from rollout.watching import GroupProbe
 from rollout.weights.push import WeightPush
@@ -39,6 +40,8 @@ class GroupPort(RecoverableGroup, Protocol):
     def resume_kv(self, order: int) -> Awaitable[PhaseReport]: ...
     def continue_generation(self, order: int) -> Awaitable[PhaseReport]: ...
     def status(self) -> Awaitable[GroupStatus]: ...
+    def recorded(self, cursor: int) -> Awaitable[Excerpt]: ...
+    def log_tail(self, engine_id: str) -> Awaitable[str]: ...
 
 
 class FailureSource(Protocol):
@@ -50,6 +53,13 @@ class FailureSource(Protocol):
         Returns when there is one, or empty after ``timeout_s``.
         """
         ...
+
+
+class PagePort(Protocol):
+    """A ``PageHost``: what people look at."""
+
+    def start(self, server: Any) -> Awaitable[str]: ...
+    def stop(self) -> Awaitable[None]: ...
 
 
 class RouterPort(FailureSource, Protocol):

@@ -19,6 +19,7 @@ from rollout.fanout import Answer, describe, fan_out, settle
 from rollout.group_settings import GroupSettings
 from rollout.member import Member
 from rollout.starting import Lead, Starter
+from rollout.timeline.recorder import happened
 from rollout.types import EngineSlot
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class Roster:
         """Keep these engines out of everything and end their processes."""
         for failure in failures:
             self._members[failure.engine_id].fenced_because = str(failure)
+            happened("fenced", str(failure), engine_id=failure.engine_id)
 
         async def end(member: Member) -> None:
             logger.error("fenced: %s\n%s", member.fenced_because, await log_tail(member.process))

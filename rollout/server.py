@@ -27,12 +27,15 @@ from rollout.group_view import GroupView
 from rollout.health_record import recovery_terms
 from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
-from rollout.ports import GroupPort, RouterPort
+from rollout.observation import Observation
+from rollout.ports import GroupPort, PagePort, RouterPort
 from rollout.recovery import Recovery
 from rollout.steps import Steps
+from rollout.timeline.recorder import Timeline
 from rollout.types import GroupStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manifest
 from rollout.weights.push import WeightPush
+from rollout.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +49,13 @@ class RolloutServer:
         config: ServerConfig,
         groups: Mapping[str, GroupPort],
         router: RouterPort,
+        *,
+        timeline: Timeline | None = None,
+        page: PagePort | None = None,
     ) -> None:
         self.name = name
+        self._page = page
+        self.timeline = timeline or Timeline(name)
         self._config = config
         self._router = router
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
@@ -62,9 +70,16 @@ class RolloutServer:
             self._lock,
         )
         self._gate = Gatekeeper(
-            router, self._view.look, self._recovery.out_of_routing, self._recovery.has_published
+            router,
+            self._view.look,
+            self._recovery.out_of_routing,
+            self._recovery.has_published,
+            self.timeline,
         )
-        self._steps = Steps(name, config.lifecycle, self._view, self._gate, self._recovery)
+        self._steps = Steps(
+            name, config.lifecycle, self._view, self._gate, self._recovery, self.timeline
+        )
+        self._window = Window(self.status, self.timeline, self._view.groups, router)
         self._expected: Manifest | None = None
         self._endpoint: Endpoint | None = None
 
@@ -77,6 +92,8 @@ class RolloutServer:
         """
         async with self._lock.held("start"):
             try:
+                if self._page is not None:
+                    await self._page.start(self)
                 # The router first: a port that is taken is known before engines are loaded.
                 self._endpoint = await self._router.start()
                 self._expected = await asyncio.to_thread(
@@ -116,6 +133,9 @@ class RolloutServer:
             await barrier(parts)
         except Exception as error:  # who stops wants an end, not an error
             logger.error("server %s: while stopping: %s", self.name, describe(error))
+        await self.timeline.aclose()
+        if self._page is not None:
+            await self._page.stop()
 
     def _check_start_versions(self, statuses: Mapping[str, GroupStatus]) -> None:
         for status in statuses.values():
@@ -232,6 +252,23 @@ class RolloutServer:
             lock_owner=self._lock.owner,
             groups=tuple(groups.values()),
         )
+
+    async def observe(self, cursors: Mapping[str, int]) -> Observation:
+        """Status, router, and what has happened since these cursors, by source."""
+        return await self._window.observe(cursors)
+
+    async def log_tail(self, engine_id: str) -> str:
+        """The end of an engine's log."""
+        return await self._view.groups[self._view.group_of(engine_id)].log_tail(engine_id)
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        """Take an engine out of everything and end its process; recovery may bring it back.
+
+        Works while a command hangs on it.
+        """
+        await self._view.groups[self._view.group_of(engine_id)].fence(engine_id, reason)
+        await self.publish_members()
+        self._recovery.look_soon()
 
     @property
     def weight_version(self) -> int:

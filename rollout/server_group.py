@@ -20,6 +20,7 @@ from engines.launch import EngineLauncher
 from engines.protocol import MemoryTag, WeightsReport
 from rollout.config import WeightUpdate
 from rollout.draining import flush, pause
+from rollout.ending import log_tail
 from rollout.fanout import finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
@@ -31,6 +32,8 @@ from rollout.policy import group_traits, release_policy
 from rollout.proving import compare, reached_nobody, testify
 from rollout.roster import Roster
 from rollout.starting import Connect, Starter, connect_http
+from rollout.timeline.recorder import Timeline
+from rollout.timeline.span import Excerpt, Kind
 from rollout.types import EngineSlot, GroupStatus, PhaseReport
 from rollout.verification import ALL_TENSORS
 from rollout.watching import GroupProbe
@@ -46,13 +49,19 @@ class ServerGroup:
         slots: Sequence[EngineSlot],
         launcher: EngineLauncher,
         connect: Connect | None = None,
+        *,
+        timeline: Timeline | None = None,
     ) -> None:
         """Decide the release policy; nothing is started.
+
+        Args:
+            timeline: where what happens is recorded; one in memory if left out.
 
         Raises:
             ConfigError: the group would lose weights on an offload that nothing brings back.
         """
         self.name = settings.name
+        self.timeline = timeline or Timeline(settings.source)
         self._settings = settings
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
@@ -64,7 +73,7 @@ class ServerGroup:
             weights_cpu_backup=self._policy.weights_cpu_backup,
         )
         self._roster = Roster(settings, slots, starter)
-        self._commands = GroupCommands(settings, self._traits, self._roster)
+        self._commands = GroupCommands(settings, self._traits, self._roster, self.timeline)
         self._checkpoint_bytes = size_of_weights(settings.model_path)
         self._mending = Mending(
             self._roster,
@@ -81,12 +90,15 @@ class ServerGroup:
         Raises:
             PhaseFailed: an engine did not start; the ones that did are stopped again.
         """
-        await self._roster.start()
+        with self.timeline.span(Kind.GROUP, "start"):
+            await self._roster.start()
         return await self.status()
 
     async def stop(self) -> None:
         """End all engines: a bounded polite try, then the kill."""
-        await self._roster.stop()
+        with self.timeline.span(Kind.GROUP, "stop"):
+            await self._roster.stop()
+        await self.timeline.aclose()
 
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
@@ -126,7 +138,8 @@ class ServerGroup:
 
     async def update_weights(self, push: WeightPush, order: int | None = None) -> PhaseReport:
         """Give every engine the new weights."""
-        async with self._commands.in_turn(order):
+        budget_s = self._settings.lifecycle.update_timeout_s
+        async with self._commands.in_turn(order, Command.UPDATE_WEIGHTS, budget_s):
             return await self._update_weights(push)
 
     async def _update_weights(self, push: WeightPush) -> PhaseReport:
@@ -225,6 +238,14 @@ class ServerGroup:
             engines=tuple(engines),
         )
 
+    async def recorded(self, cursor: int) -> Excerpt:
+        """What has happened since ``cursor``, and what runs."""
+        return self.timeline.since(cursor)
+
+    async def log_tail(self, engine_id: str) -> str:
+        """The end of an engine's log, for people."""
+        return await log_tail(self._roster[engine_id].process)
+
     # -- failing and coming back ------------------------------------------------------------
 
     async def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> GroupProbe:
@@ -236,7 +257,8 @@ class ServerGroup:
 
         One that is fenced already only gets the new reason.
         """
-        await self._mending.fence(engine_id, reason)
+        with self.timeline.span(Kind.GROUP, "fence", engine_id=engine_id):
+            await self._mending.fence(engine_id, reason)
 
     async def restart(self, engine_id: str) -> None:
         """Start a fenced engine again in its place and lead it to this phase; it is stale then.
@@ -245,7 +267,9 @@ class ServerGroup:
             EngineFailure: what was there may not be gone, or it did not start; it stays fenced.
         """
         async with self._mending.going_on():
-            await self._mending.restart(engine_id, self._commands.phase)
+            with self.timeline.span(Kind.ENGINE, "restart", engine_id=engine_id):
+                await self._mending.restart(engine_id, self._commands.phase)
+            self.timeline.event("restarted", engine_id=engine_id)
 
     async def adopt(self, engine_id: str, version: int) -> bool:
         """Let a stale engine serve again if it holds ``version`` or can be given it; True if so.
@@ -254,7 +278,11 @@ class ServerGroup:
             WeightMismatch: it says that it holds them, and does not.
         """
         async with self._mending.going_on():
-            return await self._mending.adopt(engine_id, version)
+            with self.timeline.span(Kind.ENGINE, "adopt", engine_id=engine_id):
+                serves = await self._mending.adopt(engine_id, version)
+            if serves:
+                self.timeline.event("adopted", f"at version {version}", engine_id=engine_id)
+            return serves
 
 
 __all__ = ["GroupSettings", "ServerGroup"]

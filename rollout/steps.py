@@ -20,6 +20,8 @@ from rollout.group_view import GroupView
 from rollout.lifecycle import Command, Phase
 from rollout.ports import GroupPort
 from rollout.recovery import Recovery
+from rollout.timeline.recorder import Timeline
+from rollout.timeline.span import Kind
 from rollout.types import PhaseReport, StepReport
 from rollout.weights.push import WeightPush
 
@@ -43,8 +45,10 @@ class Steps:
         view: GroupView,
         gate: Gatekeeper,
         recovery: Recovery,
+        timeline: Timeline,
     ) -> None:
         self.weight_version = 0
+        self._timeline = timeline
         self._name = name
         self._budgets = budgets
         self._view = view
@@ -119,6 +123,7 @@ class Steps:
             Command.UPDATE_WEIGHTS,
             self._view.groups,
             lambda group, o: group.update_weights(push, o),
+            weight_version=push.version,
         )
         self.weight_version = push.version
         return report
@@ -149,15 +154,20 @@ class Steps:
         command: Command,
         names: Iterable[str],
         call: Callable[[GroupPort, int], Awaitable[PhaseReport]],
+        *,
+        weight_version: int | None = None,
     ) -> StepReport:
         self._order += 1
         started = asyncio.get_running_loop().time()
+        budget_s = self._budget_s(command)
         try:
-            reports = await barrier(
-                {name: call(self._view.groups[name], self._order) for name in names},
-                operation=command.value,
-                budget_s=self._budget_s(command) + _GROUP_MARGIN_S,
-            )
+            with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
+                span.weight_version = weight_version or self.weight_version
+                reports = await barrier(
+                    {name: call(self._view.groups[name], self._order) for name in names},
+                    operation=command.value,
+                    budget_s=budget_s + _GROUP_MARGIN_S,
+                )
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
             raise

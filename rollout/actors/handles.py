@@ -6,14 +6,16 @@ the error as it was raised, without Ray's wrappers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.protocol import Endpoint
 
 from rollout.actors.calls import RemoteCall
 from rollout.lifecycle import Command
+from rollout.observation import Observation
 from rollout.routing import Member
+from rollout.timeline.span import Excerpt
 from rollout.types import GroupStatus, PhaseReport, ServerStatus, StepReport
 from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
@@ -64,6 +66,12 @@ class RayGroup(_Port):
 
     def status(self) -> RemoteCall[GroupStatus]:
         return self._call(self._actor.status.remote())
+
+    def recorded(self, cursor: int) -> RemoteCall[Excerpt]:
+        return self._call(self._actor.recorded.remote(cursor))
+
+    def log_tail(self, engine_id: str) -> RemoteCall[str]:
+        return self._call(self._actor.log_tail.remote(engine_id))
 
     def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> RemoteCall[GroupProbe]:
         return self._call(self._actor.probe.remote(budget_s, distrusted))
@@ -160,3 +168,12 @@ class RayServer(_Port):
 
     def expected_manifest(self) -> RemoteCall[Manifest | None]:
         return self._call(self._actor.expected_manifest.remote())
+
+    def observe(self, cursors: Mapping[str, int]) -> RemoteCall[Observation]:
+        return self._call(self._actor.observe.remote(dict(cursors)))
+
+    def log_tail(self, engine_id: str) -> RemoteCall[str]:
+        return self._call(self._actor.log_tail.remote(engine_id))
+
+    def fence(self, engine_id: str, reason: str) -> RemoteCall[None]:
+        return self._call(self._actor.fence.remote(engine_id, reason))

@@ -26,6 +26,7 @@ from rollout.local import group_settings, started_groups
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, plan_placement
 from rollout.policy import release_policy
+from rollout.run_folder import RunFolder
 from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
 
@@ -158,7 +159,7 @@ def _make_server(
     actor = undo.owns(
         ray.remote(**control)(RolloutServerActor)
         .options(name=full_name, namespace=config.cluster.namespace)
-        .remote(name, server, groups, router)
+        .remote(name, RunFolder.of(config), server, groups, router)
     )
     return RayServer(actor, full_name)
 

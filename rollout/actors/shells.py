@@ -17,10 +17,15 @@ from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.config import RouterConfig, ServerConfig
 from rollout.errors import ConfigError
 from rollout.lifecycle import Command
+from rollout.observation import Observation
+from rollout.page.host import page_of
 from rollout.router.host import RouterHost
 from rollout.routing import Member
+from rollout.run_folder import RunFolder
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
+from rollout.timeline.lines import recorded_in
+from rollout.timeline.span import Excerpt
 from rollout.types import EngineSlot, GroupStatus, PhaseReport, ServerStatus, StepReport
 from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
@@ -68,7 +73,12 @@ class ServerGroupActor:
     def __init__(
         self, settings: GroupSettings, slots: Sequence[EngineSlot], placement: EnginePlacement
     ) -> None:
-        self._group = ServerGroup(settings, slots, RayLauncher(placement, slots))
+        self._group = ServerGroup(
+            settings,
+            slots,
+            RayLauncher(placement, slots),
+            timeline=recorded_in(settings.log_dir, settings.source, otel=settings.otel),
+        )
 
     async def start(self) -> GroupStatus:
         return await self._group.start()
@@ -102,6 +112,12 @@ class ServerGroupActor:
 
     async def status(self) -> GroupStatus:
         return await self._group.status()
+
+    async def recorded(self, cursor: int) -> Excerpt:
+        return await self._group.recorded(cursor)
+
+    async def log_tail(self, engine_id: str) -> str:
+        return await self._group.log_tail(engine_id)
 
     async def probe(self, budget_s: float, distrusted: Sequence[str]) -> GroupProbe:
         return await self._group.probe(budget_s, distrusted)
@@ -150,13 +166,15 @@ class RolloutServerActor:
     """A ``RolloutServer`` over group and router actors."""
 
     def __init__(
-        self, name: str, config: ServerConfig, groups: dict[str, Any], router: Any
+        self, name: str, run: RunFolder, config: ServerConfig, groups: dict[str, Any], router: Any
     ) -> None:
         self._server = RolloutServer(
             name,
             config,
             {group: RayGroup(actor, f"{name}/{group}") for group, actor in groups.items()},
             RayRouter(router, f"{name}/router"),
+            timeline=recorded_in(run.of_server(name), name, otel=config.timeline.otel),
+            page=page_of(config, run, name),
         )
 
     async def start(self) -> ServerStatus:
@@ -206,3 +224,12 @@ class RolloutServerActor:
 
     async def expected_manifest(self) -> Manifest | None:
         return await self._server.expected_manifest()
+
+    async def observe(self, cursors: dict[str, int]) -> Observation:
+        return await self._server.observe(cursors)
+
+    async def log_tail(self, engine_id: str) -> str:
+        return await self._server.log_tail(engine_id)
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        await self._server.fence(engine_id, reason)

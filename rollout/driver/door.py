@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from engines.protocol import GenerateReply, SamplingParams
 
@@ -92,6 +92,10 @@ class Door(Protocol):
 
     async def load(self) -> Load | None:
         """How busy the engines are; None where that cannot be told."""
+        ...
+
+    async def report(self, told: Mapping[str, Any]) -> None:
+        """Figures of a step, for people; may be lost, and raises nothing."""
         ...
 
     async def close(self) -> None: ...

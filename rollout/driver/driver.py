@@ -20,7 +20,7 @@ from rollout.driver.evaluation import EvalDataset, EvalResult, evaluated
 from rollout.driver.hooks import Hooks, OnSample, Reward
 from rollout.driver.http_door import HttpDoor
 from rollout.driver.limiter import Limiter
-from rollout.driver.metrics import StepStats, step_metrics
+from rollout.driver.metrics import length_histogram, step_metrics
 from rollout.driver.options import Batch, RolloutOptions
 from rollout.driver.ports import Engines, Progress, PromptSource
 from rollout.driver.prompts import Prompt as Prompt
@@ -29,7 +29,7 @@ from rollout.driver.sources import Fixed
 from rollout.driver.stream import Stream
 from rollout.errors import ConfigError, RolloutError
 from rollout.pending import LoopThread, Pending
-from rollout.samples import SampleGroup, version_number
+from rollout.samples import SampleGroup, all_samples, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,15 @@ class RolloutDriver:
         self._streams: dict[int, tuple[PromptSource, Stream]] = {}
         self._lists: set[Stream] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._reporting: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Abort what is in flight and close the connections."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        if self._reporting:  # each has a deadline of its own
+            await asyncio.wait(self._reporting)
         streams = [stream for _, stream in self._streams.values()]
         await asyncio.gather(*(stream.close() for stream in [*streams, *self._lists]))
         await self._engines.door.close()
@@ -162,7 +165,8 @@ class RolloutDriver:
         for group in groups:
             for sample in group.samples:
                 sample.metadata["rollout_id"] = rollout_id
-        self._tell(rollout_id, groups, stream.stats)
+        figures = step_metrics(groups, stream.stats, weight_version=self.weight_version)
+        self._tell(rollout_id, figures, lengths=length_histogram(list(all_samples(groups))))
         return groups
 
     async def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
@@ -177,8 +181,7 @@ class RolloutDriver:
         result = await evaluated(
             rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
         )
-        if self._on_metrics is not None:
-            self._on_metrics(rollout_id, result.metrics)
+        self._tell(rollout_id, result.metrics)
         return result
 
     # -- state ------------------------------------------------------------------------------
@@ -279,11 +282,14 @@ class RolloutDriver:
                     value=self._most,
                 )
 
-    def _tell(self, rollout_id: int, groups: Sequence[SampleGroup], stats: StepStats) -> None:
+    def _tell(self, rollout_id: int, figures: Mapping[str, float], **more: Any) -> None:
+        """The caller's callback, and whoever looks at the server; the latter is not waited for."""
+        told = {"step": rollout_id, "metrics": dict(figures), **more}
+        task = asyncio.create_task(self._engines.door.report(told), name="driver-report")
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
         if self._on_metrics is not None:
-            self._on_metrics(
-                rollout_id, step_metrics(groups, stats, weight_version=self.weight_version)
-            )
+            self._on_metrics(rollout_id, figures)
 
 
 class Driver:

@@ -124,6 +124,14 @@ class HttpDoor:
             weight_version=told.get("gate", {}).get("weight_version"),
         )
 
+    async def report(self, told: Mapping[str, Any]) -> None:
+        """To the router's ``/figures``; a single engine has none, and that is no error."""
+        try:
+            async with self._control.post(f"{self._url}/figures", json=told) as response:
+                await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
+            return
+
     async def _read(self, url: str) -> Any:
         try:
             async with self._control.get(url) as response:

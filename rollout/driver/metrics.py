@@ -112,6 +112,12 @@ def length_figures(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
+def length_histogram(samples: Sequence[Sample]) -> dict[str, int]:
+    """How many outputs have at most so many tokens, and more than half of that."""
+    bounds = Counter(1 << max(0, len(one.output_ids) - 1).bit_length() for one in samples)
+    return {str(bound): bounds[bound] for bound in sorted(bounds)}
+
+
 def is_repetitive(text: str) -> bool:
     """Whether a text mostly repeats itself; short texts never count."""
     raw = text.encode(errors="replace")

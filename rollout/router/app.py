@@ -26,6 +26,7 @@ from rollout.routing import Member, MemberState
 logger = logging.getLogger(__name__)
 
 _CAN_ANSWER = (MemberState.SERVING, MemberState.DRAINING, MemberState.ASLEEP)
+_MAX_FIGURES_BYTES = 256 << 10
 _CAN_HOLD_REQUESTS = (MemberState.SERVING, MemberState.DRAINING)
 
 
@@ -68,6 +69,21 @@ def control_app(proxy: Proxy, control: ControlClient) -> FastAPI:
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(exposition(proxy), media_type="text/plain; version=0.0.4")
+
+    @app.post("/figures")
+    async def figures(request: Request) -> JSONResponse:
+        """What a driver tells of a step, for whoever looks at the server."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_FIGURES_BYTES:
+                message = f"figures are at most {_MAX_FIGURES_BYTES} bytes"
+                return JSONResponse({"error": {"type": "too_large", "message": message}}, 413)
+        try:
+            proxy.figures.put(json.loads(body))
+        except ValueError as error:
+            return JSONResponse({"error": {"type": "bad_request", "message": str(error)}}, 400)
+        return JSONResponse({"kept": True})
 
     @app.get("/sessions/{session_id}")
     async def session(session_id: str) -> JSONResponse:

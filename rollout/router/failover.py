@@ -16,14 +16,13 @@ from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
 from rollout.router.message import is_on, session_of
 from rollout.router.openai_tokens import OpenAITranscript, read_openai
-from rollout.router.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.tokens import Transcript, read_transcript
 from rollout.router.upstream import ReplyHead
 
 _DONE = b"data: [DONE]\n\n"
-_NOT_ONE = "a recorded turn needs one prompt and n of 1; a completion, no grammar"
+_NOT_ONE = "a recorded turn needs one prompt, n of 1, and no tools or grammar"
 
-AnyTranscript = Transcript | OpenAITranscript | RecordedChat
+AnyTranscript = Transcript | OpenAITranscript
 
 
 class TokenExchange(Exchange):
@@ -54,7 +53,7 @@ class TokenExchange(Exchange):
         if proxy.token_failover == "on" or is_asked or is_recorded:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts = [body]
-            self._transcript = self._read(body, is_recorded=is_recorded)
+            self._transcript = self._read(body)
             self.is_decoding = self.is_decoding or self._transcript is not None
             if is_recorded and (why := self._why_not_recorded(body)):
                 self._answer(why)
@@ -74,14 +73,12 @@ class TokenExchange(Exchange):
             return answers.problem(507, "recordings_full", why)
         return None
 
-    def _read(self, body: bytes, *, is_recorded: bool) -> AnyTranscript | None:
+    def _read(self, body: bytes) -> AnyTranscript | None:
         match self._route.path:
             case "/generate":
                 return read_transcript(body, self._proxy.failover_interval)
             case "/v1/completions":
                 return read_openai(body, is_chat=False)
-            case "/v1/chat/completions" if is_recorded:
-                return read_recorded_chat(body)
             case "/v1/chat/completions":
                 return read_openai(body, is_chat=True)
         return None
@@ -100,8 +97,7 @@ class TokenExchange(Exchange):
             return super().on_reply(head, is_alone)
         self._buffer = []
         content_type = dict(head.headers).get(b"content-type", b"")
-        expected = b"application/json" if transcript.answers_whole else b"text/event-stream"
-        self._is_foreign = head.status != 200 or not content_type.startswith(expected)
+        self._is_foreign = head.status != 200 or not content_type.startswith(b"text/event-stream")
         if self._is_foreign:
             self._status = head.status
             self._content_type = content_type
@@ -118,8 +114,6 @@ class TokenExchange(Exchange):
             if is_end:
                 self._pass_on_refusal()
             return None
-        if transcript.answers_whole:
-            return self._absorb_whole(transcript) if is_end else None
         events = self._whole_events()
         try:
             for event in events:
@@ -139,14 +133,6 @@ class TokenExchange(Exchange):
         if transcript.is_streamed and events and transcript.is_safe:
             self._tell(transcript.news())
         return None
-
-    def _absorb_whole(self, transcript: AnyTranscript) -> None:
-        try:
-            transcript.absorb(json.loads(b"".join(self._buffer)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._drop()
-            return self.on_upstream_lost(f"sent an answer that cannot be used: {error}")
-        return self._over()
 
     def _whole_events(self) -> list[bytes]:
         """Take the events that are complete out of the buffer."""

@@ -168,10 +168,11 @@ class RouterHost:
         return await self._call(apply())
 
     async def stats(self) -> dict[str, Any]:
-        """What ``GET /engines`` shows."""
+        """What ``GET /engines`` shows, and what drivers have told."""
 
         async def read() -> dict[str, Any]:
-            return {**self._gate.stats(), **self._proxy.stats()}
+            figures = self._proxy.figures.last()
+            return {**self._gate.stats(), **self._proxy.stats(), "figures": figures}
 
         return await self._call(read())
 
@@ -340,8 +341,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port``, not yet listening.
+def bind(host: str, port: int, *, what: str = "router") -> socket.socket:
+    """A listening socket bound to ``host`` and ``port``, for ``what``.
 
     Raises:
         ConfigError: it is taken, or not an address of this machine.
@@ -360,9 +361,9 @@ def bind(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"router cannot bind {host}:{port}: {error.strerror or error}; "
+            f"{what} cannot bind {host}:{port}: {error.strerror or error}; "
             "give a free port, or 0 for any",
-            setting="router.port",
+            setting=f"{what}.port",
             value=port,
         ) from error
     listener.setblocking(False)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from rollout.router.exchange import Exchange
+from rollout.router.figures import Figures
 from rollout.router.gate import Gate
 from rollout.router.headers import Headers
 from rollout.router.keys import Keys
@@ -63,6 +64,7 @@ class Proxy:
             ttl_s=settings.session_ttl_s,
         )
         self.latencies = Latencies()
+        self.figures = Figures()
         self.counts = Counts()
         self.live: set[Exchange] = set()
         self.now_s: Callable[[], float] = lambda: 0.0

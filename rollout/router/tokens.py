@@ -43,14 +43,11 @@ class Transcript:
     """What one ``/generate`` request has got so far.
 
     Attributes:
-        answers_whole: its engine is asked for one answer instead of events.
         is_streamed: its client wants events.
         can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
         num_kept: tokens carried over seams.
         num_recomputed: tokens that had come and are generated again.
     """
-
-    answers_whole = False
 
     def __init__(self, raw: Payload, interval: int) -> None:
         self._raw = raw
@@ -117,7 +114,7 @@ class Transcript:
             for name, values in now.logprobs.items():
                 if len(values) < len(now.ids):
                     now.logprobs[name] = before.logprobs.get(name, []) + values
-        now.spans = version_spans(meta, len(now.ids))
+        now.spans = _spans(meta, len(now.ids))
         problem = self._problem(now)
         if problem:
             raise ValueError(problem)
@@ -221,7 +218,7 @@ class Transcript:
 _OF_FIRST = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 
 
-def version_spans(meta: Payload, num: int) -> list[Payload]:
+def _spans(meta: Payload, num: int) -> list[Payload]:
     """The versions of ``num`` tokens, each token in exactly one span."""
     given = meta.get("weight_versions") or []
     spans: list[Payload] = []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from engines.errors import EngineError, EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine
@@ -21,6 +22,7 @@ class FakeDoor:
 
     Attributes:
         asks: all that came, in order.
+        reports: what was told of steps, in order.
         aborted: rids that were to be aborted, in order.
         is_closed: answers 503 instead of holding.
         weight_version: told with the load.
@@ -29,6 +31,7 @@ class FakeDoor:
     def __init__(self, engines: Sequence[FakeEngine]) -> None:
         self.engines = list(engines)
         self.asks: list[Ask] = []
+        self.reports: list[Mapping[str, Any]] = []
         self.aborted: list[str] = []
         self.is_closed = False
         self.weight_version: int | None = None
@@ -86,6 +89,9 @@ class FakeDoor:
                     await engine.abort_request(rid)
                 except EngineError:
                     continue
+
+    async def report(self, told: Mapping[str, Any]) -> None:
+        self.reports.append(told)
 
     async def load(self) -> Load | None:
         serving = [engine for engine in self.engines if not engine.is_dead]

@@ -1,26 +1,34 @@
-"""Spans into JSON lines, by a thread of its own.
+"""Spans into JSON lines.
 
-Always true: whole lines only; the file and its predecessor together stay under twice
-``max_bytes``; a disk that fails is said once, and stops nothing.
+Always true: whole lines only; the file and its predecessor together stay under twice ``max_bytes``.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import queue
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from rollout.run_folder import SPANS_SUFFIX
+from rollout.timeline.recorder import Sink, Timeline
 from rollout.timeline.span import Span
+from rollout.timeline.worker import Worker
 
-logger = logging.getLogger(__name__)
-
-SUFFIX = ".spans.jsonl"
 _MAX_BYTES = 256 << 20
-_CLOSE_S = 5.0
+
+
+def recorded_in(folder: str | Path, source: str, *, otel: bool = False) -> Timeline:
+    """A timeline that is also written to ``folder``, and sent through OpenTelemetry if asked.
+
+    Raises:
+        ConfigError: OpenTelemetry is asked for and not installed.
+    """
+    sinks: list[Sink] = [SpanFile(Path(folder) / f"{source.replace('/', '-')}{SPANS_SUFFIX}")]
+    if otel:
+        from rollout.timeline.otel import OtelSink
+
+        sinks.append(OtelSink())
+    return Timeline(source, sinks=sinks)
 
 
 class SpanFile:
@@ -56,48 +64,3 @@ class SpanFile:
     def _flush(self) -> None:
         if self._file is not None:
             self._file.flush()
-
-
-class Worker:
-    """Hands spans to ``act`` on a thread of its own, in order.
-
-    Args:
-        idle: called when there is nothing more to do for now.
-    """
-
-    def __init__(
-        self, name: str, act: Callable[[Span], None], idle: Callable[[], None] = lambda: None
-    ) -> None:
-        self._name = name
-        self._act = act
-        self._idle = idle
-        self._queue: queue.SimpleQueue[Span | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_broken = False
-
-    def put(self, span: Span) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._queue.put(span)
-
-    def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        while True:
-            span = self._queue.get()
-            try:
-                if span is not None:
-                    self._act(span)
-                if span is None or self._queue.empty():
-                    self._idle()
-            except Exception as error:  # nothing that is watched may suffer from being watched
-                if not self._is_broken:
-                    logger.error("%s: %s; what follows is lost", self._name, error)
-                self._is_broken = True
-            if span is None:
-                return

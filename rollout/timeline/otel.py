@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.timeline.lines import Worker
 from rollout.timeline.span import Kind, Outcome, Span
+from rollout.timeline.worker import Worker
 
 _MAX_PARENTS = 4096
 _SCOPE = "ray-rollout"

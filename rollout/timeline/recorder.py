@@ -18,11 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from engines.observe import WATCHER, WatchedCall
-from rollout.timeline.span import Kind, Outcome, Span
+from rollout.timeline.span import Excerpt, Kind, Outcome, Span
 
 CAPACITY = 16384
 
@@ -37,21 +37,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Everything taken is where it belongs when this returns."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """What a timeline has recorded since a cursor.
-
-    Attributes:
-        cursor: for the next question.
-        spans: that have ended since, in the order of their ends.
-        running: that have begun and not ended; ``elapsed_s`` is theirs so far.
-    """
-
-    cursor: int
-    spans: tuple[Span, ...]
-    running: tuple[Span, ...]
 
 
 class Timeline:
@@ -72,7 +57,7 @@ class Timeline:
     ) -> None:
         self.source = source
         self._sinks = tuple(sinks)
-        self._clock = clock or _steady_clock()
+        self._clock = clock or _SteadyClock()
         self._ids = itertools.count(1)
         self._ended: deque[Span] = deque(maxlen=capacity)
         self._num_ended = 0
@@ -127,10 +112,10 @@ class Timeline:
         running = (replace(one, elapsed_s=now_s - one.start_s) for one in self._running.values())
         return Excerpt(self._num_ended, tuple(new), tuple(running))
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Write what is left."""
         for sink in self._sinks:
-            sink.close()
+            await asyncio.to_thread(sink.close)
 
     def _end(self, span: Span) -> None:
         span.elapsed_s = self._clock() - span.start_s if span.kind is not Kind.EVENT else 0.0
@@ -188,6 +173,11 @@ def fail(span: Span, error: BaseException) -> None:
     span.said = str(error) or type(error).__name__
 
 
-def _steady_clock() -> Callable[[], float]:
-    began_s, origin_s = time.time(), time.monotonic()
-    return lambda: began_s + time.monotonic() - origin_s
+class _SteadyClock:
+    """Unix seconds that never go back."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_s + time.monotonic()

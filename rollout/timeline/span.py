@@ -14,9 +14,10 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a span covers: a server's phase, one engine's part in it, one HTTP call, a moment."""
+    """What a span covers: a server's phase, a group's part in it, an engine's, a call, a moment."""
 
     PHASE = "phase"
+    GROUP = "group"
     ENGINE = "engine"
     CALL = "call"
     EVENT = "event"
@@ -101,6 +102,21 @@ class Span:
         known["kind"] = Kind(values["kind"])
         known["outcome"] = Outcome(values["outcome"])
         return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """What a timeline has recorded since a cursor.
+
+    Attributes:
+        cursor: for the next question.
+        spans: that have ended since, in the order of their ends.
+        running: that have begun and not ended; ``elapsed_s`` is theirs so far.
+    """
+
+    cursor: int
+    spans: tuple[Span, ...]
+    running: tuple[Span, ...]
 
 
 _OPTIONAL = tuple((one.name, one.default) for one in dataclasses.fields(Span)[6:])

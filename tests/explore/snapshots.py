@@ -24,6 +24,7 @@ from rollout.routing import Member
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
 from rollout.testing.explore import ExploredLoop, Violation, following, run
+from rollout.timeline.recorder import Timeline
 from rollout.types import EngineSlot, GroupStatus
 from rollout.weights.manifest import Manifest
 from tests.explore.world import (
@@ -134,12 +135,14 @@ def serving(
             [EngineSlot(f"{name}-{index}", name, index) for index in range(group.num_engines)],
             launcher,
             launcher.connect,
+            # What happened is no part of a world: nothing of it is kept, nor copied.
+            timeline=Timeline(f"policy/{name}", capacity=0),
         )
         for name, group in config.groups.items()
     }
     ports = {name: Delayed(name, group) for name, group in made.items()}
     router = SteeredRouter()
-    server = RolloutServer("policy", config, ports, router)
+    server = RolloutServer("policy", config, ports, router, timeline=Timeline("policy", capacity=0))
     offloading = frozenset(
         f"{name}-{index}"
         for name, group in config.groups.items()

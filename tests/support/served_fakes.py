@@ -19,12 +19,24 @@ from tests.support.builders import TWO_GROUPS, write_checkpoint
 TIMEOUT_S = 30
 
 
-def config(folder: Path, groups: Mapping[str, Any] = TWO_GROUPS, **more: Any) -> RolloutConfig:
+def config(
+    folder: Path,
+    groups: Mapping[str, Any] = TWO_GROUPS,
+    *,
+    page: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> RolloutConfig:
     """One server, ``policy``, over a checkpoint with the fake's tensors."""
     return RolloutConfig.from_dict(
         {
             "log_dir": str(folder),
-            "servers": {"policy": {"model_path": write_checkpoint(folder), "groups": groups}},
+            "servers": {
+                "policy": {
+                    "model_path": write_checkpoint(folder),
+                    "groups": groups,
+                    "page": page or {},
+                }
+            },
             **more,
         }
     )

@@ -128,13 +128,13 @@ def test_what_is_known_of_a_span_can_be_said_within() -> None:
     assert timeline.since().spans[0].freed_bytes == 70
 
 
-def test_spans_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
+async def test_spans_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "run" / "policy.spans.jsonl"
     timeline = Timeline("policy", sinks=[SpanFile(path)])
     with timeline.span(Kind.PHASE, "pause", budget_s=60.0) as span:
         span.weight_version = 3
     timeline.event("fenced", "it hangs", engine_id="main-1")
-    timeline.close()
+    await timeline.aclose()
     lines = path.read_text().splitlines()
     kept = [one.to_dict() for one in timeline.since().spans]
     assert [one.to_dict() for one in read_lines(lines)] == kept
@@ -145,12 +145,12 @@ def test_a_line_that_a_crash_cut_short_hides_no_other() -> None:
     assert [one.name for one in read_lines([whole[:40], whole, ""])] == ["gate"]
 
 
-def test_a_full_file_is_kept_aside_and_a_new_one_begun(tmp_path: Path) -> None:
+async def test_a_full_file_is_kept_aside_and_a_new_one_begun(tmp_path: Path) -> None:
     path = tmp_path / "policy.spans.jsonl"
     timeline = Timeline("policy", sinks=[SpanFile(path, max_bytes=300)])
     for number in range(7):
         timeline.event("tick", str(number))
-    timeline.close()
+    await timeline.aclose()
     older = path.with_name(path.name + ".1")
     kept = [one for file in (older, path) if file.exists() for one in file.read_text().splitlines()]
     told = [one.said for one in read_lines(kept)]
@@ -158,7 +158,7 @@ def test_a_full_file_is_kept_aside_and_a_new_one_begun(tmp_path: Path) -> None:
     assert older.stat().st_size < 600
 
 
-def test_a_disk_that_fails_is_told_once_and_stops_nobody(
+async def test_a_disk_that_fails_is_told_once_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = tmp_path / "taken"
@@ -166,7 +166,7 @@ def test_a_disk_that_fails_is_told_once_and_stops_nobody(
     timeline = Timeline("policy", sinks=[SpanFile(taken / "policy.spans.jsonl")])
     timeline.event("one")
     timeline.event("two")
-    timeline.close()
+    await timeline.aclose()
     assert len([one for one in caplog.records if "what follows is lost" in one.message]) == 1
     assert len(timeline.since().spans) == 2
 

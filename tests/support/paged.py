@@ -1,0 +1,33 @@
+"""The page of a running deployment, and pushes the fakes accept."""
+
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+
+from rollout.config import RolloutConfig
+from rollout.handle import ServerHandle
+from rollout.run_folder import CONTROL_FILE, RunFolder
+from rollout.types import StepReport
+from tests.support import builders
+
+
+def page_of(config: RolloutConfig, server: str = "policy") -> httpx.Client:
+    """A client of the page, found as people find it: through the run folder."""
+    told = json.loads((RunFolder.of(config).of_server(server) / CONTROL_FILE).read_text())
+    return httpx.Client(base_url=told["url"], timeout=30.0, trust_env=False)
+
+
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for what other threads do; fails with ``what`` if it does not come."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.01)
+
+
+def step(server: ServerHandle, version: int) -> StepReport:
+    """One whole step: offload, then onload with new weights."""
+    down = server.offload().result(60)
+    return down.merged(server.onload_push(builders.push(version)).result(60))
