@@ -2,7 +2,8 @@
 
 Always true: offload and onload are one transaction over all servers.  The trainer's GPUs are
 shared by all, so no server releases before every server has flushed, and none serves before
-every server can.  Either one repeated, also after a failure, goes on from where each group is.
+every server can.  One transaction runs at a time.  Either one repeated, also after a failure, goes
+on from where each group is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Protocol
 from rollout.errors import ConfigError
 from rollout.fanout import barrier, describe
 from rollout.lifecycle import OFFLOAD, SERVE, Command
-from rollout.types import ServerStatus, StepReport
+from rollout.lock import CommandLock
+from rollout.types import EngineReport, EngineStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
@@ -38,6 +40,9 @@ class ServerPort(Protocol):
     def verify(self) -> Awaitable[StepReport]: ...
     def onload_kv(self) -> Awaitable[StepReport]: ...
     def continue_generation(self) -> Awaitable[StepReport]: ...
+    def catch_up(self) -> Awaitable[StepReport]: ...
+    def remove_engine(self, engine_id: str, keep_process: bool) -> Awaitable[EngineReport]: ...
+    def add_engine(self, engine_id: str) -> Awaitable[EngineStatus]: ...
     def advance(self, command: Command) -> Awaitable[StepReport]: ...
     def status(self) -> Awaitable[ServerStatus]: ...
     def expected_manifest(self) -> Awaitable[Manifest | None]: ...
@@ -48,13 +53,19 @@ class Deployment:
 
     Args:
         stop_budget_s: what a server gets to stop; None where it keeps a deadline of its own.
+        lock_timeout_s: how long a transaction waits for the one before it.
     """
 
     def __init__(
-        self, servers: Mapping[str, ServerPort], *, stop_budget_s: float | None = None
+        self,
+        servers: Mapping[str, ServerPort],
+        *,
+        stop_budget_s: float | None = None,
+        lock_timeout_s: float = 900.0,
     ) -> None:
         self._servers = dict(servers)
         self._stop_budget_s = stop_budget_s
+        self._lock = CommandLock(lock_timeout_s)
 
     async def start(self) -> dict[str, ServerStatus]:
         """Start all servers; if one does not start, all are stopped again."""
@@ -77,7 +88,8 @@ class Deployment:
 
     async def offload(self) -> dict[str, StepReport]:
         """Every server paused, then every one flushed, then every one released."""
-        return await self._advance(*OFFLOAD)
+        async with self._lock.held("offload"):
+            return await self._advance(*OFFLOAD)
 
     async def onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
         """Every server's weights, then new weights where there are any, then serve.
@@ -86,10 +98,13 @@ class Deployment:
             ConfigError: a push for a server that does not exist.
         """
         for name in pushes:
-            if name not in self._servers:
-                raise ConfigError(
-                    f"no server {name!r} to push weights to; known: {', '.join(self._servers)}"
-                )
+            self._server(name, "push weights to")
+        async with self._lock.held("onload"):
+            return await self._onload(pushes)
+
+    async def _onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+        # What a failed offload left behind could not be given its weights.
+        await barrier({name: self._servers[name].catch_up() for name in pushes})
         reports = await self._advance(Command.RESUME_WEIGHTS)
         updated = await barrier(
             {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
@@ -100,6 +115,25 @@ class Deployment:
                 report = report.merged(updated[name])
             reports[name] = report.merged(served[name])
         return reports
+
+    async def remove_engine(
+        self, server: str, engine_id: str, keep_process: bool = False
+    ) -> EngineReport:
+        """Take an engine of one server out; the lifecycle of all goes on."""
+        return await self._server(server, "remove an engine of").remove_engine(
+            engine_id, keep_process
+        )
+
+    async def add_engine(self, server: str, engine_id: str) -> EngineStatus:
+        """Take the place of a removed engine of one server back."""
+        return await self._server(server, "add an engine to").add_engine(engine_id)
+
+    def _server(self, name: str, what_for: str) -> ServerPort:
+        if name not in self._servers:
+            raise ConfigError(
+                f"no server {name!r} to {what_for}; known: {', '.join(self._servers)}"
+            )
+        return self._servers[name]
 
     async def status(self) -> dict[str, ServerStatus]:
         """Where every server is."""

@@ -75,12 +75,12 @@ class GroupCommands:
 
     @asynccontextmanager
     async def in_turn(
-        self, order: int | None, command: Command, budget_s: float
+        self, order: int | None, command: str, budget_s: float
     ) -> AsyncIterator[None]:
         """Alone with the engines, and recorded, unless a newer command was here before."""
         self._check_order(order)
         async with self.turn:
-            with self._timeline.span(Kind.GROUP, command.value, budget_s=budget_s):
+            with self._timeline.span(Kind.GROUP, str(command), budget_s=budget_s):
                 yield
 
     async def _carry_out(
@@ -194,10 +194,7 @@ class GroupCommands:
 
     def min_engines(self) -> int:
         """Fewest engines the group may go on with."""
-        wanted = self._settings.group.min_engines
-        if wanted is not None:
-            return wanted
-        return len(self._roster) if self._settings.raises else min(1, len(self._roster))
+        return self._settings.fewest_engines(len(self._roster))
 
 
 def now() -> float:

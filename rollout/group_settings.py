@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
 
 
+def fewest_engines(group: GroupConfig, lifecycle: LifecycleConfig, num: int) -> int:
+    """How many of ``num`` engines a group must have to go on."""
+    if group.min_engines is not None:
+        return group.min_engines
+    return num if lifecycle.on_failure == "raise" else min(1, num)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
     """The slice of a server's configuration that one group needs.
@@ -31,6 +38,10 @@ class GroupSettings:
     def source(self) -> str:
         """``server/group``, which its timeline goes by."""
         return f"{self.path.split('.')[1]}/{self.name}"
+
+    def fewest_engines(self, num: int) -> int:
+        """How many of ``num`` engines the group must have to go on."""
+        return fewest_engines(self.group, self.lifecycle, num)
 
     @property
     def raises(self) -> bool:

@@ -14,7 +14,7 @@ from rollout.config import RolloutConfig, ServerConfig
 from rollout.deployment import Deployment, ServerPort
 from rollout.errors import LifecycleError
 from rollout.pending import LoopThread, Pending
-from rollout.types import ServerStatus, StepReport
+from rollout.types import EngineReport, EngineStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
@@ -128,6 +128,18 @@ class ServerHandle:
 
     def continue_generation(self) -> Pending[StepReport]:
         return self._caller.call(self._target.continue_generation)
+
+    def remove_engine(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
+        """Take an engine out while the others serve: drained, its memory measured free, ended.
+
+        Args:
+            keep_process: it only sleeps, with its memory released; ``add_engine`` wakes it.
+        """
+        return self._caller.call(self._target.remove_engine, engine_id, keep_process)
+
+    def add_engine(self, engine_id: str) -> Pending[EngineStatus]:
+        """Take the place of a removed engine back; it serves when its weights are proved."""
+        return self._caller.call(self._target.add_engine, engine_id)
 
     def status(self) -> Pending[ServerStatus]:
         """Phase, engines, versions, gate; answers also while a command runs."""

@@ -39,12 +39,13 @@ class GroupTerms:
     """What of a group's configuration bears on recovery.
 
     Attributes:
+        min_engines: fewest engines with which it may go on; None: all it has.
         has_processes: its engines are launched by us, and may be killed.
         start_timeout_s: what one of them gets to start.
     """
 
     needs_offload: bool
-    min_engines: int
+    min_engines: int | None
     has_processes: bool = True
     start_timeout_s: float = 300.0
     adopt_timeout_s: float = 600.0
@@ -53,7 +54,7 @@ class GroupTerms:
 def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
     """The terms of one group of a server."""
     group = config.groups[name]
-    fewest = group.num_engines if config.lifecycle.on_failure == "raise" else 1
+    fewest = None if config.lifecycle.on_failure == "raise" else 1
     return GroupTerms(
         needs_offload=group.needs_offload,
         min_engines=fewest if group.min_engines is None else group.min_engines,
@@ -91,6 +92,15 @@ class HealthRecord:
         for group, ids in engines.items():
             self._engines[group] = {one: EngineHealth(since_s=self._clock()) for one in ids}
 
+    def joined(self, group: str, engine_id: str, *, is_stale: bool) -> None:
+        """This one has come to a group that runs."""
+        state = State.STALE if is_stale else State.SERVING
+        self._engines[group][engine_id] = EngineHealth(state, since_s=self._clock())
+
+    def left(self, group: str, engine_id: str) -> None:
+        """This one has gone, and is missed by nobody."""
+        self._engines[group].pop(engine_id, None)
+
     def snapshot(self) -> dict[str, dict[str, EngineHealth]]:
         """All healths as they are now."""
         return {group: dict(engines) for group, engines in self._engines.items()}
@@ -104,6 +114,8 @@ class HealthRecord:
         engines = self._engines[group]
         now_s = self._clock()
         for one in probe.engines:
+            if one.engine_id in before and one.engine_id not in engines:
+                continue  # it was removed meanwhile
             health = engines.setdefault(one.engine_id, EngineHealth(since_s=now_s))
             if one.engine_id in before and not health.is_same_life(before[one.engine_id]):
                 continue  # it was replaced meanwhile: this is about the old one
@@ -126,7 +138,7 @@ class HealthRecord:
 
     def _judge(self, group: str, engine_id: str, said: str) -> None:
         health = self._engines[group][engine_id]
-        can_spare = spared(engine_id, self._engines[group], self.terms[group].min_engines)
+        can_spare = spared(engine_id, self._engines[group], self._min_engines(group))
         is_dead = verdict(health.streaks, self._config, can_spare=can_spare) is Verdict.DEAD
         if is_dead and not health.is_out:
             because = f"engine {engine_id} is dead: {said or 'the router lost it too often'}"
@@ -229,12 +241,16 @@ class HealthRecord:
                 name=name,
                 phase=phases[name],
                 needs_offload=self.terms[name].needs_offload,
-                min_engines=self.terms[name].min_engines,
+                min_engines=self._min_engines(name),
                 max_restarts=self._max_restarts(name),
                 engines=engines,
             )
             for name, engines in self._engines.items()
         ]
+
+    def _min_engines(self, group: str) -> int:
+        fewest = self.terms[group].min_engines
+        return len(self._engines[group]) if fewest is None else fewest
 
     def _max_restarts(self, group: str) -> float:
         """Whoever launched an attached engine may bring it back at any time."""

@@ -99,6 +99,11 @@ def build_servers(
     }
 
 
+def lock_timeout_s(config: RolloutConfig) -> float:
+    """How long a transaction over all servers waits for the one before it."""
+    return max(server.lifecycle.lock_timeout_s for server in config.servers.values())
+
+
 def visible_gpus() -> list[int]:
     """GPU ids of this machine that ``CUDA_VISIBLE_DEVICES`` allows, as NVIDIA's driver lists them.
 
@@ -129,7 +134,7 @@ def launch_local(
             name: ServerHandle(name, config.servers[name], server, caller)
             for name, server in servers.items()
         },
-        Deployment(servers),
+        Deployment(servers, lock_timeout_s=lock_timeout_s(config)),
         loop,
     )
     try:

@@ -16,6 +16,7 @@ from rollout.errors import EngineFailure
 from rollout.group_commands import GroupCommands
 from rollout.health import LOOKS
 from rollout.lifecycle import Phase
+from rollout.member import Member
 from rollout.roster import Roster
 from rollout.watching import GroupProbe, adopt, probe_all, walk
 from rollout.weights.source import DiskSource, WeightSource
@@ -38,7 +39,7 @@ class Mending:
     ) -> None:
         self._roster = roster
         self._commands = commands
-        self._tags = tags
+        self.tags = tags
         path = config.weights_path
         self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
         self._num_going_on = 0
@@ -83,20 +84,22 @@ class Mending:
 
     async def restart(self, engine_id: str, phase: Phase) -> None:
         """Start a fenced engine again in its place and lead it to ``phase``."""
-        await self._roster.replace(engine_id, lambda member: walk(member, phase, self._tags))
+        await self._roster.replace(engine_id, lambda member: walk(member, phase, self.tags))
 
     async def adopt(self, engine_id: str, version: int) -> bool:
         """Let a stale engine serve again if it holds ``version`` or can be given it."""
         member = self._roster[engine_id]
         if member.fenced_because or not member.is_stale:
             return not member.fenced_because
-        return await adopt(member, version, self._sources, self._proof_of(version))
+        return await adopt(member, version, self._sources, self._proof_of(version, member))
 
-    def _proof_of(self, version: int) -> WeightsReport | None:
-        """Fingerprints of an engine that was proved at ``version``."""
+    def _proof_of(self, version: int, asked: Member) -> WeightsReport | None:
+        """Fingerprints of an engine that was proved at ``version``; ``asked`` itself, if it was."""
         proofs = (
             member.record
-            for member in self._roster.unfenced()
-            if member.weight_version == version and member.is_proved and not member.changed
+            for member in (*self._roster.unfenced(), asked)
+            if member.weight_version == version
+            and (member.is_proved or member is asked)
+            and not member.changed
         )
         return next(proofs, None)

@@ -169,6 +169,16 @@ class Recovery:
         if self.out_of_routing() != self._published:
             await self._server.publish_members()
 
+    # -- places -----------------------------------------------------------------------------
+
+    def has_left(self, group: str, engine_id: str) -> None:
+        """This engine was removed: nobody is to watch it or bring it back."""
+        self._record.left(group, engine_id)
+
+    def has_joined(self, group: str, engine_id: str, *, is_stale: bool) -> None:
+        """This engine was added."""
+        self._record.joined(group, engine_id, is_stale=is_stale)
+
     # -- mend: fence, restart, adopt --------------------------------------------------------
 
     async def _mend(self) -> None:

@@ -35,11 +35,16 @@ class Roster:
         self._slots = tuple(slots)
         self._starter = starter
         self._members: dict[str, Member] = {}
+        self._lent: dict[str, EngineSlot] = {}
+        self._sleeping: dict[str, Member] = {}
         self._launching: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self._members
 
     def __getitem__(self, engine_id: str) -> Member:
         return self._members[engine_id]
@@ -76,7 +81,7 @@ class Roster:
         except BaseException:
             await self.stop()
             raise
-        self._members = {slot.engine_id: self._members[slot.engine_id] for slot in self._slots}
+        self._in_order()
 
     async def replace(self, engine_id: str, lead: Lead) -> Member:
         """Start a fenced engine again in its place; the new one is stale.
@@ -108,6 +113,49 @@ class Roster:
             ) from error
         return self._members[engine_id]
 
+    # -- places that are lent ---------------------------------------------------------------
+
+    def lent(self) -> tuple[str, ...]:
+        """Places whose engines have left."""
+        return tuple(self._lent)
+
+    def sleeping(self, engine_id: str) -> Member | None:
+        """The engine that sleeps in a lent place; None if nothing runs there."""
+        return self._sleeping.get(engine_id)
+
+    def lend(self, engine_id: str, *, keeps_process: bool) -> None:
+        """Take an engine out that holds nothing any more; its place is free."""
+        member = self._members.pop(engine_id)
+        self._lent[engine_id] = member.slot
+        if keeps_process:
+            self._sleeping[engine_id] = member
+
+    async def start_lent(self, engine_id: str, lead: Lead) -> None:
+        """Start an engine in a place where nothing runs; it is stale."""
+        if self._is_stopped:
+            raise LifecycleError(f"engine {engine_id}: its group was stopped")
+        await self._start(self._lent[engine_id], lead)()
+        del self._lent[engine_id]
+        self._in_order()
+
+    def take_back(self, member: Member) -> None:
+        """One that slept is one of the engines again."""
+        del self._sleeping[member.engine_id], self._lent[member.engine_id]
+        self._members[member.engine_id] = member
+        self._in_order()
+
+    async def end_sleeping(self, engine_id: str) -> None:
+        """End an engine that cannot be woken; its place stays free."""
+        member = self._sleeping.pop(engine_id)
+        try:
+            await member.process.kill()
+        finally:
+            await member.engine.aclose()
+
+    def _in_order(self) -> None:
+        slots = (slot.engine_id for slot in self._slots)
+        self._members = {one: self._members[one] for one in slots if one in self._members}
+
     def _start(self, slot: EngineSlot, lead: Lead | None = None) -> Callable[[], Awaitable[None]]:
         async def start() -> None:
             # A task of its own, so that a stop need not wait until the start is over.
@@ -129,8 +177,8 @@ class Roster:
         for task in launching:
             task.cancel()
         await settle(launching)
-        members = list(self._members.values())
-        self._members = {}
+        members = [*self._members.values(), *self._sleeping.values()]
+        self._members, self._lent, self._sleeping = {}, {}, {}
 
         async def end(member: Member) -> None:
             try:

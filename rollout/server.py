@@ -23,16 +23,18 @@ from rollout.config import ServerConfig, WeightUpdate
 from rollout.errors import WeightMismatch
 from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
+from rollout.group_settings import fewest_engines
 from rollout.group_view import GroupView
 from rollout.health_record import recovery_terms
 from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
 from rollout.observation import Observation
+from rollout.places import Places
 from rollout.ports import GroupPort, PagePort, RouterPort
 from rollout.recovery import Recovery
 from rollout.steps import Steps
 from rollout.timeline.recorder import Timeline
-from rollout.types import GroupStatus, ServerStatus, StepReport
+from rollout.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manifest
 from rollout.weights.push import WeightPush
 from rollout.window import Window
@@ -72,6 +74,7 @@ class RolloutServer:
         self._gate = Gatekeeper(
             router,
             self._view.look,
+            self._fewest_engines,
             self._recovery.out_of_routing,
             self._recovery.has_published,
             self.timeline,
@@ -80,8 +83,12 @@ class RolloutServer:
             name, config.lifecycle, self._view, self._gate, self._recovery, self.timeline
         )
         self._window = Window(self.status, self.timeline, self._view.groups, router)
+        self._places = Places(name, config, self._view, self._gate, self._recovery)
         self._expected: Manifest | None = None
         self._endpoint: Endpoint | None = None
+
+    def _fewest_engines(self, group: str, num: int) -> int:
+        return fewest_engines(self._config.groups[group], self._config.lifecycle, num)
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -193,6 +200,11 @@ class RolloutServer:
         async with self._lock.held(command.value):
             return await self._steps.advance(command)
 
+    async def catch_up(self) -> StepReport:
+        """Pause and flush groups that a failed offload left behind; nothing if the gate is open."""
+        async with self._lock.held("catch_up"):
+            return await self._steps.catch_up()
+
     async def pause_generation(self) -> StepReport:
         """Shut the gate and stop generation on every group."""
         async with self._lock.held("pause_generation"):
@@ -236,6 +248,37 @@ class RolloutServer:
         """Let the engines generate and open the gate."""
         async with self._lock.held("continue_generation"):
             return await self._steps.continue_generation(self._view.groups)
+
+    # -- engines that leave and come back ---------------------------------------------------
+
+    async def remove_engine(self, engine_id: str, keep_process: bool = False) -> EngineReport:
+        """Take an engine out while the others go on, and give its place away.
+
+        It gets no new requests, has ``drain_timeout_s`` to finish those it has, and gives its
+        memory back; that is measured.
+
+        Args:
+            keep_process: it only sleeps, and ``add_engine`` wakes it; left out, its process ends.
+
+        Raises:
+            LifecycleError: there is no such engine, or too few would be left.
+            EngineFailure: its memory did not come free; it is fenced.
+        """
+        async with self._lock.held("remove_engine"):
+            return await self._places.remove(engine_id, keep_process)
+
+    async def add_engine(self, engine_id: str) -> EngineStatus:
+        """Take the place of a removed engine back: it is started, or woken.
+
+        It is led to the phase of its group, and to its weights where they can be had; it gets
+        requests when it is proved to hold them, at the latest after the next full push.
+
+        Raises:
+            LifecycleError: no such place is free, or its memory is the trainer's now.
+            EngineFailure: it did not start or wake; its place is free.
+        """
+        async with self._lock.held("add_engine"):
+            return await self._places.add(engine_id, self.weight_version)
 
     # -- looking ----------------------------------------------------------------------------
 

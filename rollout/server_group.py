@@ -21,9 +21,11 @@ from engines.protocol import MemoryTag, WeightsReport
 from rollout.config import WeightUpdate
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
+from rollout.errors import EngineFailure, WeightMismatch
 from rollout.fanout import finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
+from rollout.lending import Lending
 from rollout.lifecycle import Command
 from rollout.member import Member
 from rollout.memory import release, resume, size_of_weights
@@ -34,7 +36,7 @@ from rollout.roster import Roster
 from rollout.starting import Connect, Starter, connect_http
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Excerpt, Kind
-from rollout.types import EngineSlot, GroupStatus, PhaseReport
+from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.verification import ALL_TENSORS
 from rollout.watching import GroupProbe
 from rollout.weights.push import PushTarget, WeightPush, push_weights
@@ -80,6 +82,9 @@ class ServerGroup:
             self._commands,
             self._policy.tags if self._traits.needs_offload else (),
             settings.health,
+        )
+        self._lending = Lending(
+            settings, self._roster, self._commands, self._policy, self._checkpoint_bytes
         )
 
     # -- start and stop ---------------------------------------------------------------------
@@ -236,6 +241,7 @@ class ServerGroup:
             phase=phase,
             needs_offload=self._traits.needs_offload,
             engines=tuple(engines),
+            lent=self._roster.lent(),
         )
 
     async def recorded(self, cursor: int) -> Excerpt:
@@ -245,6 +251,37 @@ class ServerGroup:
     async def log_tail(self, engine_id: str) -> str:
         """The end of an engine's log, for people."""
         return await log_tail(self._roster[engine_id].process)
+
+    # -- leaving and coming back ------------------------------------------------------------
+
+    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+        """Empty an engine that gets no requests any more, free its memory, give its place away.
+
+        Raises:
+            EngineFailure: it could not be emptied, or its memory did not come free; it is fenced.
+        """
+        budgets = self._settings.lifecycle
+        budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
+        async with self._commands.in_turn(None, "remove", budget_s):
+            return await self._lending.remove(engine_id, keep_process=keep_process)
+
+    async def add(self, engine_id: str, version: int) -> EngineStatus:
+        """Take a place back; its engine is led to this phase and, if it can be, to ``version``.
+
+        Raises:
+            LifecycleError: no such place is free, or its memory is the trainer's now.
+            EngineFailure: it did not start or wake; its place is free.
+            WeightMismatch: it says that it holds the weights, and does not; it is fenced.
+        """
+        async with self._mending.going_on():
+            member = await self._lending.add(engine_id, self._mending.tags)
+            try:
+                await self._mending.adopt(engine_id, version)
+            except WeightMismatch as error:
+                failure = EngineFailure(str(error), engine_id=engine_id, operation="add")
+                await self._roster.fence([failure])
+                raise
+            return member.status(self._commands.phase.value, await member.process.resident_bytes())
 
     # -- failing and coming back ------------------------------------------------------------
 

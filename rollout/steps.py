@@ -192,7 +192,7 @@ class Steps:
         reason = f"{command} was cancelled" if cancelled else describe(error)
         before = self._view.fenced()
         self._has_failed = True
-        steps = [self._gate.publish_members]
+        steps: list[Callable[[], Awaitable[object]]] = [self._gate.publish_members]
         if self._gate.state != "open" and not isinstance(error, LifecycleError):
             steps.insert(0, lambda: self._gate.shut("closed", reason, command.value))
         for step in steps:

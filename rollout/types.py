@@ -146,13 +146,18 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """One group: its phase and its engines."""
+    """One group: its phase and its engines.
+
+    Attributes:
+        lent: places whose engines were removed, and may come back.
+    """
 
     name: str
     worker_type: WorkerType
     phase: str
     needs_offload: bool
     engines: tuple[EngineStatus, ...]
+    lent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

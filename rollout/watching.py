@@ -140,7 +140,8 @@ async def adopt(
     """
     if MemoryTag.WEIGHTS in member.released:
         return False
-    if await member.engine.weight_version() != str(version):
+    # What an engine says that lost its weights in a release is what it held before.
+    if member.weight_version is None or await member.engine.weight_version() != str(version):
         member.weight_version = None
         if not await _restored(member, version, sources):
             return False

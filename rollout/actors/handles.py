@@ -16,7 +16,14 @@ from rollout.lifecycle import Command
 from rollout.observation import Observation
 from rollout.routing import Member
 from rollout.timeline.span import Excerpt
-from rollout.types import GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.types import (
+    EngineReport,
+    EngineStatus,
+    GroupStatus,
+    PhaseReport,
+    ServerStatus,
+    StepReport,
+)
 from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
@@ -63,6 +70,12 @@ class RayGroup(_Port):
 
     def continue_generation(self, order: int) -> RemoteCall[PhaseReport]:
         return self._call(self._actor.continue_generation.remote(order))
+
+    def remove(self, engine_id: str, keep_process: bool) -> RemoteCall[EngineReport]:
+        return self._call(self._actor.remove.remote(engine_id, keep_process))
+
+    def add(self, engine_id: str, version: int) -> RemoteCall[EngineStatus]:
+        return self._call(self._actor.add.remote(engine_id, version))
 
     def status(self) -> RemoteCall[GroupStatus]:
         return self._call(self._actor.status.remote())
@@ -159,6 +172,15 @@ class RayServer(_Port):
 
     def continue_generation(self) -> RemoteCall[StepReport]:
         return self._call(self._actor.continue_generation.remote())
+
+    def catch_up(self) -> RemoteCall[StepReport]:
+        return self._call(self._actor.catch_up.remote())
+
+    def remove_engine(self, engine_id: str, keep_process: bool) -> RemoteCall[EngineReport]:
+        return self._call(self._actor.remove_engine.remote(engine_id, keep_process))
+
+    def add_engine(self, engine_id: str) -> RemoteCall[EngineStatus]:
+        return self._call(self._actor.add_engine.remote(engine_id))
 
     def advance(self, command: Command) -> RemoteCall[StepReport]:
         return self._call(self._actor.advance.remote(command))

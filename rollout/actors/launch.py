@@ -22,7 +22,7 @@ from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.errors import ConfigError
 from rollout.handle import DeploymentHandle, ServerHandle
-from rollout.local import group_settings, started_groups
+from rollout.local import group_settings, lock_timeout_s, started_groups
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, plan_placement
 from rollout.policy import release_policy
@@ -99,7 +99,11 @@ def launch_ray(
             name: ServerHandle(name, config.servers[name], port, caller)
             for name, port in ports.items()
         },
-        Deployment(ports, stop_budget_s=max(map(_stop_budget_s, config.servers.values()))),
+        Deployment(
+            ports,
+            stop_budget_s=max(map(_stop_budget_s, config.servers.values())),
+            lock_timeout_s=lock_timeout_s(config),
+        ),
         loop,
         on_close=undo,
         placement_group=undo.placement_group,

@@ -26,7 +26,15 @@ from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
 from rollout.timeline.lines import recorded_in
 from rollout.timeline.span import Excerpt
-from rollout.types import EngineSlot, GroupStatus, PhaseReport, ServerStatus, StepReport
+from rollout.types import (
+    EngineReport,
+    EngineSlot,
+    EngineStatus,
+    GroupStatus,
+    PhaseReport,
+    ServerStatus,
+    StepReport,
+)
 from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
@@ -109,6 +117,12 @@ class ServerGroupActor:
 
     async def continue_generation(self, order: int) -> PhaseReport:
         return await self._group.continue_generation(order)
+
+    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+        return await self._group.remove(engine_id, keep_process)
+
+    async def add(self, engine_id: str, version: int) -> EngineStatus:
+        return await self._group.add(engine_id, version)
 
     async def status(self) -> GroupStatus:
         return await self._group.status()
@@ -215,6 +229,15 @@ class RolloutServerActor:
 
     async def continue_generation(self) -> StepReport:
         return await self._server.continue_generation()
+
+    async def catch_up(self) -> StepReport:
+        return await self._server.catch_up()
+
+    async def remove_engine(self, engine_id: str, keep_process: bool) -> EngineReport:
+        return await self._server.remove_engine(engine_id, keep_process)
+
+    async def add_engine(self, engine_id: str) -> EngineStatus:
+        return await self._server.add_engine(engine_id)
 
     async def advance(self, command: Command) -> StepReport:
         return await self._server.advance(command)

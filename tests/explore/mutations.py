@@ -272,7 +272,7 @@ MUTATIONS = (
         ("onload",),
         ("offload",),
     ),
-    Mutation("forget to fence", _forget_to_fence, "I"),
+    Mutation("forget to fence", _forget_to_fence, "I|goes on"),
     Mutation("release under requests", _release_under_requests, "requests run|barrier"),
     Mutation(
         "resume twice", _resume_twice, "resume of a tag that is not", ("onload",), ("offload",)

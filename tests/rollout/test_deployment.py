@@ -124,6 +124,48 @@ async def test_a_push_for_a_server_that_is_not_there_is_refused_before_anything(
     assert servers.got("resume_memory_occupation") == set()
 
 
+async def test_one_transaction_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    servers = await pair(tmp_path)
+    gate = servers.reference["judge-0"].hold("flush_cache")
+    offloading = asyncio.create_task(servers.deployment.offload())
+    await gate.entered.wait()
+    onloading = asyncio.create_task(servers.deployment.onload({"policy": push(1)}))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert servers.got("begin_weight_update") == set()
+    gate.open()
+    await offloading
+    await onloading
+    assert await servers.phases() == dict.fromkeys(("policy", "reference"), "serving")
+    assert servers.got("release_memory_occupation") == BOTH
+
+
+@pytest.mark.parametrize("operation", ["pause_generation", "flush_cache"])
+async def test_after_an_offload_that_failed_on_one_server_all_can_be_given_weights_and_serve(
+    tmp_path: Path, operation: str
+) -> None:
+    servers = await pair(tmp_path, on_failure="raise")
+    servers.reference["judge-0"].fail_next(operation, EngineUnreachable("connection broke"))
+    servers.reference.server._recovery.look_soon()
+    with pytest.raises(PhaseFailed, match="judge-0"):
+        await servers.deployment.offload()
+    with pytest.raises(PhaseFailed, match="0 of 1 engines left, 1 needed"):
+        await servers.deployment.onload({"policy": push(1)})
+    assert servers.reference.router.gate == "closed"
+    await servers.deployment.remove_engine("reference", "judge-0")
+    await servers.deployment.add_engine("reference", "judge-0")
+    await servers.deployment.onload({})
+    assert (servers.policy.router.gate, servers.reference.router.gate) == ("open", "open")
+
+
+async def test_an_engine_of_an_unknown_server_is_refused_by_name(tmp_path: Path) -> None:
+    servers = await pair(tmp_path)
+    with pytest.raises(ConfigError, match="no server 'polcy' to remove an engine of"):
+        await servers.deployment.remove_engine("polcy", "actor-0")
+    with pytest.raises(ConfigError, match="no server 'polcy' to add an engine to"):
+        await servers.deployment.add_engine("polcy", "actor-0")
+
+
 async def test_stop_ends_the_engines_of_every_server(tmp_path: Path) -> None:
     servers = await pair(tmp_path)
     await servers.deployment.stop()
