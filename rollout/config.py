@@ -188,7 +188,8 @@ class RouterConfig(_Slice):
     """Whether a request goes on elsewhere, token by token, when its engine dies: never, when its
     header ``X-Token-Failover: on`` asks for it, or always."""
     failover_interval: Annotated[int, Field(ge=1)] = 32
-    """Tokens between two looks at a request that can fail over; what came since is recomputed."""
+    """Tokens between two looks at a request that can fail over; what came since is recomputed.
+    More for a long one that is not streamed: none is looked at more than 64 times."""
     max_failovers: Annotated[int, Field(ge=1)] = 8
     """How many engines one request may lose before it fails."""
     client_key: str = Field(default="", repr=False)

@@ -71,7 +71,7 @@ class Job:
     streams_usage: bool
     counts_as_it_goes: bool
     with_token_ids: bool
-    tells_ids_at_end: bool
+    with_meta_info: bool
 
 
 def read_params(raw: dict[str, Any]) -> tuple[Params, bool]:
@@ -88,6 +88,9 @@ def read_chat(engine: Engine, raw: dict[str, Any]) -> Job:
     messages = raw.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Invalid("messages must be a list of at least one message")
+    unstreamed = [name for name in ("return_token_ids", "return_meta_info") if raw.get(name)]
+    if raw.get("stream") and unstreamed:
+        raise Invalid(f"{unstreamed[0]} is not supported with streaming; set stream to false")
     if raw.get("top_logprobs"):
         raise Unsupported("top_logprobs are not computed by the embedded engine")
     options = {"tools": raw.get("tools"), **(raw.get("chat_template_kwargs") or {})}
@@ -164,9 +167,7 @@ def _job(
         streams_usage=bool(options.get("include_usage")),
         counts_as_it_goes=bool(options.get("continuous_usage_stats")),
         with_token_ids=bool(raw.get("return_token_ids")),
-        tells_ids_at_end=bool(
-            raw.get("return_input_ids_in_sglext") and raw.get("return_output_ids_in_sglext")
-        ),
+        with_meta_info=bool(raw.get("return_meta_info")),
     )
 
 
@@ -222,8 +223,6 @@ async def _stream(engine: Engine, request: Request, job: Job) -> AsyncIterator[b
                 sent[index], counts[index] = text, len(ids)
                 usage = {"usage": _usage(job, sum(counts))} if job.counts_as_it_goes else {}
                 yield sse({**head, "choices": [choice], **usage})
-        if job.tells_ids_at_end:
-            yield sse({**head, "choices": [], "sglext": _ids(job)})
         if job.streams_usage:
             yield sse({**head, "choices": [], "usage": _usage(job)})
     except Refusal as refusal:
@@ -264,18 +263,13 @@ def _choice(
     choice["finish_reason"] = reason["type"] if reason else None
     choice["matched_stop"] = reason.get("matched") if reason else None
     if job.with_token_ids:
-        choice["token_ids"] = one.output_ids[first:end]
+        choice["response_token_ids" if job.is_chat else "token_ids"] = one.output_ids[first:end]
         if not first:
             choice["prompt_token_ids"] = one.prompt_ids
+    if job.with_meta_info:
+        pairs = zip(one.logprobs, one.output_ids, strict=True)
+        choice["meta_info"] = {"output_token_logprobs": [[*pair, None] for pair in pairs]}
     return choice
-
-
-def _ids(job: Job) -> dict[str, Any]:
-    """SGLang's extension: a streamed chat's token ids, told once all have come."""
-    return {
-        "input_ids": job.generations[0].prompt_ids,
-        "output_ids": [one.output_ids for one in job.generations],
-    }
 
 
 def _logprobs(engine: Engine, job: Job, one: Generation, first: int, end: int) -> dict[str, Any]:

@@ -7,22 +7,23 @@ did not ask for are all the same: enter the gate again with prompt and tokens so
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rollout.router import answers
 from rollout.router.exchange import Exchange, chunk
+from rollout.router.fast_json import dumps, loads
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
 from rollout.router.message import is_on, session_of
 from rollout.router.openai_tokens import OpenAITranscript, read_openai
+from rollout.router.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.tokens import Transcript, read_transcript
 from rollout.router.upstream import ReplyHead
 
 _DONE = b"data: [DONE]\n\n"
-_NOT_ONE = "a recorded turn needs one prompt, n of 1, and no tools or grammar"
+_NOT_ONE = "a recorded turn needs one prompt and n of 1; a completion, no grammar"
 
-AnyTranscript = Transcript | OpenAITranscript
+AnyTranscript = Transcript | OpenAITranscript | RecordedChat
 
 
 class TokenExchange(Exchange):
@@ -53,7 +54,7 @@ class TokenExchange(Exchange):
         if proxy.token_failover == "on" or is_asked or is_recorded:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts = [body]
-            self._transcript = self._read(body)
+            self._transcript = self._read(body, is_recorded=is_recorded)
             self.is_decoding = self.is_decoding or self._transcript is not None
             if is_recorded and (why := self._why_not_recorded(body)):
                 self._answer(why)
@@ -73,12 +74,14 @@ class TokenExchange(Exchange):
             return answers.problem(507, "recordings_full", why)
         return None
 
-    def _read(self, body: bytes) -> AnyTranscript | None:
+    def _read(self, body: bytes, *, is_recorded: bool) -> AnyTranscript | None:
         match self._route.path:
             case "/generate":
                 return read_transcript(body, self._proxy.failover_interval)
             case "/v1/completions":
                 return read_openai(body, is_chat=False)
+            case "/v1/chat/completions" if is_recorded:
+                return read_recorded_chat(body)
             case "/v1/chat/completions":
                 return read_openai(body, is_chat=True)
         return None
@@ -97,7 +100,8 @@ class TokenExchange(Exchange):
             return super().on_reply(head, is_alone)
         self._buffer = []
         content_type = dict(head.headers).get(b"content-type", b"")
-        self._is_foreign = head.status != 200 or not content_type.startswith(b"text/event-stream")
+        expected = b"application/json" if transcript.answers_whole else b"text/event-stream"
+        self._is_foreign = head.status != 200 or not content_type.startswith(expected)
         if self._is_foreign:
             self._status = head.status
             self._content_type = content_type
@@ -114,12 +118,14 @@ class TokenExchange(Exchange):
             if is_end:
                 self._pass_on_refusal()
             return None
+        if transcript.answers_whole:
+            return self._absorb_whole(transcript) if is_end else None
         events = self._whole_events()
         try:
             for event in events:
                 if not event.startswith(b"data:") or event.startswith(b"data: [DONE]"):
                     continue
-                payload = json.loads(event[5:])
+                payload = loads(event[5:])
                 if "error" in payload:
                     return self._pass_on_error(payload)
                 transcript.absorb(payload)
@@ -133,6 +139,14 @@ class TokenExchange(Exchange):
         if transcript.is_streamed and events and transcript.is_safe:
             self._tell(transcript.news())
         return None
+
+    def _absorb_whole(self, transcript: AnyTranscript) -> None:
+        try:
+            transcript.absorb(loads(b"".join(self._buffer)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._drop()
+            return self.on_upstream_lost(f"sent an answer that cannot be used: {error}")
+        return self._over()
 
     def _whole_events(self) -> list[bytes]:
         """Take the events that are complete out of the buffer."""
@@ -190,7 +204,7 @@ class TokenExchange(Exchange):
             self._finish()
             return None
         self._drop()
-        body = json.dumps(transcript.payload()).encode()
+        body = dumps(transcript.payload())
         return self._whole(200, b"application/json", body, admission)
 
     def _record(self, transcript: AnyTranscript) -> str:
@@ -215,7 +229,7 @@ class TokenExchange(Exchange):
 
     def _tell(self, payloads: list[dict[str, Any]]) -> None:
         """Events to a client that wants a stream."""
-        events = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in payloads)
+        events = b"".join(b"data: " + dumps(one) + b"\n\n" for one in payloads)
         if not events:
             return
         head = b""
@@ -263,7 +277,7 @@ class TokenExchange(Exchange):
             self._leave()
             return self._finish()
         self._drop()
-        body = json.dumps(payload).encode()
+        body = dumps(payload)
         return self._whole(status, b"application/json", body, self._admission)
 
     # -- the seam ---------------------------------------------------------------------------

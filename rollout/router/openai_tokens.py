@@ -77,11 +77,14 @@ class OpenAITranscript:
     """What one request has got so far.
 
     Attributes:
+        answers_whole: its engine is asked for one answer instead of events.
         is_streamed: its client wants events.
         can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
         num_kept: tokens carried over seams.
         num_recomputed: tokens that had come and are generated again.
     """
+
+    answers_whole = False
 
     def __init__(self, raw: Payload, *, is_chat: bool) -> None:
         self._raw = raw
@@ -102,7 +105,6 @@ class OpenAITranscript:
         self._has_told_role = False
         self._head: Payload = {}
         self._prompt_ids: list[int] | None = _ids(raw.get("prompt"))
-        self._output_ids: list[int] = []  # of a recorded chat, told at its end
         self._finish: Payload | None = None
         self._usage: Payload = {}
         self._first_usage: Payload = {}
@@ -117,8 +119,6 @@ class OpenAITranscript:
     def record(self) -> str:
         """Have the engine tell what a recorded turn needs; or why it cannot be recorded."""
         self._is_recorded = True
-        if self._is_chat:
-            self.can_continue = False  # the ids of what a lost engine did are never told
         return ""
 
     # -- to the engine ----------------------------------------------------------------------
@@ -132,11 +132,9 @@ class OpenAITranscript:
         if self._trims:
             raw["no_stop_trim"] = True
         if self._is_recorded and not self._wants_logprobs:
-            raw["logprobs"] = True if self._is_chat else 0
+            raw["logprobs"] = 0
         if not self._is_chat:
             raw["return_token_ids"] = True
-        elif self._is_recorded:
-            raw |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
         done = self._base.num
         if done:
             self._go_on(raw, done)
@@ -170,11 +168,6 @@ class OpenAITranscript:
         if event.get("usage"):
             self._usage = event["usage"]
             self._first_usage = self._first_usage or self._usage
-        ids = event.get("sglext") or {}
-        if ids.get("input_ids") is not None:
-            self._prompt_ids = list(ids["input_ids"])
-        if ids.get("output_ids"):
-            self._output_ids = list(ids["output_ids"][0])
         for choice in event.get("choices") or []:
             self._absorb_choice(choice)
 
@@ -225,7 +218,7 @@ class OpenAITranscript:
         return num
 
     def _spans(self, num: int) -> list[Payload]:
-        return [{"version": self._version, "start": 0, "end": num}] if num else []
+        return [{"version": str(self._version), "start": 0, "end": num}] if num else []
 
     def _may_end_here(self, *, has_grown: bool) -> bool:
         if self._budget is not None and self._base.num + self._now.num >= self._budget:
@@ -353,23 +346,22 @@ class OpenAITranscript:
         }
 
     def turn(self) -> Payload:
-        """The finished request as a recorded turn."""
+        """The finished completion as a recorded turn.
+
+        Raises:
+            ValueError: the engine did not tell all that is recorded.
+        """
         whole = self._base.plus(self._now)
-        if self._is_chat:
-            ids = self._output_ids
-            logprobs = [one["logprob"] for one in whole.logprobs.get("content", [])]
-        else:
-            ids = whole.ids
-            logprobs = whole.logprobs.get("token_logprobs", [])
-        if self._prompt_ids is None or len(logprobs) != len(ids):
+        logprobs = whole.logprobs.get("token_logprobs", [])
+        if self._prompt_ids is None or len(logprobs) != len(whole.ids):
             raise ValueError(
-                f"{len(logprobs)} log-probs for {len(ids)} tokens; the turn was not recorded"
+                f"{len(logprobs)} log-probs for {len(whole.ids)} tokens; the turn was not recorded"
             )
         return {
             "input_ids": self._prompt_ids,
-            "output_ids": ids,
+            "output_ids": whole.ids,
             "output_logprobs": logprobs,
-            "weight_versions": self._spans(len(ids)) if self._is_chat else whole.spans,
+            "weight_versions": whole.spans,
             "finish_reason": self._finish,
         }
 

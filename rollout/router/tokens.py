@@ -21,6 +21,8 @@ from typing import Any
 Payload = dict[str, Any]
 
 _DEFAULT_BUDGET = 128
+# An engine's event tells all tokens so far, so the cost of looking grows with their square.
+_MOST_LOOKS = 64
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _STARTS_ANEW = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params")
 
@@ -43,15 +45,17 @@ class Transcript:
     """What one ``/generate`` request has got so far.
 
     Attributes:
+        answers_whole: its engine is asked for one answer instead of events.
         is_streamed: its client wants events.
         can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
         num_kept: tokens carried over seams.
         num_recomputed: tokens that had come and are generated again.
     """
 
+    answers_whole = False
+
     def __init__(self, raw: Payload, interval: int) -> None:
         self._raw = raw
-        self._interval = interval
         self._sampling: Payload = dict(raw.get("sampling_params") or {})
         budget = self._sampling.get("max_new_tokens", _DEFAULT_BUDGET)
         self._budget: int | None = budget if isinstance(budget, int) else None
@@ -64,6 +68,9 @@ class Transcript:
         self._meta: Payload = {}
         self._finish: Payload | None = None
         self.is_streamed = bool(raw.get("stream"))
+        self._interval = interval
+        if self._budget is not None and not self.is_streamed:
+            self._interval = max(interval, self._budget // _MOST_LOOKS)
         self.can_continue = isinstance(raw.get("input_ids"), list) and not any(
             self._sampling.get(name) for name in _STARTS_ANEW
         )
@@ -114,7 +121,7 @@ class Transcript:
             for name, values in now.logprobs.items():
                 if len(values) < len(now.ids):
                     now.logprobs[name] = before.logprobs.get(name, []) + values
-        now.spans = _spans(meta, len(now.ids))
+        now.spans = version_spans(meta, len(now.ids))
         problem = self._problem(now)
         if problem:
             raise ValueError(problem)
@@ -218,7 +225,7 @@ class Transcript:
 _OF_FIRST = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 
 
-def _spans(meta: Payload, num: int) -> list[Payload]:
+def version_spans(meta: Payload, num: int) -> list[Payload]:
     """The versions of ``num`` tokens, each token in exactly one span."""
     given = meta.get("weight_versions") or []
     spans: list[Payload] = []

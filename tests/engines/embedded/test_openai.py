@@ -91,14 +91,18 @@ async def test_a_chat_goes_on_with_the_answer_it_is_given(engine: Asker) -> None
     assert answer["choices"][0]["message"]["content"] == native["text"]
 
 
-async def test_a_streamed_chat_tells_its_ids_at_its_end(engine: Asker) -> None:
-    asks = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
-    *_, last = await chunks_of(
-        engine, "/v1/chat/completions", messages=MESSAGES, max_tokens=5, ignore_eos=True, **asks
-    )
-    assert len(last["sglext"]["output_ids"][0]) == 5
+async def test_a_whole_chat_tells_its_ids_and_a_streamed_one_refuses(engine: Asker) -> None:
+    asks = {"return_token_ids": True, "return_meta_info": True, "logprobs": True}
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **asks}
+    (choice,) = (await engine.post("/v1/chat/completions", **body))["choices"]
     text = "<|im_start|>user\nSay something<|im_end|>\n<|im_start|>assistant\n"
-    assert last["sglext"]["input_ids"] == await ids_of(engine, text)
+    assert choice["prompt_token_ids"] == await ids_of(engine, text)
+    told = choice["meta_info"]["output_token_logprobs"]
+    assert [one[1] for one in told] == choice["response_token_ids"]
+    assert [one[0] for one in told] == [one["logprob"] for one in choice["logprobs"]["content"]]
+    refused = await engine.http.post("/v1/chat/completions", json={**body, "stream": True})
+    assert refused.status_code == 400
+    assert "return_token_ids" in refused.text
 
 
 async def ids_of(engine: Asker, text: str) -> list[int]:

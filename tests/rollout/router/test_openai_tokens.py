@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.router.openai_tokens import read_openai
+from rollout.router.recorded_chat import read_recorded_chat
 
 PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
 PROMPT = [101, 102, 103]
@@ -183,8 +184,8 @@ def test_a_chat_goes_on_from_its_text_with_what_is_left_of_its_budget():
     assert answer["choices"][0]["message"]["content"] == "a" * 10
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
     assert answer["metadata"]["weight_versions"] == [
-        {"version": 0, "start": 0, "end": 3},
-        {"version": 1, "start": 3, "end": 10},
+        {"version": "0", "start": 0, "end": 3},
+        {"version": "1", "start": 3, "end": 10},
     ]
 
 
@@ -246,23 +247,67 @@ def test_the_turn_of_a_recorded_completion_is_whole():
         "input_ids": PROMPT,
         "output_ids": [0, 3, 0, 0],
         "output_logprobs": [0, -1, -2, -3],
-        "weight_versions": [{"version": 5, "start": 0, "end": 4}],
+        "weight_versions": [{"version": "5", "start": 0, "end": 4}],
         "finish_reason": {"type": "length", "matched": None},
     }
     assert transcript.payload()["choices"][0]["logprobs"] is None, "nobody asked for them"
 
 
-def test_a_recorded_chat_takes_its_ids_from_the_end_of_the_stream():
-    transcript = read_openai(json.dumps(request(True, 3, [])).encode(), is_chat=True)
-    assert transcript is not None
-    transcript.record()
-    asked = json.loads(transcript.body(5))
-    assert (asked["logprobs"], asked["return_output_ids_in_sglext"]) == (True, True)
-    for event in Engine([0, 0, 0], True).events(transcript.body(5)):
-        transcript.absorb(event)
-    with pytest.raises(ValueError, match="3 log-probs for 0 tokens"):
-        transcript.turn()
-    transcript.absorb(
-        {**HEAD, "choices": [], "sglext": {"input_ids": PROMPT, "output_ids": [[0] * 3]}}
-    )
-    assert transcript.turn()["output_ids"] == [0, 0, 0]
+ANSWER = {
+    **HEAD,
+    "object": "chat.completion",
+    "usage": {"completion_tokens": 2},
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "ab", "tool_calls": [{"id": "t"}]},
+            "logprobs": {"content": []},
+            "finish_reason": "tool_calls",
+            "matched_stop": None,
+            "prompt_token_ids": PROMPT,
+            "response_token_ids": [5, 6],
+            "meta_info": {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]]},
+        }
+    ],
+}
+
+
+def test_a_recorded_chat_is_asked_for_whole_and_told_as_its_client_wants():
+    raw = {"messages": [], "stream": True, "stream_options": {"include_usage": True}, "tools": [1]}
+    chat = read_recorded_chat(json.dumps(raw).encode())
+    assert chat is not None
+    asked = json.loads(chat.body(5))
+    assert (asked["stream"], asked["logprobs"], asked["tools"]) == (False, True, [1])
+    assert "stream_options" not in asked
+    chat.absorb(ANSWER)
+    assert chat.turn() == {
+        "input_ids": PROMPT,
+        "output_ids": [5, 6],
+        "output_logprobs": [-1.0, -2.0],
+        "weight_versions": [{"version": "5", "start": 0, "end": 2}],
+        "finish_reason": {"type": "tool_calls", "matched": None},
+    }
+    (choice,) = chat.payload()["choices"]
+    assert choice.keys() == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
+    begun, ended, usage = chat.news()
+    assert begun["choices"][0]["delta"]["tool_calls"] == [{"id": "t", "index": 0}]
+    assert ended["choices"][0]["finish_reason"] == "tool_calls"
+    assert usage["usage"] == {"completion_tokens": 2}
+
+
+def test_a_chat_whose_engine_told_too_little_is_not_recorded():
+    chat = read_recorded_chat(b'{"messages": []}')
+    assert chat is not None
+    (choice,) = ANSWER["choices"]
+    chat.absorb({**ANSWER, "choices": [{**choice, "meta_info": None}]})
+    with pytest.raises(ValueError, match="0 log-probs for 2 tokens"):
+        chat.turn()
+
+
+def test_a_recorded_chat_that_loses_its_engine_starts_from_nothing():
+    chat = read_recorded_chat(b'{"messages": []}')
+    assert chat is not None
+    chat.absorb(ANSWER)
+    chat.lose_engine()
+    assert (chat.is_over, chat.num_recomputed, chat.num_seams) == (False, 2, 1)
+    assert read_recorded_chat(b'{"n": 2}') is None

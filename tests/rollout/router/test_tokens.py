@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.router.fast_json import dumps, loads
 from rollout.router.tokens import Transcript, read_transcript
 
 PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
@@ -190,3 +191,20 @@ def test_what_asks_for_more_than_one_completion_is_left_alone(body):
 def test_no_body_breaks_the_reading_of_transcripts(body):
     read_transcript(b'{"input_ids": ' + body + b"}", 1)
     read_transcript(body, 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "stream", "interval"), [(128, 0, 32), (6400, 0, 100), (6400, 1, 32)]
+)
+def test_a_long_request_is_looked_at_a_bounded_number_of_times(budget, stream, interval):
+    body = {"input_ids": [1], "stream": stream, "sampling_params": {"max_new_tokens": budget}}
+    transcript = read_transcript(json.dumps(body).encode(), 32)
+    assert transcript is not None
+    assert json.loads(transcript.body())["sampling_params"]["stream_interval"] == interval
+
+
+def test_what_orjson_refuses_is_read_and_written_all_the_same():
+    assert loads(b"[NaN, 1]")[1] == 1
+    assert dumps({"a": 1 << 70}) == b'{"a": 1180591620717411303424}'
+    with pytest.raises(ValueError, match="Expecting"):
+        loads(b"{")
