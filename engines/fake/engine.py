@@ -53,6 +53,7 @@ class FakeEngine:
         needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
         token_s: seconds each token takes.
         drain_s: seconds until an aborted request has left.
+        context_length: tokens a prompt must be shorter than; None takes any.
 
     Attributes:
         faults: what goes wrong with which call; see ``engines/fake/README.md``.
@@ -83,6 +84,7 @@ class FakeEngine:
         token_s: float = 0.0,
         drain_s: float = 0.0,
         vocab_size: int = 1000,
+        context_length: int | None = None,
         memory_bytes: int = 3_000,
     ) -> None:
         self.engine_id = engine_id
@@ -108,6 +110,7 @@ class FakeEngine:
         self._token_s = token_s
         self._drain_s = drain_s
         self._vocab_size = vocab_size
+        self._context_length = context_length
         self._memory_bytes = memory_bytes
         self._is_updating = False
         self._is_wedged = False
@@ -622,6 +625,10 @@ class FakeEngine:
         )
         if request.rid in self.in_flight:
             raise self._rejected("generate", f"request id {request.rid!r} is in flight")
+        if self._context_length is not None and len(prompt) >= self._context_length:
+            raise self._rejected(
+                "generate", f"a prompt of {len(prompt)} tokens, of {self._context_length} there are"
+            )
         self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
         inside = all(0 <= token < self._vocab_size for token in prompt)
         self._assert(inside, "a token id outside the vocabulary")

@@ -8,6 +8,7 @@ freeze and thaw it, see what was called.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,13 +18,18 @@ from typing import Any
 
 from aiohttp import web
 
-from engines.errors import EngineError, EngineRejected
+from engines.errors import EngineError, EngineRejected, EngineUnreachable
 from engines.fake.engine import FakeEngine
 from engines.fake.faults import Gate
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
 from engines.fake.switch import parse_switch
 from engines.protocol import Endpoint, GenerateReply, MemoryTag, PauseMode, SamplingParams
 from engines.spec import EngineSpec
+
+# SGLang wants a body, if only an empty object, for all that it is posted but these.
+_NEED_NO_BODY = frozenset({"/flush_cache", "/weights_checker"})
+# How soon an engine notices that the client of a request has left; SGLang takes up to 4.
+_LOOK_S = 0.5
 
 _Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
@@ -135,11 +141,16 @@ class FakeFace:
     def _serve(self, act: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
             arrived = time.monotonic()
+            if not request.can_read_body and _wants_body(request):
+                return web.Response(status=400, text="a JSON body is needed, if only {}")
             body = await request.json() if request.can_read_body else {}
             try:
                 if request.path == "/generate" and body.get("stream"):
                     return await self._stream(request, body)
-                answer = await act({**request.query, **body})
+                if request.path == "/generate":
+                    answer = await _while_connected(request, act(body))
+                else:
+                    answer = await act({**request.query, **body})
             except EngineRejected as error:
                 return web.Response(status=error.status or 400, text=error.body)
             except EngineError:
@@ -193,7 +204,7 @@ class FakeFace:
         ]
 
     async def _check_weights(self, body: Mapping[str, Any]) -> Any:
-        report = await self.engine.weights_checker(body["action"])
+        report = await self.engine.weights_checker(body.get("action", "checksum"))
         return {
             "success": True,
             "per_engine_checksum": report.checksum,
@@ -212,12 +223,19 @@ class FakeFace:
         """Server-sent events: all so far each time, and ``[DONE]``; a broken engine just ends."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         stream = self.engine.stream_generate(**_generate_arguments(body))
-        async with aclosing(stream):
-            async for reply in stream:
-                if not response.prepared:  # refused before its first token, it is a plain 400
-                    await response.prepare(request)
-                data = json.dumps(_generate_answer(reply)).encode()
-                await response.write(b"data: " + data + b"\n\n")
+        try:
+            async with aclosing(stream):
+                async for reply in stream:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    data = json.dumps(_generate_answer(reply)).encode()
+                    await response.write(b"data: " + data + b"\n\n")
+        except EngineRejected as error:
+            # What SGLang finds wrong only when it has begun to answer is an event of the stream.
+            if not response.prepared:
+                await response.prepare(request)
+            data = json.dumps({"error": {"message": error.body, "code": error.status}}).encode()
+            await response.write(b"data: " + data + b"\n\n")
         if not response.prepared:
             await response.prepare(request)
         await response.write(b"data: [DONE]\n\n")
@@ -263,6 +281,27 @@ def _broken(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=500)
+
+
+def _wants_body(request: web.Request) -> bool:
+    path = request.path
+    return request.method == "POST" and path not in _NEED_NO_BODY and not path.startswith("/fake/")
+
+
+async def _while_connected(request: web.Request, work: Awaitable[Any]) -> Any:
+    """``work``, given up when the client of ``request`` has left."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+            if request.transport is None or request.transport.is_closing():
+                break
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not task.done():
+        task.cancel()
+        raise EngineUnreachable("the client has left")
+    return task.result()
 
 
 def _generate_arguments(body: Mapping[str, Any]) -> dict[str, Any]:

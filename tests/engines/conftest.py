@@ -14,6 +14,7 @@ from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, pool
 
 KINDS = [
     "fake",
+    "fake-http",
     pytest.param("embedded", marks=pytest.mark.embedded),
     pytest.param("sglang", marks=pytest.mark.sglang),
 ]
@@ -69,8 +70,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     """An engine of this kind, serving version 0 of the first model."""
     opened: AbstractAsyncContextManager[Bench]
-    if kind == "fake":
-        opened = faked(Models(Path("/models/first"), Path("/models/second")))
+    if kind.startswith("fake"):
+        nowhere = Models(Path("/models/first"), Path("/models/second"))
+        opened = faked(nowhere, is_served=kind == "fake-http")
     else:
         pools = request.getfixturevalue("pools")
         opened = pooled(pools[kind], request.getfixturevalue("contract_models"))

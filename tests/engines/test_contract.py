@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from engines.client import EngineClient
 from engines.errors import EngineRejected
 from engines.features import read_features
 from engines.ports import reserve_port
@@ -42,6 +41,9 @@ DIFFERENCES: dict[str, dict[str, str]] = {
     },
     "an update from disk renames the model": {
         "embedded": "goes on under the name it was started with",
+    },
+    "loads are of before while it is frozen": {
+        "embedded": "counts what is there now",
     },
     "a prompt that is too long is refused inside the stream": {
         "embedded": "refused with 400 before a stream begins",
@@ -146,6 +148,17 @@ async def test_a_pause_ends_what_runs_and_holds_what_comes(bench: Bench) -> None
     await bench.engine.continue_generation()
     assert len(await asyncio.wait_for(held, 30)) == 8
     assert await bench.engine.is_ready()
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_a_pause_of_any_mode_holds_what_comes(bench: Bench, mode: PauseMode) -> None:
+    await bench.engine.pause_generation(mode)
+    assert not await bench.engine.is_ready()
+    held = asyncio.create_task(bench.greedy())
+    await asyncio.wait({held}, timeout=0.3)
+    assert not held.done()
+    await bench.engine.continue_generation()
+    assert len(await asyncio.wait_for(held, 30)) == 8
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
@@ -324,6 +337,17 @@ async def test_unknown_names_and_tags_are_passed_over_in_silence(bench: Bench) -
     assert len(await bench.greedy()) == 8
 
 
+async def test_a_version_set_without_a_word_aborts_everything(bench: Bench) -> None:
+    if bench.is_in_memory:
+        pytest.skip("in memory")
+    async with bench.in_flight(LONG) as request, bench.http() as http:
+        body = {"new_version": "8"}
+        assert (await http.post("/update_weight_version", json=body)).status_code == 200
+        last = await request.end()
+    assert last.finish_reason is not None
+    assert last.finish_reason.kind == "abort"
+
+
 @pytest.mark.parametrize("aborts", [False, True])
 async def test_a_version_set_by_itself_aborts_only_when_told(bench: Bench, aborts: bool) -> None:
     async with bench.in_flight(LONG) as request:
@@ -457,10 +481,28 @@ async def test_an_engine_says_what_it_is(bench: Bench) -> None:
 
 async def test_loads_count_what_runs(bench: Bench) -> None:
     async with bench.in_flight():
-        deadline = time.monotonic() + 40  # SGLang publishes them now and then
-        while (await bench.engine.loads()).num_running_reqs != 1:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
+        await loads_are(bench, 1)
+    await loads_are(bench, 0)
+
+
+async def loads_are(bench: Bench, num_running: int) -> None:
+    deadline = time.monotonic() + 40  # SGLang publishes them now and then
+    while (await bench.engine.loads()).num_running_reqs != num_running:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_loads_are_of_before_while_it_is_frozen(bench: Bench, mode: PauseMode) -> None:
+    async with bench.in_flight():
+        await loads_are(bench, 1)
+        await bench.engine.pause_generation(mode)
+    # Its client has left; nobody looks until the pause is over.
+    await asyncio.sleep(1.5 if bench.kind != "fake" else 0.0)
+    was = (await bench.engine.loads()).num_running_reqs
+    assert was == (0 if differs(bench, "loads are of before while it is frozen") else 1)
+    await bench.engine.continue_generation()
+    await loads_are(bench, 0)
 
 
 async def test_a_pause_makes_it_unready_and_not_unhealthy(bench: Bench) -> None:
@@ -475,7 +517,6 @@ async def test_a_pause_makes_it_unready_and_not_unhealthy(bench: Bench) -> None:
 
 
 async def test_only_the_embedded_engine_lists_its_tensors(bench: Bench) -> None:
-    assert isinstance(bench.engine, EngineClient) or bench.kind == "fake"
     asked: Any = bench.engine
     if bench.kind == "sglang":
         with pytest.raises(EngineRejected) as refused:
@@ -504,7 +545,7 @@ NEEDS_BODY = (
 
 
 async def test_without_a_body_a_call_is_refused(bench: Bench) -> None:
-    if bench.kind == "fake":
+    if bench.is_in_memory:
         pytest.skip("in memory")
     async with bench.http() as http:
         for path in NEEDS_BODY:
@@ -514,7 +555,7 @@ async def test_without_a_body_a_call_is_refused(bench: Bench) -> None:
 
 
 async def test_an_error_in_a_stream_is_an_event_in_a_200(bench: Bench) -> None:
-    if bench.kind == "fake":
+    if bench.is_in_memory:
         pytest.skip("in memory")
     too_long = {"input_ids": [65] * 5000, "stream": True}
     async with (

@@ -7,6 +7,8 @@ one starts while a row is tried.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +22,7 @@ from engines.errors import EngineError, EngineHung, EngineRejected, EngineUnreac
 from engines.ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from tests.support.contract import ENDLESS, PROMPT, VOCABULARY, Bench, Pool, client, payload
+from tests.support.processes import shared_memory_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -46,7 +49,7 @@ async def resume_what_is_not_released(bench: Bench) -> None:
 async def resume_everything_when_some_is_released(bench: Bench) -> None:
     await bench.engine.pause_generation()
     await bench.release(KV)
-    await bench.engine.resume_memory_occupation([KV, W])
+    await bench.engine.resume_memory_occupation([])
 
 
 async def release_twice(bench: Bench) -> None:
@@ -94,6 +97,21 @@ async def update_without_a_payload(bench: Bench) -> None:
 async def update_with_what_cannot_be_read(bench: Bench) -> None:
     await bench.engine.begin_weight_update()
     await bench.engine.update_weights_from_tensor(["bm90IGEgcGlja2xl"])
+
+
+async def update_with_tensors_of_another_process(bench: Bench) -> None:
+    """On the CPU torch sends a handle that only a child of the sender can open."""
+    from multiprocessing import reduction, resource_sharer
+
+    packed = io.BytesIO()
+    reduction.ForkingPickler(packed).dump(list(bench.tensors("second").items()))
+    await bench.engine.begin_weight_update()
+    try:
+        await bench.engine.update_weights_from_tensor(
+            [base64.b64encode(packed.getvalue()).decode()]
+        )
+    finally:
+        resource_sharer.stop(5)
 
 
 async def generate_outside_the_vocabulary(bench: Bench) -> None:
@@ -157,9 +175,10 @@ ROWS = [
     Row(check_while_the_weights_are_released, 409),
     Row(update_with_a_wrong_shape, 400),
     # A list without payloads kills it; a payload without tensors does not.
-    Row(update_with_a_payload_of_nothing, 400, sglang="takes it"),
+    Row(update_with_a_payload_of_nothing, 400, sglang="takes it", fake="takes it"),
     Row(update_without_a_payload, 400),
     Row(update_with_what_cannot_be_read, 400),
+    Row(update_with_tensors_of_another_process, 400, fake=None),
     Row(generate_outside_the_vocabulary, 400),
     # The embedded engine waits for the peer too, and says so when the time is over.
     Row(join_a_group_that_nobody_else_joins, 0, sglang="wedges", fake=None),
@@ -181,7 +200,7 @@ def spare(kind: str, request: pytest.FixtureRequest) -> None:
 async def test_what_kills_sglang(bench: Bench, row: Row) -> None:
     expected = row.embedded if bench.kind == "embedded" else getattr(row, bench.kind)
     if expected is None:
-        pytest.skip("the fake has no peers")
+        pytest.skip("the fake has neither peers nor tensors")
     if expected == 0:
         pytest.skip("waits as long as the real one; the difference is in its own tests")
     impatient(bench, expected)
@@ -223,7 +242,10 @@ async def test_sigterm_does_not_end_what_is_paused_with_requests(
             assert await ends(bench, 10)
             return
         assert not await ends(bench, 6)
+        files = shared_memory_of(main.pid)
+        assert any("sglang_loads" in file.name for file in files)
         await bench.running.kill()
+    assert not [file for file in files if file.exists()]
     assert not any(process.is_running() for process in everything)
 
 
@@ -244,14 +266,14 @@ async def ends(bench: Bench, timeout_s: float) -> bool:
 
 def impatient(bench: Bench, expected: str | int) -> None:
     """Waits less long for an answer that will not come."""
-    if bench.kind != "fake":
+    if not bench.is_in_memory:
         from dataclasses import replace
 
         asked: Any = bench.engine
         asked.deadlines = replace(
             client(bench.running.endpoint, "").deadlines,
             group_s=8,
-            control_s=6,
+            control_s=6 if bench.kind == "sglang" else 0.5,
             # What is frozen has to outlast the other calls.
             generate_s=15 if expected == "wedges" else 60,
         )

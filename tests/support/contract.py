@@ -23,6 +23,7 @@ from engines.client import Deadlines, EngineClient
 from engines.errors import EngineError, EngineRejected
 from engines.fake import FakeLauncher
 from engines.fake.engine import FakeEngine
+from engines.fake.http import HttpFakeLauncher
 from engines.fake.weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
@@ -34,6 +35,8 @@ GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 ENDLESS = SamplingParams(max_new_tokens=4000, temperature=0.0, ignore_eos=True)
 VOCABULARY = 259
 """Tokens of the tiny models: bytes and three special ones."""
+CONTEXT_LENGTH = 4096
+"""Of the tiny models."""
 CPU_OPTIONS: dict[str, dict[str, Any]] = {
     "embedded": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
     "sglang": {"dtype": "float32", "max-total-tokens": 20000},
@@ -154,6 +157,11 @@ class Bench:
     models: Models
 
     @property
+    def is_in_memory(self) -> bool:
+        """There is no wire between the test and the engine."""
+        return not isinstance(self.engine, EngineClient)
+
+    @property
     def url(self) -> str:
         return self.running.endpoint.url
 
@@ -261,19 +269,31 @@ async def pooled(pool: Pool, models: Models) -> AsyncIterator[Bench]:
         await engine.aclose()
 
 
+def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    """Its tokens take a moment each."""
+    return FakeEngine(
+        spec.engine_id,
+        endpoint=endpoint,
+        model_path=spec.model_path,
+        token_s=0.002,
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT_LENGTH,
+    )
+
+
 @asynccontextmanager
-async def faked(models: Models) -> AsyncIterator[Bench]:
-    """A fake engine in memory; its tokens take a moment each."""
-
-    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-        return FakeEngine(
-            spec.engine_id,
-            endpoint=endpoint,
-            model_path=spec.model_path,
-            token_s=0.002,
-            vocab_size=VOCABULARY,
-        )
-
-    launcher = FakeLauncher(make)
-    running = await launcher.launch(EngineSpec("fake-0", "fake", str(models.first), ""))
-    yield Bench("fake", launcher.connect(running.endpoint, "fake-0"), running, models)
+async def faked(models: Models, *, is_served: bool) -> AsyncIterator[Bench]:
+    """A fake engine, in memory or behind a port."""
+    spec = EngineSpec("fake-0", "fake", str(models.first), "")
+    if not is_served:
+        launcher = FakeLauncher(_slow_fake)
+        inside = await launcher.launch(spec)
+        yield Bench("fake", launcher.connect(inside.endpoint, "fake-0"), inside, models)
+        return
+    running = await HttpFakeLauncher(_slow_fake).launch(spec)
+    engine = client(running.endpoint, spec.engine_id)
+    try:
+        yield Bench("fake", engine, running, models)
+    finally:
+        await engine.aclose()
+        await running.kill()

@@ -107,6 +107,20 @@ def program(*arguments: str, cwd: Path = ROOT) -> Iterator[Program]:
         running.close()
 
 
+def shared_memory_of(pid: int) -> set[Path]:
+    """Files in /dev/shm that a process and those below it have mapped."""
+    main = psutil.Process(pid)
+    found = set()
+    for process in [main, *main.children(recursive=True)]:
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                _, slash, name = line.partition(" /dev/shm/")
+                path = Path("/dev/shm") / name
+                if slash and path.exists():
+                    found.add(path)
+    return found
+
+
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
     """Poll ``is_so``; False if it was not so within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s

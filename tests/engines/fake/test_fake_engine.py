@@ -82,11 +82,6 @@ async def update_with_a_wrong_shape(engine: FakeEngine) -> None:
     await engine.update_weights_from_tensor(payload(lm_head__weight=FakeTensor((1, 1))))
 
 
-async def update_with_an_empty_list(engine: FakeEngine) -> None:
-    await engine.begin_weight_update()
-    await engine.update_weights_from_tensor(payload())
-
-
 async def update_without_payload(engine: FakeEngine) -> None:
     await engine.begin_weight_update()
     await engine.update_weights_from_tensor([])
@@ -113,7 +108,6 @@ async def a_token_outside_the_vocabulary(engine: FakeEngine) -> None:
         update_without_weights,
         check_without_weights,
         update_with_a_wrong_shape,
-        update_with_an_empty_list,
         update_without_payload,
         update_with_an_unreadable_payload,
         a_token_outside_the_vocabulary,
