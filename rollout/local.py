@@ -19,6 +19,7 @@ from rollout.router.host import RouterHost
 from rollout.run_folder import RunFolder
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
+from rollout.starting import Connect
 from rollout.timeline.lines import recorded_in
 from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
@@ -63,9 +64,15 @@ def started_groups(config: RolloutConfig, server: str) -> list[str]:
 
 
 def build_servers(
-    config: RolloutConfig, launcher: EngineLauncher, gpu_ids: Sequence[int]
+    config: RolloutConfig,
+    launcher: EngineLauncher,
+    gpu_ids: Sequence[int],
+    connect: Connect | None = None,
 ) -> dict[str, RolloutServer]:
     """The servers of ``config`` as objects; nothing is started.
+
+    Args:
+        connect: makes the client of an engine; None makes the one that drives SGLang over HTTP.
 
     Raises:
         ConfigError: a model directory is missing or a release would lose weights.
@@ -81,7 +88,7 @@ def build_servers(
 
     def group_of(settings: GroupSettings, slots: Sequence[EngineSlot]) -> ServerGroup:
         timeline = recorded_in(settings.log_dir, settings.source, otel=settings.otel)
-        return ServerGroup(settings, slots, launcher, timeline=timeline)
+        return ServerGroup(settings, slots, launcher, connect, timeline=timeline)
 
     return {
         name: RolloutServer(
@@ -117,15 +124,22 @@ def visible_gpus() -> list[int]:
 
 
 def launch_local(
-    config: RolloutConfig, *, launcher: EngineLauncher | None = None
+    config: RolloutConfig,
+    *,
+    launcher: EngineLauncher | None = None,
+    connect: Connect | None = None,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` in this process; returns when they serve.
+
+    Args:
+        launcher: starts the engines; None starts them as child processes.
+        connect: makes the client of an engine; a test's may do less than it is asked.
 
     Raises:
         ConfigError, PlacementError: before anything is started.
         PhaseFailed: an engine did not start; nothing is left running.
     """
-    servers = build_servers(config, launcher or LocalLauncher(), visible_gpus())
+    servers = build_servers(config, launcher or LocalLauncher(), visible_gpus(), connect)
     loop = LoopThread("rollout")
     caller = LocalCaller(loop)
     handle = DeploymentHandle(

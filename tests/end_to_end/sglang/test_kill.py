@@ -1,0 +1,119 @@
+"""``kill -9`` of a real SGLang engine while 200 requests run: all are answered, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.load import PROMPTS
+from tests.support.processes import shared_memory_of, wait_until
+from tests.support.real_sglang import RealPolicy
+from tests.support.referee import Answer, Referee
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+NUM = 200
+TOKENS = 48
+
+
+async def counters(session: aiohttp.ClientSession) -> dict[str, float]:
+    """The router's counters that have no labels."""
+    async with session.get("/metrics") as reply:
+        text = await reply.text()
+    return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.M)}
+
+
+class Asking:
+    """Requests that may go on elsewhere, every second of them a stream."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self.answers: list[Answer] = []
+        self.num_recomputed = 0
+        self.has_tokens: set[int] = set()
+
+    async def ask(self, number: int) -> None:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        body = {
+            "rid": f"{number}.",
+            "input_ids": list(prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": number % 2 == 0,
+        }
+        headers = {"X-Token-Failover": "on"}
+        payload: dict[str, Any] = {}
+        async with self._session.post("/generate", json=body, headers=headers) as reply:
+            assert reply.status == 200, await reply.text()
+            if not body["stream"]:
+                payload = await reply.json()
+            else:
+                async for line in reply.content:
+                    if line.startswith(b"data: {"):
+                        payload = json.loads(line[6:])
+                        self.has_tokens.add(number)
+        self.num_recomputed += payload["meta_info"].get("num_recomputed_tokens", 0)
+        self.answers.append(Answer.of(prompt, payload))
+
+
+async def test_all_of_200_requests_are_answered_though_an_engine_is_killed(
+    policy: RealPolicy,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Any,
+) -> None:
+    engine = policy.engines()[0]
+    assert engine.pid is not None
+    timeout = aiohttp.ClientTimeout(total=300)
+    connector = aiohttp.TCPConnector(limit=NUM)
+    async with aiohttp.ClientSession(
+        policy.handle.url, connector=connector, timeout=timeout
+    ) as session:
+        before = await counters(session)
+        asking = Asking(session)
+        asked = [asyncio.create_task(asking.ask(number)) for number in range(NUM)]
+        while len(asking.has_tokens) < NUM // 8:
+            assert not any(one.done() and one.exception() for one in asked)
+            await asyncio.sleep(0.05)
+        files = shared_memory_of(engine.pid)
+        os.kill(engine.pid, signal.SIGKILL)
+        await asyncio.gather(*asked)
+        after = await counters(session)
+
+    def counted(what: str) -> float:
+        return after[f"router_{what}_total"] - before[f"router_{what}_total"]
+
+    assert len(asking.answers) == NUM
+    assert {one.kind for one in asking.answers} == {"length"}
+    assert {len(one.output) for one in asking.answers} == {TOKENS}
+    findings = Referee(policy.weights_of).findings(asking.answers)
+    assert not findings, "\n".join(findings[:5])
+    assert counted("failovers") > NUM / 8
+    assert counted("tokens_kept") > 0
+    assert counted("tokens_recomputed") == asking.num_recomputed
+    assert counted("broken_replies") == 0
+    told = (
+        f"kill -9 with {NUM} in flight: {counted('failovers'):.0f} went on elsewhere, "
+        f"{counted('tokens_kept'):.0f} tokens kept, {asking.num_recomputed} recomputed"
+    )
+    record_property("figures", told)
+    with capsys.disabled():
+        print(f"\n{told}")
+
+    # And the engine comes back: started again by recovery, it serves after the next push.
+    def is_back() -> bool:
+        now = next(one for one in policy.engines() if one.engine_id == engine.engine_id)
+        return now.is_stale and now.pid not in (None, engine.pid)
+
+    assert await asyncio.to_thread(wait_until, is_back, 200)
+    assert files
+    assert not [file for file in files if file.exists()]
+    await policy.handle.sync_weights(policy.next_tensors())
+    assert policy.is_whole()

@@ -1,0 +1,138 @@
+"""A policy on real SGLang: groups of engines behind the real router, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engines.client import Deadlines, EngineClient
+from engines.protocol import Endpoint, PauseMode
+from rollout.config import RolloutConfig
+from rollout.handle import ServerHandle
+from rollout.local import launch_local
+from rollout.types import EngineStatus
+from tests.support.contract import CPU_OPTIONS
+
+
+def one_engine(**engine: Any) -> dict[str, Any]:
+    """A group of one SGLang engine on the CPU."""
+    options = CPU_OPTIONS["sglang"] | engine.pop("options", {})
+    return {
+        "num_engines": 1,
+        "engine": {"kind": "sglang", "python": "sglang-cpu", "options": options, **engine},
+    }
+
+
+def real_config(
+    model: Path, folder: Path, groups: Mapping[str, Any], **server: Any
+) -> RolloutConfig:
+    """One server, ``policy``, with these groups."""
+    policy = {"model_path": str(model), "groups": groups, **server}
+    return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
+
+
+@dataclass
+class Sabotage:
+    """What the clients of the engines leave out while they say that it was done."""
+
+    pause: bool = False
+    flush: bool = False
+
+    def connect(self, endpoint: Endpoint, engine_id: str) -> EngineClient:
+        return _Client(self, endpoint, engine_id)
+
+
+class _Client(EngineClient):
+    def __init__(self, sabotage: Sabotage, endpoint: Endpoint, engine_id: str) -> None:
+        deadlines = Deadlines(
+            control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10
+        )
+        super().__init__(endpoint, engine_id=engine_id, deadlines=deadlines)
+        self._sabotage = sabotage
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        if not self._sabotage.pause:
+            await super().pause_generation(mode)
+
+    async def flush_cache(self, timeout_s: float | None = None) -> None:
+        if not (self._sabotage.pause or self._sabotage.flush):
+            await super().flush_cache(timeout_s)
+
+    async def update_weights_from_tensor(self, *args: Any, **settings: Any) -> None:
+        if self._sabotage.flush:
+            settings["flush_cache"] = False
+        await super().update_weights_from_tensor(*args, **settings)
+
+
+@dataclass
+class RealPolicy:
+    """What a test drives.
+
+    Attributes:
+        handle: the server.
+        models: checkpoints of one shape; version ``v`` is the weights of number ``v % len``.
+        log_dir: where the engines log.
+    """
+
+    handle: ServerHandle
+    models: list[Path]
+    log_dir: Path
+    sabotage: Sabotage
+    _tensors: dict[Path, Any] = field(default_factory=dict)
+
+    def weights_of(self, version: int) -> Path:
+        return self.models[version % len(self.models)]
+
+    def tensors_of(self, version: int) -> Any:
+        from safetensors.torch import load_file
+
+        path = self.weights_of(version)
+        if path not in self._tensors:
+            self._tensors[path] = load_file(path / "model.safetensors")
+        return self._tensors[path]
+
+    def engines(self) -> list[EngineStatus]:
+        """As they are known now."""
+        status = self.handle.status().result(30)
+        return [engine for group in status.groups for engine in group.engines]
+
+    def identities(self) -> dict[str, tuple[int, float]]:
+        """Pid and start time of each engine that is alive and not fenced."""
+        return {
+            one.engine_id: (one.pid, psutil.Process(one.pid).create_time())
+            for one in self.engines()
+            if one.pid is not None and not one.fenced_because
+        }
+
+    def log_of(self, engine_id: str) -> str:
+        (log,) = self.log_dir.rglob(f"{engine_id}.log")
+        return log.read_text(errors="replace")
+
+    def is_whole(self) -> bool:
+        """Whether every engine serves, and nothing is left out that a client was asked."""
+        status = self.handle.status().result(30)
+        states = {engine.state for group in status.groups for engine in group.engines}
+        return (status.phase, status.gate, states) == (
+            "serving",
+            "open",
+            {"serving"},
+        ) and self.sabotage == Sabotage()
+
+    def next_tensors(self) -> Any:
+        """Those of the version that the next push makes."""
+        return self.tensors_of(self.handle.weight_version + 1)
+
+
+@contextmanager
+def real_policy(
+    models: list[Path], folder: Path, groups: Mapping[str, Any], **server: Any
+) -> Iterator[RealPolicy]:
+    sabotage = Sabotage()
+    config = real_config(models[0], folder, groups, **server)
+    with launch_local(config, connect=sabotage.connect) as deployment:
+        yield RealPolicy(deployment["policy"], models, folder, sabotage)
