@@ -1,0 +1,1 @@
+"""The commands of ``rollout``, one file each."""
