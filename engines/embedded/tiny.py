@@ -24,13 +24,15 @@ def make_tiny_model(
     max_length: int = 4096,
     tie_embeddings: bool = False,
     dtype: str = "float32",
+    num_experts: int = 5,
 ) -> Path:
     """Write a model directory that ``python -m engines.embedded`` can serve.
 
     Args:
-        architecture: ``llama`` or ``qwen3``.
+        architecture: ``llama``, ``qwen3`` or ``qwen3_moe``.
         seed: of the random weights; two seeds answer differently.
         max_length: the model's context length in tokens.
+        num_experts: of each layer of a mixture, two of which see a token.
 
     Returns:
         The directory.
@@ -40,6 +42,7 @@ def make_tiny_model(
         AutoModelForCausalLM,
         LlamaConfig,
         Qwen3Config,
+        Qwen3MoeConfig,
     )
     from transformers.utils import logging
 
@@ -47,7 +50,18 @@ def make_tiny_model(
     quiet.disable_progress_bar()
     path = Path(path)
     tokenizer = make_byte_tokenizer()
-    configs: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    configs: dict[str, Any] = {
+        "llama": LlamaConfig,
+        "qwen3": Qwen3Config,
+        "qwen3_moe": Qwen3MoeConfig,
+    }
+    more: dict[str, Any] = {}
+    if architecture == "qwen3_moe":
+        more = {
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size // 2,
+        }
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     config = configs[architecture](
         vocab_size=len(tokenizer),
@@ -63,6 +77,7 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
+        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

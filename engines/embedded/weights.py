@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engines.embedded.errors import Invalid
+from engines.embedded.experts import checkpoint_tensors
 from engines.embedded.fingerprint import bytes_fingerprint, dtype_name
 from engines.embedded.memory import Memory
 from engines.fingerprint import whole_fingerprint
@@ -46,11 +47,17 @@ class Weights:
     ) -> None:
         self._adapter_fingerprints = adapter_fingerprints
         # A tied tensor is listed under its first name, the one save_pretrained keeps.
-        self._tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+        kind = getattr(getattr(model, "config", None), "model_type", "")
+        self._tensors = {
+            name: tensor
+            for its_name, parameter in model.named_parameters()
+            for name, tensor in checkpoint_tensors(kind, its_name, parameter.data)
+        }
+        known = {name for name, _ in model.named_parameters()}
         self._tied = {
             name: parameter.data
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name not in self._tensors
+            if name not in known
         }
         self._snapshot: dict[str, torch.Tensor] = {}
 
