@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engines.protocol import Endpoint, WorkerType
 from rollout.errors import ConfigError
@@ -274,6 +274,34 @@ class HealthConfig(_Slice):
         return self
 
 
+class StoreConfig(_Slice):
+    """The current policy in spare memory, for engines that come back without the trainer.
+
+    Each node takes twice its share of ``replicas`` copies of the model (two versions), at most
+    twice the model, and what it lacks of the model while an engine is restored there; ``rollout
+    plan`` says how much that is. Leave it off where that memory is needed by engines or trainer,
+    where a saved checkpoint of every version is at hand anyway, or where engines may wait for the
+    next push.
+    """
+
+    replicas: Annotated[int, Field(ge=1)] = 2
+    """Different nodes that keep each byte; nodes that may be lost are one less."""
+    path: str = "/dev/shm"
+    """Folder in memory, the same on every node."""
+    unit_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """About how much is placed, sent and proved together: an expert, or a piece of a layer."""
+    segment_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """About how long one file is."""
+    spare_bytes: Annotated[int, Field(ge=0)] = 2 << 30
+    """Memory of each node that it leaves free; with less than this, pushes are not kept."""
+    lease_s: Seconds = 600.0
+    """A run of which nothing is heard for so long loses its bytes."""
+    write_timeout_s: Seconds = 600.0
+    """Until a push is kept, in the background; past it, that push is not."""
+    max_failures: Annotated[int, Field(ge=1)] = 3
+    """Failures in a row after which it switches itself off."""
+
+
 class WeightsConfig(_Slice):
     """How new weights reach the engines."""
 
@@ -281,6 +309,22 @@ class WeightsConfig(_Slice):
     """What a push contains; decides what a release may forget."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
     """Bytes of tensors sent in one call."""
+    store: StoreConfig | None = None
+    """Keep the published weights in the nodes' memory: ``true``, or settings of its own."""
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _store_is_a_switch_too(cls, value: Any) -> Any:
+        return ({} if value else None) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _store_gets_whole_pushes(self) -> WeightsConfig:
+        if self.store is not None and self.update is not WeightUpdate.FULL:
+            raise ValueError(
+                f"the store keeps full pushes, and weights.update is {self.update}; leave out "
+                "weights.store"
+            )
+        return self
 
 
 class TimelineConfig(_Slice):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+from rollout.weights.source import DiskSource, WeightSource
 
 
 def fewest_engines(group: GroupConfig, lifecycle: LifecycleConfig, num: int) -> int:
@@ -22,6 +23,7 @@ class GroupSettings:
         path: dotted path of the group's settings, for messages.
         log_dir: folder its engines log into, and its timeline.
         otel: its timeline also goes through OpenTelemetry.
+        sources: where a restarted engine gets its weights from before the disk is tried.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GroupSettings:
     lifecycle: LifecycleConfig
     health: HealthConfig = field(default_factory=HealthConfig)
     otel: bool = False
+    sources: tuple[WeightSource, ...] = ()
 
     @property
     def source(self) -> str:
@@ -47,3 +50,9 @@ class GroupSettings:
     def raises(self) -> bool:
         """Whether the failure of one engine stops the step."""
         return self.lifecycle.on_failure == "raise"
+
+    @property
+    def all_sources(self) -> tuple[WeightSource, ...]:
+        """Where a restarted engine gets its weights from, in this order."""
+        path = self.health.weights_path
+        return self.sources if path is None else (*self.sources, DiskSource(path))

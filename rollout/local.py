@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engines.launch import EngineLauncher, LocalLauncher
 from engines.protocol import WorkerType
-from rollout.config import RolloutConfig, check_paths
+from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.handle import DeploymentHandle, ServerHandle
 from rollout.page.host import page_of
@@ -23,6 +23,10 @@ from rollout.starting import Connect
 from rollout.timeline.lines import recorded_in
 from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
+from rollout.weights.source import WeightSource
+from rollout.weights.store.agents import LocalAgents, StoreTerms
+from rollout.weights.store.source import StoreSource
+from rollout.weights.store.store import WeightStore
 
 
 class LocalCaller:
@@ -38,8 +42,14 @@ class LocalCaller:
         return push
 
 
-def group_settings(config: RolloutConfig, server: str, group: str) -> GroupSettings:
-    """The slice of ``config`` that one group needs."""
+def group_settings(
+    config: RolloutConfig, server: str, group: str, sources: Sequence[WeightSource] = ()
+) -> GroupSettings:
+    """The slice of ``config`` that one group needs.
+
+    Args:
+        sources: of weights for engines that are started again, before the disk.
+    """
     of_server = config.servers[server]
     return GroupSettings(
         name=group,
@@ -51,6 +61,7 @@ def group_settings(config: RolloutConfig, server: str, group: str) -> GroupSetti
         lifecycle=of_server.lifecycle,
         health=of_server.health,
         otel=of_server.timeline.otel,
+        sources=tuple(sources),
     )
 
 
@@ -90,20 +101,40 @@ def build_servers(
         timeline = recorded_in(settings.log_dir, settings.source, otel=settings.otel)
         return ServerGroup(settings, slots, launcher, connect, timeline=timeline)
 
-    return {
-        name: RolloutServer(
+    def server_of(name: str, server: ServerConfig) -> RolloutServer:
+        terms = store_terms(config, name)
+        store: WeightStore | None = None
+        sources: Sequence[WeightSource] = ()
+        if terms is not None:
+            agents = LocalAgents(terms, store_nodes(slots, name))
+            store = WeightStore(terms, agents)
+            sources = (StoreSource(terms, agents, server.model_path),)
+        return RolloutServer(
             name,
             server,
             {
-                group: group_of(group_settings(config, name, group), slots[name, group])
+                group: group_of(group_settings(config, name, group, sources), slots[name, group])
                 for group in started_groups(config, name)
             },
             RouterHost(server.router),
+            store=store,
             timeline=recorded_in(run.of_server(name), name, otel=server.timeline.otel),
             page=page_of(server, run, name),
         )
-        for name, server in config.servers.items()
-    }
+
+    return {name: server_of(name, server) for name, server in config.servers.items()}
+
+
+def store_terms(config: RolloutConfig, server: str) -> StoreTerms | None:
+    """Of a new life of a server's store; None if it has none."""
+    store = config.servers[server].weights.store
+    return None if store is None else StoreTerms.of(store, config.run_id, server)
+
+
+def store_nodes(slots: Mapping[tuple[str, str], Sequence[EngineSlot]], server: str) -> list[str]:
+    """The nodes that keep a server's weights: those that its engines are on."""
+    nodes = {slot.node_id for (owner, _), own in slots.items() if owner == server for slot in own}
+    return sorted(nodes)
 
 
 def lock_timeout_s(config: RolloutConfig) -> float:

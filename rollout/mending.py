@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from engines.protocol import MemoryTag, WeightsReport
-from rollout.config import HealthConfig
 from rollout.errors import EngineFailure
 from rollout.group_commands import GroupCommands
 from rollout.health import LOOKS
@@ -19,7 +18,7 @@ from rollout.lifecycle import Phase
 from rollout.member import Member
 from rollout.roster import Roster
 from rollout.watching import GroupProbe, adopt, probe_all, walk
-from rollout.weights.source import DiskSource, WeightSource
+from rollout.weights.source import WeightSource
 
 
 class Mending:
@@ -28,6 +27,7 @@ class Mending:
     Args:
         commands: whoever commands the engines.
         tags: what the group releases when it is offloaded; empty if it keeps its GPUs.
+        sources: of weights for a restarted engine, in the order in which they are tried.
     """
 
     def __init__(
@@ -35,13 +35,12 @@ class Mending:
         roster: Roster,
         commands: GroupCommands,
         tags: Sequence[MemoryTag],
-        config: HealthConfig,
+        sources: Sequence[WeightSource],
     ) -> None:
         self._roster = roster
         self._commands = commands
         self.tags = tags
-        path = config.weights_path
-        self._sources: list[WeightSource] = [] if path is None else [DiskSource(path)]
+        self._sources = sources
         self._num_going_on = 0
         self._door = asyncio.Lock()
 

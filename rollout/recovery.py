@@ -67,9 +67,12 @@ class Recovery:
         server: Server,
         router: FailureSource,
         lock: CommandLock,
+        *,
+        has_sources: bool = False,
     ) -> None:
         self._name = name
         self._config = config
+        self._has_sources = has_sources or config.weights_path is not None
         self._groups = dict(groups)
         self._server = server
         self._router = router
@@ -207,7 +210,7 @@ class Recovery:
         return bool(
             self._record.unfenced_dead()
             or self._record.plan()
-            or (self._config.weights_path is not None and self._record.stale())
+            or (self._has_sources and self._record.stale())
         )
 
     async def revive(self, groups: Collection[str]) -> None:

@@ -37,6 +37,7 @@ from rollout.timeline.recorder import Timeline
 from rollout.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manifest
 from rollout.weights.push import WeightPush
+from rollout.weights.store.store import WeightStore
 from rollout.window import Window
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class RolloutServer:
         groups: Mapping[str, GroupPort],
         router: RouterPort,
         *,
+        store: WeightStore | None = None,
         timeline: Timeline | None = None,
         page: PagePort | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class RolloutServer:
         self.timeline = timeline or Timeline(name)
         self._config = config
         self._router = router
+        self._store = store
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
         self._view = GroupView(name, config, groups)
         self._recovery = Recovery(
@@ -70,6 +73,7 @@ class RolloutServer:
             self,
             router,
             self._lock,
+            has_sources=store is not None,
         )
         self._gate = Gatekeeper(
             router,
@@ -80,7 +84,7 @@ class RolloutServer:
             self.timeline,
         )
         self._steps = Steps(
-            name, config.lifecycle, self._view, self._gate, self._recovery, self.timeline
+            name, config.lifecycle, self._view, self._gate, self._recovery, self.timeline, store
         )
         self._window = Window(self.status, self.timeline, self._view.groups, router)
         self._places = Places(name, config, self._view, self._gate, self._recovery)
@@ -110,6 +114,8 @@ class RolloutServer:
                     {name: group.start() for name, group in self._view.groups.items()}
                 )
                 self._check_start_versions(statuses)
+                if self._store is not None:
+                    await self._store.start()
                 await self._steps.open_gate()
                 self._recovery.start(
                     {
@@ -135,6 +141,8 @@ class RolloutServer:
         if self._endpoint is not None:
             parts["router"] = self._router.stop(budget_s)
             self._endpoint = None
+        if self._store is not None:
+            parts["store"] = self._store.stop()
         parts |= {name: group.stop() for name, group in self._view.groups.items()}
         try:
             await barrier(parts)
@@ -294,6 +302,7 @@ class RolloutServer:
             gate=self._gate.state,
             lock_owner=self._lock.owner,
             groups=tuple(groups.values()),
+            store=await self._store.status() if self._store is not None else None,
         )
 
     async def observe(self, cursors: Mapping[str, int]) -> Observation:

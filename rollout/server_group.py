@@ -81,7 +81,7 @@ class ServerGroup:
             self._roster,
             self._commands,
             self._policy.tags if self._traits.needs_offload else (),
-            settings.health,
+            settings.all_sources,
         )
         self._lending = Lending(
             settings, self._roster, self._commands, self._policy, self._checkpoint_bytes

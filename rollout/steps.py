@@ -24,6 +24,7 @@ from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Kind
 from rollout.types import PhaseReport, StepReport
 from rollout.weights.push import WeightPush
+from rollout.weights.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Steps:
         gate: Gatekeeper,
         recovery: Recovery,
         timeline: Timeline,
+        store: WeightStore | None = None,
     ) -> None:
         self.weight_version = 0
         self._timeline = timeline
@@ -54,6 +56,8 @@ class Steps:
         self._view = view
         self._gate = gate
         self._recovery = recovery
+        self._store = store
+        self._pushed: WeightPush | None = None
         self._order = 0
         self._has_failed = False
 
@@ -126,6 +130,7 @@ class Steps:
             weight_version=push.version,
         )
         self.weight_version = push.version
+        self._pushed = push
         return report
 
     async def verify(self, names: Iterable[str]) -> StepReport:
@@ -146,6 +151,10 @@ class Steps:
         """All engines are fit to serve: let requests in."""
         await self._gate.open(self.weight_version)
         self._has_failed = False
+        pushed, self._pushed = self._pushed, None
+        if self._store is not None and pushed is not None:
+            # Proved and serving, so worth keeping; and nobody waits for that.
+            self._store.offer(pushed)
 
     # -- how ----------------------------------------------------------------------------------
 

@@ -161,8 +161,35 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What the DRAM store of one server is doing.
+
+    Attributes:
+        is_on: whether pushes are kept.
+        because: why not, or what failed last; empty if nothing did.
+        version: the weight version that is kept; None before the first.
+        is_writing: a newer one is on its way.
+        node_bytes: memory it holds on each node that answers.
+        write_s: how long the last write took.
+        num_dropped: pushes that a later one overtook.
+    """
+
+    is_on: bool
+    because: str = ""
+    version: int | None = None
+    is_writing: bool = False
+    node_bytes: Mapping[str, int] = field(default_factory=dict)
+    write_s: float = 0.0
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """One rollout server: its groups, its router, and who holds its lifecycle lock."""
+    """One rollout server: its groups, its router, and who holds its lifecycle lock.
+
+    Attributes:
+        store: None where none is configured.
+    """
 
     name: str
     phase: str
@@ -171,3 +198,4 @@ class ServerStatus:
     gate: str
     lock_owner: str
     groups: tuple[GroupStatus, ...]
+    store: StoreStatus | None = None

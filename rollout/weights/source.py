@@ -16,8 +16,12 @@ from engines.protocol import Engine
 class WeightSource(Protocol):
     """Something that holds weights of some versions."""
 
-    async def restore(self, engine: Engine, version: int) -> bool:
-        """Give ``engine`` the weights of ``version``; False if this source does not have them."""
+    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+        """Give ``engine`` the weights of ``version``; False if this source does not have them.
+
+        Args:
+            node_id: where the engine runs.
+        """
         ...
 
 
@@ -31,7 +35,7 @@ class DiskSource:
 
     path: str
 
-    async def restore(self, engine: Engine, version: int) -> bool:
+    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
         folder = self.path.replace("{version}", str(version))
         if not _is_checkpoint(folder):
             return False

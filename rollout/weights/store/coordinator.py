@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from rollout.errors import WeightsUnavailable
-from rollout.weights.fingerprint import Buffer
+from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.manifest import Manifest
 from rollout.weights.store.assembling import Assembled, Peer
 from rollout.weights.store.commit import NodeState, Write, counting, to_promote
 from rollout.weights.store.records import Record
 from rollout.weights.store.spread import spread
 from rollout.weights.store.units import make_units
-from rollout.weights.store.writer import Sink, Writing, check_covered
+from rollout.weights.store.writer import Content, Sink, Writing, check_covered
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +125,14 @@ class Coordinator:
         self,
         version: int,
         manifest: Manifest,
-        tensors: Iterable[tuple[str, Buffer]],
+        tensors: Iterable[tuple[str, Content]],
+        fingerprints: Mapping[str, str] | None = None,
     ) -> Record:
         """Keep a version; when this returns, it counts.
+
+        Args:
+            fingerprints: taken when it was pushed; what is read now must have the same, for the
+                memory it comes from may have been written again meanwhile.
 
         Raises:
             WeightsUnavailable: it cannot be kept; what counted before still does.
@@ -144,13 +148,20 @@ class Coordinator:
         )
         write = Write(number, version, uuid.uuid4().hex[:12])
         record, paths = self._begin(write, manifest, counts, failed)
-        sinks = {node: self._agents[node].sink(record, one) for node, one in paths.items()}
+        sinks: dict[str, Sink] = {}
+        for node, files in paths.items():
+            try:
+                sinks[node] = self._agents[node].sink(record, files)
+            except FAILURES as error:
+                failed[node] = str(error)
+        check_covered(record, sinks, failed)
         writing = Writing(record, sinks)
         try:
             writing.take(tensors)
         finally:
             writing.close()
         record = writing.finish()
+        _check_unchanged(fingerprints or {}, record.fingerprints)
         failed |= writing.failed
         sealed = self._each(writing.nodes, failed, lambda agent: agent.seal(record))
         check_covered(record, sealed, failed)
@@ -233,6 +244,15 @@ class Coordinator:
 
     def _names(self) -> str:
         return ", ".join(sorted(self._agents))
+
+
+def _check_unchanged(pushed: Mapping[str, str], read: Mapping[str, str]) -> None:
+    for name, fingerprint in pushed.items():
+        if fingerprint.startswith("xxh3:") and read.get(name) != fingerprint:
+            raise WeightMismatch(
+                f"tensor {name!r} changed between its push and its copy into the store",
+                tensor=name,
+            )
 
 
 def _begin_on(

@@ -8,15 +8,17 @@ hash and for every copy of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import Protocol
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.fingerprint import Buffer, host_fingerprint_of, start
-from rollout.weights.store.files import Files, Regions
+from rollout.weights.store.files import Files, Region, Regions
 from rollout.weights.store.layout import Range, ranges
 from rollout.weights.store.records import Record
 
@@ -24,6 +26,50 @@ logger = logging.getLogger(__name__)
 
 # Small enough to be in a core's cache when it is copied, after it was read to be hashed.
 _PIECE_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """A tensor's bytes in memory."""
+
+    view: memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.view)
+
+    def pieces(self, num_bytes: int) -> Iterator[memoryview]:
+        """One after the other."""
+        for first in range(0, len(self.view), num_bytes):
+            yield self.view[first : first + num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """A tensor's bytes in a file that somebody else may shorten at any time: read, not mapped,
+    for then that is an error and not the end of the process."""
+
+    descriptor: int
+    offset: int
+    num_bytes: int
+
+    def pieces(self, num_bytes: int) -> Iterator[memoryview]:
+        """One after the other, in one buffer that stays in a core's cache.
+
+        Raises:
+            OSError: the file is shorter now.
+        """
+        buffer = memoryview(bytearray(min(num_bytes, self.num_bytes)))
+        offset, end = self.offset, self.offset + self.num_bytes
+        while offset < end:
+            count = os.preadv(self.descriptor, [buffer[: end - offset]], offset)
+            if not count:
+                raise OSError("the pushed file was cut while it was read")
+            yield buffer[:count]
+            offset += count
+
+
+Content = Buffer | MemoryBytes | FileBytes
 
 
 class Sink(Protocol):
@@ -46,18 +92,23 @@ class FileSink:
         self._paths = paths
         self._regions = regions
         self._files = files
-        self._place: tuple[str, int] = ("", 0)
+        self._region: Region | None = None
+        self._offset = 0
+
+    def region(self, file: str) -> Region:
+        """The bytes of one of the node's segments."""
+        return self._regions.of(Path(self._paths[file]))
 
     def open(self, place: Range) -> None:
-        self._place = place.file, place.offset
+        self._region, self._offset = self.region(place.file), place.offset
 
     def put(self, piece: memoryview) -> None:
-        file, offset = self._place
-        self._files.put(self._regions.of(Path(self._paths[file])), offset, piece)
-        self._place = file, offset + len(piece)
+        assert self._region is not None
+        self._files.put(self._region, self._offset, piece)
+        self._offset += len(piece)
 
     def close(self) -> None:
-        pass
+        self._region = None
 
 
 class Writing:
@@ -77,7 +128,7 @@ class Writing:
                 self._places.setdefault(place.tensor.name, {})[node] = place
         self._fingerprints: dict[str, str] = {}
 
-    def take(self, tensors: Iterable[tuple[str, Buffer]]) -> None:
+    def take(self, tensors: Iterable[tuple[str, Content]]) -> None:
         """Write these tensors.
 
         Raises:
@@ -85,25 +136,26 @@ class Writing:
             WeightsUnavailable: so many nodes have failed that a unit is kept by none.
         """
         for name, content in tensors:
-            self._take(name, memoryview(content).cast("B"))
+            if not isinstance(content, FileBytes | MemoryBytes):
+                content = MemoryBytes(memoryview(content).cast("B"))
+            self._take(name, content)
 
-    def _take(self, name: str, content: memoryview) -> None:
+    def _take(self, name: str, content: FileBytes | MemoryBytes) -> None:
         places = self._places.get(name)
         if places is None or name in self._fingerprints:
             what = "is not in the manifest" if places is None else "comes twice"
             raise WeightMismatch(f"tensor {name!r} {what}", tensor=name)
         place = next(iter(places.values()))
-        if len(content) != place.num_bytes:
+        if content.num_bytes != place.num_bytes:
             raise WeightMismatch(
-                f"tensor {name!r} has {len(content)} bytes, its shape makes {place.num_bytes}",
+                f"tensor {name!r} has {content.num_bytes} bytes, its shape makes {place.num_bytes}",
                 tensor=name,
             )
         tensor = place.tensor
         hasher = start(tensor.name, tensor.dtype, tensor.shape)
         for node, its_place in places.items():
             self._to(node, methodcaller("open", its_place))
-        for first in range(0, len(content), _PIECE_BYTES):
-            piece = content[first : first + _PIECE_BYTES]
+        for piece in content.pieces(_PIECE_BYTES):
             hasher.update(piece)
             for node in places:
                 self._to(node, methodcaller("put", piece))

@@ -1,0 +1,105 @@
+"""A killed engine comes back with the current policy, from the store, without the trainer."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout import RolloutConfig, launch
+from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.types import EngineStatus, StoreStatus
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from engines.embedded.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def weights(model_path: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    # Not what engines start from: who answers with these has them from a push.
+    return {
+        name: tensor * 1.5 for name, tensor in load_file(model_path / "model.safetensors").items()
+    }
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeploymentHandle]:
+    health = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
+    config = RolloutConfig.from_dict(
+        {
+            "log_dir": str(tmp_path_factory.mktemp("logs")),
+            "servers": {
+                "policy": {
+                    "model_path": str(model_path),
+                    "groups": {"main": {"num_engines": 1, "engine": {"cpus": 0.5}}},
+                    "health": health,
+                    "weights": {"store": {"spare_bytes": 0, "unit_bytes": 20_000}},
+                }
+            },
+        }
+    )
+    with launch(config, backend="local") as handle:
+        yield handle
+    assert not list(Path("/dev/shm").glob("rollout-store-*/*"))
+
+
+def the_engine(policy: ServerHandle) -> EngineStatus:
+    return policy.status().result(30).groups[0].engines[0]
+
+
+def is_back(policy: ServerHandle, before: EngineStatus) -> bool:
+    now = the_engine(policy)
+    return now.pid != before.pid and now.state == "serving"
+
+
+def store(policy: ServerHandle) -> StoreStatus:
+    found = policy.status().result(30).store
+    assert found is not None
+    return found
+
+
+def greedy(policy: ServerHandle) -> list[int]:
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+    }
+    reply = httpx.post(f"{policy.url}/generate", json=body, trust_env=False, timeout=60)
+    reply.raise_for_status()
+    assert reply.headers["x-weight-version"] == str(policy.weight_version)
+    ids: list[int] = reply.json()["output_ids"]
+    return ids
+
+
+def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
+    deployment: DeploymentHandle,
+    weights: dict[str, Any],
+    record_property: Callable[[str, Any], None],
+) -> None:
+    policy = deployment["policy"]
+    at_start = greedy(policy)
+    policy.sync_weights(weights).result(60)
+    assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
+    pushed = greedy(policy)
+    assert pushed != at_start
+    before = the_engine(policy)
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert wait_until(lambda: is_back(policy, before), 60)
+    record_property("figures", f"serves again after {time.monotonic() - killed:.2f} s")
+    assert greedy(policy) == pushed

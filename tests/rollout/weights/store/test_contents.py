@@ -1,0 +1,91 @@
+"""Pushed buckets as plain bytes, read without torch."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import WeightsUnavailable
+from rollout.weights.store.contents import tensors_of
+
+pytestmark = pytest.mark.embedded
+
+
+def tensors() -> dict[str, Any]:
+    import torch
+
+    return {
+        "a": torch.randn(3, 4).bfloat16(),
+        "b": torch.arange(7),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3.0),
+        "part": torch.randn(10, 4)[2:5],
+    }
+
+
+def read(payload: Any) -> dict[str, bytes]:
+    from rollout.weights.store.writer import FileBytes
+
+    return {
+        name: b"".join(map(bytes, one.pieces(7))) if isinstance(one, FileBytes) else bytes(one)
+        for name, one in tensors_of(payload)
+    }
+
+
+def expected(wanted: dict[str, Any]) -> dict[str, bytes]:
+    import torch
+
+    return {
+        name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in wanted.items()
+    }
+
+
+def test_a_push_by_value_is_read(tmp_path: Path) -> None:
+    from rollout.weights.tensors import make_push
+
+    wanted = tensors()
+    push = make_push(wanted, version=1, bucket_bytes=40)
+    assert len(push.buckets) > 1
+    found: dict[str, bytes] = {}
+    for bucket in push.buckets:
+        found |= read(bucket)
+    assert found == expected(wanted)
+
+
+def test_a_push_by_path_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    wanted = {name: tensor.contiguous() for name, tensor in tensors().items()}
+    save_file(wanted, tmp_path / "bucket.safetensors")
+    assert read({"path": str(tmp_path)}) == expected(wanted)
+
+
+def test_a_bucket_that_would_execute_something_does_not(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "touched",)
+
+    with pytest.raises(WeightsUnavailable, match=r"pathlib.* has no place in a push"):
+        read(pickle.dumps([("a", Evil())]))
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"", "cannot be read"),
+        (pickle.dumps(7), "cannot be read"),
+        ({"names": ["a"]}, "has no tensors in it"),
+    ],
+)
+def test_what_has_no_tensors_in_it_is_refused_in_words(payload: Any, said: str) -> None:
+    with pytest.raises(WeightsUnavailable, match=said):
+        read(payload)
+
+
+def test_a_pushed_folder_that_is_gone_or_cut_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "bucket.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(WeightsUnavailable, match="is gone"):
+        read({"path": str(tmp_path)})

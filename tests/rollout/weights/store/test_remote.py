@@ -1,0 +1,142 @@
+"""Agents behind TCP: the same store, with connections that break and agents that move."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import WeightsUnavailable
+from rollout.weights.store.agent import AgentSettings, StoreAgent
+from rollout.weights.store.client import AgentClient
+from rollout.weights.store.serving import AgentServer
+from tests.support.store_worlds import World, contents
+
+
+class Served:
+    """Agents in this process, each behind a door that can be shut and opened elsewhere."""
+
+    def __init__(self, base: Path, *, shares_files: bool) -> None:
+        self.world = World(base / "coordinator", 0)
+        self.servers: dict[str, AgentServer] = {}
+        self.addresses: dict[str, tuple[str, int]] = {}
+        for index in range(3):
+            # Folders of their own, as nodes have them.
+            node = f"node-{index}"
+            self.open(StoreAgent(AgentSettings(node, str(base / node), "run", "secret")))
+        clients = {node: self.client(node) for node in self.servers}
+        if not shares_files:
+            for client in clients.values():
+                client._has_its_files = lambda: False
+        self.world.new_coordinator(clients)
+        self.clients = clients
+
+    def open(self, agent: StoreAgent) -> None:
+        server = AgentServer(agent)
+        self.servers[agent.node] = server
+        self.addresses[agent.node] = server.address
+
+    def client(self, node: str, token: str = "secret") -> AgentClient:
+        return AgentClient(node, lambda: self.addresses[node], token)
+
+    def close(self) -> None:
+        self.world.coordinator.close()
+        for server in self.servers.values():
+            server.close()
+
+
+@pytest.fixture(params=[True, False], ids=["same-host", "streamed"])
+def served(request: pytest.FixtureRequest, shared_memory: Path) -> Iterator[Served]:
+    served = Served(shared_memory, shares_files=request.param)
+    yield served
+    served.close()
+
+
+def restored(served: Served, version: int, node: str) -> dict[str, bytes]:
+    return served.world.restore(version, node)
+
+
+def test_versions_are_written_and_restored_through_the_doors(served: Served) -> None:
+    for version in (1, 2, 3):
+        served.world.write(version)
+    for node in served.servers:
+        assert restored(served, 3, node) == contents(served.world.manifest, 3)
+    with pytest.raises(WeightsUnavailable, match="not weight version 2"):
+        restored(served, 2, "node-0")
+
+
+def test_an_agent_that_was_started_again_elsewhere_is_found(served: Served) -> None:
+    served.world.write(1)
+    old = served.servers["node-1"]
+    old.close()
+    old.agent.close(clear=False)
+    served.open(StoreAgent(old.agent.settings))
+    assert restored(served, 1, "node-1") == contents(served.world.manifest, 1)
+    served.world.write(2)
+    assert restored(served, 2, "node-1") == contents(served.world.manifest, 2)
+
+
+def test_a_node_that_goes_down_while_it_is_written_to_is_left_out(served: Served) -> None:
+    served.world.write(1)
+    wanted = list(contents(served.world.manifest, 2).items())
+
+    def tensors() -> Iterator[tuple[str, bytes]]:
+        yield from wanted[:5]
+        served.servers["node-1"].close()
+        yield from wanted[5:]
+
+    served.world.coordinator.write(2, served.world.manifest, tensors())
+    assert restored(served, 2, "node-0") == contents(served.world.manifest, 2)
+    served.open(served.servers["node-1"].agent)
+    served.world.write(3)
+    assert restored(served, 3, "node-1") == contents(served.world.manifest, 3)
+
+
+def test_whoever_does_not_know_the_token_is_told_nothing(served: Served) -> None:
+    served.world.write(1)
+    stranger = served.client("node-0", token="guess")
+    for call in (stranger.state, stranger.renew, lambda: stranger.close(clear=True)):
+        with pytest.raises(WeightsUnavailable, match="wrong token"):
+            call()
+    stranger.disconnect()
+    assert restored(served, 1, "node-0") == contents(served.world.manifest, 1)
+
+
+def test_noise_on_the_port_harms_nobody(served: Served) -> None:
+    served.world.write(1)
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, os.urandom(64), b"\x04\0\0\0" + b"\0" * 8):
+        with socket.create_connection(served.addresses["node-0"]) as connection:
+            connection.sendall(noise)
+    assert restored(served, 1, "node-0") == contents(served.world.manifest, 1)
+
+
+def test_a_peer_that_breaks_off_in_a_unit_is_replaced_by_the_other(served: Served) -> None:
+    served.world.write(1)
+    record = served.world.coordinator.record_of(1)
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        thread = threading.Thread(target=_break_off, args=(liar,), daemon=True)
+        thread.start()
+        peers: dict[str, Any] = {
+            "node-1": AgentClient("node-1", liar.getsockname()[:2]),
+            "node-2": served.client("node-2"),
+        }
+        # Units on node-1 and node-2 only: node-1 is asked for half of them first.
+        agent = served.servers["node-0"].agent
+        assembled = agent.assemble(record, peers)
+        assert assembled.fetched_bytes
+        agent.give_back(assembled.path)
+        for peer in peers.values():
+            peer.disconnect()
+
+
+def _break_off(liar: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = liar.accept()
+        except OSError:
+            return
+        connection.recv(100)
+        connection.close()
