@@ -235,11 +235,13 @@ class TensorInfo:
         name: its name in the checkpoint.
         dtype: for example ``float32``.
         shape: its full shape, before any sharding.
+        is_tied: another name of one that is listed too; a push may leave it out.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    is_tied: bool = False
 
 
 class Engine(Protocol):
@@ -294,6 +296,7 @@ class Engine(Protocol):
     ) -> None: ...
     async def weight_version(self) -> str: ...
     async def weights_checker(self, action: str = "checksum") -> WeightsReport: ...
+    async def weights_manifest(self) -> Sequence[TensorInfo]: ...
     async def load_lora_adapter(self, name: str, path: str) -> None: ...
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]

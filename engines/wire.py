@@ -114,6 +114,11 @@ def read_weights_report(answer: Any) -> WeightsReport:
 
 def read_weights_manifest(answer: Any) -> tuple[TensorInfo, ...]:
     return tuple(
-        TensorInfo(name=one["name"], dtype=one["dtype"], shape=tuple(one["shape"]))
+        TensorInfo(
+            name=one["name"],
+            dtype=one["dtype"],
+            shape=tuple(one["shape"]),
+            is_tied=bool(one.get("is_tied")),
+        )
         for one in answer
     )

@@ -302,6 +302,17 @@ class StoreConfig(_Slice):
     """Failures in a row after which it switches itself off."""
 
 
+class Transport(StrEnum):
+    """How a push reaches the engines."""
+
+    AUTO = "auto"
+    TENSOR = "tensor"
+    SHARED_MEMORY = "shared_memory"
+    DISTRIBUTED = "distributed"
+    DISK = "disk"
+    CUDA_IPC = "cuda_ipc"
+
+
 class WeightsConfig(_Slice):
     """How new weights reach the engines."""
 
@@ -309,6 +320,25 @@ class WeightsConfig(_Slice):
     """What a push contains; decides what a release may forget."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
     """Bytes of tensors sent in one call."""
+    transport: Transport = Transport.AUTO
+    """``auto``: ``shared_memory`` where all engines run on the trainer's host and it has room, else
+    ``tensor``. ``distributed`` broadcasts (gloo, NCCL); ``disk`` keeps each version."""
+    stream: bool = False
+    """Make a bucket while engines take the one before: faster, and no copy of the model is ever
+    whole, but the tensors must not change until the push has ended."""
+    fingerprint: bool = True
+    """Fingerprint what is pushed, and compare it with what engines hold that can tell."""
+    shared_memory_path: str = "/dev/shm"
+    """Folder in tmpfs for ``shared_memory``; what is taken there is kept for the next push."""
+    disk_path: str | None = None
+    """Folder for ``disk``, as ``/ckpt/{version}``; give ``health.weights_path`` the same."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of ``distributed``; ``auto``: NCCL for tensors on a GPU."""
+    group_timeout_s: Seconds = 60.0
+    """Until all engines have joined a broadcast, and for each bucket of it; then all are freed."""
+    adapter: str = "policy"
+    """Name under which adapters are pushed with ``update: lora``; requests give it as
+    ``lora_path``."""
     store: StoreConfig | None = None
     """Keep the published weights in the nodes' memory: ``true``, or settings of its own."""
 
@@ -324,6 +354,14 @@ class WeightsConfig(_Slice):
                 f"the store keeps full pushes, and weights.update is {self.update}; leave out "
                 "weights.store"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> WeightsConfig:
+        if self.transport is Transport.DISK and self.disk_path is None:
+            raise ValueError("transport disk needs disk_path, as /ckpt/{version}")
+        if self.disk_path is not None and "{version}" not in self.disk_path:
+            raise ValueError("disk_path has no {version} in it, so it would always be the same")
         return self
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollout.config import RolloutConfig, ServerConfig
+from rollout.config import RolloutConfig, ServerConfig, WeightUpdate
 from rollout.deployment import Deployment, ServerPort
 from rollout.errors import LifecycleError
 from rollout.pending import LoopThread, Pending
+from rollout.pushing import Pushes
 from rollout.types import EngineReport, EngineStatus, ServerStatus, StepReport
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
 if TYPE_CHECKING:
-    from rollout.weights.tensors import NamedTensors
+    from rollout.weights.tensors import NamedTensors, NameMap
 
 T = TypeVar("T")
 
@@ -35,19 +36,25 @@ class Caller(Protocol):
         """Put the payload of a push where the server can reach it cheaply."""
         ...
 
+    def is_here(self, node_id: str, host: str) -> bool:
+        """Whether an engine on this node, listening there, runs on this process's host."""
+        ...
+
+    def own_host(self) -> str:
+        """Address of this machine that the server can reach."""
+        ...
+
 
 class ServerHandle:
     """One rollout server from outside."""
 
     def __init__(self, name: str, config: ServerConfig, target: ServerPort, caller: Caller) -> None:
         self.name = name
-        self._config = config
         self._target = target
         self._caller = caller
         self._url = ""
         self._version = 0
-        self._expected: Manifest | None = None
-        self._has_expected = False
+        self._pushes = Pushes(config, _Around(target, caller))
 
     @property
     def url(self) -> str:
@@ -68,27 +75,53 @@ class ServerHandle:
         return self._caller.call(self._target.offload)
 
     def onload(
-        self, named_tensors: NamedTensors | None = None, *, version: int | None = None
+        self,
+        named_tensors: NamedTensors | WeightPush | None = None,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
     ) -> Pending[StepReport]:
         """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
 
         Args:
-            named_tensors: full tensors by checkpoint name; None pushes nothing.
+            named_tensors: tensors by checkpoint name, DTensors too; None pushes nothing; or a
+                push that was made before.
             version: the weight version they make; one more than the last if left out.
+            name_map: from the trainer's names and fused tensors to the checkpoint's; see
+                ``rollout.weights.tensors.NameMap``.
         """
-        push = None if named_tensors is None else self.make_push(named_tensors, version)
-        return self.onload_push(push)
+        if named_tensors is None:
+            return self.onload_push(None)
+        return self.onload_push(self._made(named_tensors, version, name_map))
 
     def onload_push(self, push: WeightPush | None) -> Pending[StepReport]:
         """``onload`` with a push that was made before."""
-        return self._caller.call(self._target.onload, self._shipped(push))
+        if push is None:
+            return self._caller.call(self._target.onload, None)
+        return self._sent(self._target.onload, push)
 
     def sync_weights(
-        self, named_tensors: NamedTensors, *, version: int | None = None
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
     ) -> Pending[StepReport]:
         """New weights while serving: pause, flush, update, verify, continue; nothing released."""
-        push = self.prepare(named_tensors, version)
-        return self._caller.call(self._target.update_and_continue, push)
+        push = self._made(named_tensors, version, name_map)
+        return self._sent(self._target.update_and_continue, push)
+
+    def sync_base(
+        self, named_tensors: NamedTensors, *, version: int | None = None
+    ) -> Pending[StepReport] | None:
+        """With ``update: lora``, at the start: give the engines the trainer's base weights.
+
+        None, and nothing is sent, if they are what the engines loaded from ``model_path``.
+        """
+        pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        if not self._pushes.base_differs(pairs):
+            return None
+        return self.sync_weights(self.make_base_push(pairs, version))
 
     def offloaded(
         self, weights: Callable[[], NamedTensors] | None = None, *, version: int | None = None
@@ -115,10 +148,14 @@ class ServerHandle:
         return self._caller.call(self._target.onload_weights)
 
     def update_weights(
-        self, named_tensors: NamedTensors, *, version: int | None = None
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
     ) -> Pending[StepReport]:
-        push = self.prepare(named_tensors, version)
-        return self._caller.call(self._target.update_weights, push)
+        push = self._made(named_tensors, version, name_map)
+        return self._sent(self._target.update_weights, push)
 
     def verify(self) -> Pending[StepReport]:
         return self._caller.call(self._target.verify)
@@ -147,35 +184,95 @@ class ServerHandle:
 
     # -- pushes -----------------------------------------------------------------------------
 
-    def make_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
+    def make_push(
+        self,
+        named_tensors: NamedTensors,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> WeightPush:
         """Copy tensors into a push.  Done here and now, so the trainer may then free them.
 
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        from rollout.weights.tensors import make_push
-
-        if not self._has_expected:
-            self._expected = self._caller.call(self._target.expected_manifest).result()
-            self._has_expected = True
-        return make_push(
-            named_tensors,
-            version=self._version + 1 if version is None else version,
-            bucket_bytes=self._config.weights.bucket_bytes,
-            expected=self._expected,
+        return self._pushes.full(
+            named_tensors, self._next(version), name_map=name_map, may_stream=False
         )
+
+    def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
+        """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``."""
+        return self._pushes.full(
+            named_tensors, self._next(version), may_stream=False, contents=WeightUpdate.FULL
+        )
+
+    def make_adapter_push(
+        self,
+        named_tensors: NamedTensors,
+        config: Mapping[str, Any],
+        version: int | None = None,
+    ) -> WeightPush:
+        """With ``update: lora``: copy an adapter into a push.
+
+        Args:
+            named_tensors: under PEFT's names.
+            config: PEFT's ``adapter_config.json``: ``r`` and ``lora_alpha`` at the least.
+
+        Raises:
+            WeightMismatch: it does not fit the model.
+        """
+        return self._pushes.adapter(named_tensors, config, self._next(version))
 
     def prepare(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
         """``make_push``, shipped: ready to be given to the server."""
-        push = self._shipped(self.make_push(named_tensors, version))
-        assert push is not None
-        return push
+        return self._shipped(self.make_push(named_tensors, version))
 
-    def _shipped(self, push: WeightPush | None) -> WeightPush | None:
-        if push is None:
-            return None
+    def end_push(self, push: WeightPush) -> None:
+        """Let go of what a push holds in this process.  Calls that send one do it themselves."""
+        self._pushes.end(push.version)
+
+    def close(self) -> None:
+        """End all pushes and remove their files; the server itself is left alone."""
+        self._pushes.close()
+
+    def _next(self, version: int | None) -> int:
+        return self._version + 1 if version is None else version
+
+    def _made(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        version: int | None,
+        name_map: NameMap | None,
+    ) -> WeightPush:
+        if isinstance(named_tensors, WeightPush):
+            return named_tensors
+        return self._pushes.full(
+            named_tensors, self._next(version), name_map=name_map, may_stream=True
+        )
+
+    def _sent(self, method: Callable[..., Any], push: WeightPush) -> Pending[StepReport]:
+        return self._pushes.ended_with(self._caller.call(method, self._shipped(push)), push)
+
+    def _shipped(self, push: WeightPush) -> WeightPush:
         self._version = max(self._version, push.version)
         return self._caller.ship(push)
+
+
+class _Around:
+    """What pushes must know of the server."""
+
+    def __init__(self, target: ServerPort, caller: Caller) -> None:
+        self._target = target
+        self._caller = caller
+        self.is_here = caller.is_here
+        self.own_host = caller.own_host
+
+    def expected_manifest(self) -> Manifest | None:
+        manifest: Manifest | None = self._caller.call(self._target.expected_manifest).result()
+        return manifest
+
+    def status(self) -> ServerStatus:
+        status: ServerStatus = self._caller.call(self._target.status).result()
+        return status
 
 
 class OffloadWindow:
@@ -204,14 +301,31 @@ class OffloadWindow:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed.
         """
-        if self._push is not None:
-            raise LifecycleError("this offload window already has a push", command="push")
+        self._check_first()
         chosen = self._version if version is None else version
         self._push = self._server.make_push(named_tensors, chosen)
 
+    def push_adapter(
+        self, named_tensors: NamedTensors, config: Mapping[str, Any], *, version: int | None = None
+    ) -> None:
+        """Copy a LoRA adapter now (``update: lora``); it is sent when the block ends.
+
+        Raises:
+            WeightMismatch: it does not fit the model.
+            LifecycleError: the block has already pushed.
+        """
+        self._check_first()
+        chosen = self._version if version is None else version
+        self._push = self._server.make_adapter_push(named_tensors, config, chosen)
+
+    def _check_first(self) -> None:
+        if self._push is not None:
+            raise LifecycleError("this offload window already has a push", command="push")
+
     def _finish(self) -> Pending[StepReport]:
         if self._weights is not None:
-            self.push(self._weights())
+            self._check_first()
+            return self._server.onload(self._weights(), version=self._version)
         return self._server.onload_push(self._push)
 
     def __enter__(self) -> OffloadWindow:
@@ -281,7 +395,12 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         pushes = {
             name: self._servers[name].prepare(tensors) for name, tensors in (weights or {}).items()
         }
-        return self._loop.submit(self._deployment.onload(pushes))
+
+        def end_pushes() -> None:
+            for name, push in pushes.items():
+                self._servers[name].end_push(push)
+
+        return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Where every server is."""
@@ -295,6 +414,8 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         try:
             self._loop.submit(self._deployment.stop()).result()
         finally:
+            for server in self._servers.values():
+                server.close()
             self._on_close()
             self._loop.close()
 

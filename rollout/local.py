@@ -41,6 +41,12 @@ class LocalCaller:
     def ship(self, push: WeightPush) -> WeightPush:
         return push
 
+    def is_here(self, node_id: str, host: str) -> bool:
+        return host in ("127.0.0.1", "localhost", "::1")
+
+    def own_host(self) -> str:
+        return "127.0.0.1"
+
 
 def group_settings(
     config: RolloutConfig, server: str, group: str, sources: Sequence[WeightSource] = ()

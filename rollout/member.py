@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.launch import RunningEngine
-from engines.protocol import Engine, MemoryTag, WeightsReport
+from engines.protocol import Engine, MemoryTag, TensorInfo, WeightsReport
 from rollout.types import EngineSlot, EngineStatus
+from rollout.verification import ADAPTER_PREFIX
+from rollout.weights.manifest import Manifest, TensorSpec
 
 
 @dataclass(slots=True)
@@ -25,6 +27,8 @@ class Member:
         changed: names of the tensors that were pushed since the record.
         has_checker: it can tell fingerprints of its weights, and is asked for them.
         tells_memory: it can tell how much memory each tag has.
+        tensors: what it says its weights are; empty where it cannot tell.
+        pushed: fingerprints of what it was given, as the trainer took them; its dtypes beside it.
         is_stale: it was started again and lacks what was pushed before: it goes through every
             phase with the others, but no request may reach it.
         is_gone: fenced, it has been ended for certain.
@@ -43,12 +47,37 @@ class Member:
     tells_memory: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
+    tensors: tuple[TensorInfo, ...] = ()
+    pushed: dict[str, str] = field(default_factory=dict)
+    pushed_dtypes: dict[str, str] = field(default_factory=dict)
     is_stale: bool = False
     is_gone: bool = False
 
     @property
     def engine_id(self) -> str:
         return self.slot.engine_id
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its own list of tensors, each once."""
+        return Manifest.of(
+            TensorSpec(one.name, one.dtype, one.shape) for one in self.tensors if not one.is_tied
+        )
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Other names of tensors that are in ``manifest``."""
+        return frozenset(one.name for one in self.tensors if one.is_tied)
+
+    def comparable(self) -> dict[str, str]:
+        """Trainer's fingerprints of the tensors that it holds as they were sent: others it has
+        converted to its own dtype, and they cannot be compared."""
+        own = {one.name: one.dtype for one in self.tensors}
+        return {
+            name: text
+            for name, text in self.pushed.items()
+            if name.startswith(ADAPTER_PREFIX) or own.get(name) == self.pushed_dtypes.get(name)
+        }
 
     async def fingerprints(self) -> WeightsReport | None:
         """Of its weights as they are now; None where it cannot tell."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -48,6 +50,26 @@ class Pending(Generic[T]):
             raise TimeoutError(f"no answer within {timeout_s:g} s; the call goes on") from None
         except Exception as error:
             raise self._translate(error) from None
+
+    def then(self, act: Callable[[], None]) -> Pending[T]:
+        """The same call, which has ended only when ``act`` has been done too, however it ended."""
+        after: Future[T] = Future()
+
+        def pass_on(before: Future[T]) -> None:
+            try:
+                act()
+            except Exception:
+                logger.exception("after a call had ended")
+            if before.cancelled():
+                after.cancel()
+                after.set_running_or_notify_cancel()
+            elif error := before.exception():
+                after.set_exception(error)
+            else:
+                after.set_result(before.result())
+
+        self._future.add_done_callback(pass_on)
+        return Pending(after, object_ref=self.object_ref, translate=self._translate)
 
     def done(self) -> bool:
         """Whether the answer is there."""

@@ -38,7 +38,9 @@ def compare(answers: dict[str, Answer[Any]], roster: Roster) -> dict[str, Answer
     reports = {name: one.value for name, one in answers.items() if one.failure is None}
     wrong = judge(
         {
-            name: Evidence(report, roster[name].record, roster[name].changed)
+            name: Evidence(
+                report, roster[name].record, roster[name].changed, roster[name].comparable()
+            )
             for name, report in reports.items()
             if report is not None
         }

@@ -352,7 +352,14 @@ class RolloutServer:
                 f"weight version {push.version} is not newer than {self.weight_version}, "
                 "which the engines were given last"
             )
-        if not push.buckets:
+        if push.is_empty:
             raise WeightMismatch(f"the push of weight version {push.version} holds no tensors")
-        if self._expected is not None:
-            check_push(push.manifest, self._expected, must_be_complete=update is WeightUpdate.FULL)
+        contents = push.contents_under(update)
+        if contents is not update and update is not WeightUpdate.LORA:
+            raise WeightMismatch(
+                f"a push of contents {contents!s} to server {self.name}, whose weights.update is "
+                f"{update!s}: only with lora are adapters pushed, and the base under them"
+            )
+        if self._expected is not None and contents is not WeightUpdate.LORA:
+            is_full = contents is WeightUpdate.FULL
+            check_push(push.manifest, self._expected, must_be_complete=is_full)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from engines.launch import EngineLauncher
 from engines.protocol import MemoryTag, WeightsReport
-from rollout.config import WeightUpdate
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
 from rollout.errors import EngineFailure, WeightMismatch
@@ -37,9 +36,9 @@ from rollout.starting import Connect, Starter, connect_http
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Excerpt, Kind
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
-from rollout.verification import ALL_TENSORS
+from rollout.updating import Updating
 from rollout.watching import GroupProbe
-from rollout.weights.push import PushTarget, WeightPush, push_weights
+from rollout.weights.push import WeightPush
 
 
 class ServerGroup:
@@ -77,11 +76,12 @@ class ServerGroup:
         self._roster = Roster(settings, slots, starter)
         self._commands = GroupCommands(settings, self._traits, self._roster, self.timeline)
         self._checkpoint_bytes = size_of_weights(settings.model_path)
+        self._updating = Updating(settings, self._roster)
         self._mending = Mending(
             self._roster,
             self._commands,
             self._policy.tags if self._traits.needs_offload else (),
-            settings.all_sources,
+            (*settings.all_sources, self._updating.adapters.over(settings.all_sources)),
         )
         self._lending = Lending(
             settings, self._roster, self._commands, self._policy, self._checkpoint_bytes
@@ -151,28 +151,8 @@ class ServerGroup:
         command, started = Command.UPDATE_WEIGHTS, now()
         why_not = next(filter(None, (one.without_weights() for one in self._roster.unfenced())), "")
         target = self._commands.target(command, why_not)
-        members = self._roster.unfenced()
-        for member in members:
-            member.weight_version = None
-            member.is_proved = False
-            member.changed |= self._changed_by(push)
-        answers = await push_weights(
-            push,
-            {
-                member.engine_id: PushTarget(member.engine, member.num_payloads, member.has_session)
-                for member in members
-            },
-            budget_s=self._settings.lifecycle.update_timeout_s,
-        )
-        is_whole = self._settings.update is WeightUpdate.FULL
-        for member in members:
-            if answers[member.engine_id].failure is None and (is_whole or not member.is_stale):
-                member.weight_version, member.is_stale = push.version, False
+        answers = await self._updating.push(push)
         return await finish(self._commands.conclude(command, target, answers, started))
-
-    def _changed_by(self, push: WeightPush) -> frozenset[str]:
-        is_full = self._settings.update is WeightUpdate.FULL
-        return ALL_TENSORS if is_full else frozenset(push.manifest.tensors)
 
     async def verify(self, version: int, order: int | None = None) -> PhaseReport:
         """Prove that every engine holds ``version``: it says so, and its weights do.

@@ -99,6 +99,9 @@ class Starter:
             weight_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             tells_memory=bool(info.resident_bytes),
+            tensors=tuple(await engine.weights_manifest())
+            if "/weights_manifest" in endpoints
+            else (),
         )
         if self._weights_cpu_backup:
             # Some of these weights must outlive a release: what they are now is what to expect.

@@ -123,10 +123,11 @@ class Steps:
         )
 
     async def update_weights(self, push: WeightPush) -> StepReport:
+        read = push.read_by(len(self._view.groups))
         report = await self._step(
             Command.UPDATE_WEIGHTS,
             self._view.groups,
-            lambda group, o: group.update_weights(push, o),
+            lambda group, o: group.update_weights(read, o),
             weight_version=push.version,
         )
         self.weight_version = push.version

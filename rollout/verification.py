@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.protocol import WeightsReport
 
+ADAPTER_PREFIX = "lora:"
+"""What adapters' tensors are called among all weights: no base tensor is."""
 ALL_TENSORS = frozenset({"*"})
 """What a full push changed."""
 
@@ -26,11 +28,14 @@ class Evidence:
         report: its fingerprints now.
         record: its fingerprints when it was last proved; None where none were taken.
         changed: checkpoint names pushed since the record; ``ALL_TENSORS`` for a full push.
+        sent: fingerprints of what it was given, as the trainer took them, of tensors that it
+            holds in the same form and under the same name.
     """
 
     report: WeightsReport
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
+    sent: Mapping[str, str] = field(default_factory=dict)
 
 
 def judge(evidence: Mapping[str, Evidence]) -> dict[str, str]:
@@ -40,6 +45,10 @@ def judge(evidence: Mapping[str, Evidence]) -> dict[str, str]:
         tensor = _lost(one)
         if tensor:
             wrong[engine_id] = f"tensor {tensor!r} is not what it was before, and was not pushed"
+            continue
+        tensor = _not_as_sent(one)
+        if tensor:
+            wrong[engine_id] = f"tensor {tensor!r} is not what the trainer sent"
     left = {engine_id: one.report for engine_id, one in evidence.items() if engine_id not in wrong}
     return wrong | _outvoted(left)
 
@@ -61,15 +70,26 @@ def _lost(one: Evidence) -> str:
         return ""
     if not one.changed:
         return first_difference(one.record, one.report)
+    base = frozenset(name for name in one.changed if not name.startswith(ADAPTER_PREFIX))
     for before, now in zip(one.record.tensors, one.report.tensors, strict=False):
         # SGLang fuses and shards, so its names need not be the checkpoint's: then a tensor that
         # was not pushed cannot be told from one that was.
-        if not one.changed <= before.keys():
+        if not base <= before.keys():
             continue
         for name in sorted(before.keys() - one.changed):
             if now.get(name) != before[name]:
                 return name
     return ""
+
+
+def _not_as_sent(one: Evidence) -> str:
+    """The first tensor that is not what the trainer sent; empty if all that can be told are."""
+    if len(one.report.tensors) != 1:  # sharded: no tensor is whole anywhere
+        return ""
+    held = one.report.tensors[0]
+    return next(
+        (name for name in sorted(one.sent) if name in held and held[name] != one.sent[name]), ""
+    )
 
 
 def _outvoted(reports: Mapping[str, WeightsReport]) -> dict[str, str]:

@@ -63,8 +63,14 @@ class Weights:
 
     def manifest(self) -> list[dict[str, Any]]:
         return [
-            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-            for name, tensor in self._tensors.items()
+            {
+                "name": name,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "is_tied": is_tied,
+            }
+            for tensors, is_tied in ((self._tensors, False), (self._tied, True))
+            for name, tensor in tensors.items()
         ]
 
     def check(self, specs: Iterable[Spec]) -> None:

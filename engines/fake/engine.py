@@ -312,7 +312,7 @@ class FakeEngine:
         operation = "update_weights_from_disk"
         async with self._call(operation, model_path=model_path, weight_version=weight_version):
             await self._write(operation, [], flush_cache, weight_version)
-            self.weights.load_checkpoint(model_path)
+            self.weights.load_path(model_path)
             self._model_path = model_path
 
     async def update_weight_version(

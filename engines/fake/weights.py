@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
+import json
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 from engines.protocol import TensorInfo
 
@@ -45,9 +51,34 @@ def unpack_tensors(payload: str) -> list[tuple[str, Any]]:
         Fatal: it cannot be read.
     """
     try:
-        return [(str(name), tensor) for name, tensor in pickle.loads(base64.b64decode(payload))]
+        loaded = _Reader(io.BytesIO(base64.b64decode(payload))).load()
+        if isinstance(loaded, dict) and "flattened_tensor" in loaded:
+            loaded = _split(loaded)
+        return [(str(name), tensor) for name, tensor in loaded]
     except Exception as error:  # unpickling can raise anything
         raise Fatal(f"unreadable payload: {error}") from None
+
+
+class _Place:
+    """What SGLang's ``FlattenedTensorMetadata`` says, without SGLang."""
+
+    name: str
+    shape: Sequence[int]
+    start_idx: int
+    end_idx: int
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Place if name == "FlattenedTensorMetadata" else super().find_class(module, name)
+
+
+def _split(bucket: Mapping[str, Any]) -> Iterator[tuple[str, FakeTensor]]:
+    """The tensors of a flattened bucket; their bytes stand for their numbers."""
+    flat = bucket["flattened_tensor"]
+    for one in bucket["metadata"]:
+        content = flat[one.start_idx : one.end_idx].tolist()
+        yield one.name, FakeTensor(tuple(one.shape), xxh3_64_intdigest(bytes(content)))
 
 
 @dataclass(slots=True)
@@ -75,6 +106,19 @@ class FakeWeights:
         self.digests = {name: digest_of((path, name)) for name in self.tensors}
         self.lost.clear()
 
+    def load_path(self, path: str) -> None:
+        """What ``update_weights_from_disk`` does: the tensors in the files there, or, where there
+        are none, a checkpoint that is told from others by its path.
+
+        Raises:
+            Fatal: a tensor has another shape than the model's.
+        """
+        files = sorted(Path(path).glob("*.safetensors"))
+        if not files:
+            self.load_checkpoint(path)
+        for file in files:
+            self.write(_tensors_in(file))
+
     def lose(self) -> None:
         """Contents after an unbacked resume: different each time, and different on each engine."""
         self.num_losses += 1
@@ -101,6 +145,17 @@ class FakeWeights:
     def checksum(self) -> str:
         """One digest of everything."""
         return digest_of(sorted(self.digests.items()))
+
+
+def _tensors_in(file: Path) -> Iterator[tuple[str, FakeTensor]]:
+    """Tensors of a safetensors file; their bytes stand for their numbers."""
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    for name, entry in json.loads(content[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            value = xxh3_64_intdigest(content[8 + size + begin : 8 + size + end])
+            yield name, FakeTensor(tuple(entry["shape"]), value)
 
 
 def digest_of(value: Any) -> str:

@@ -51,9 +51,16 @@ class RayCaller:
         buckets: tuple[Any, ...] = tuple(_put(bucket) for bucket in push.buckets)
         return replace(push, buckets=buckets)
 
+    def is_here(self, node_id: str, host: str) -> bool:
+        return node_id == ray.get_runtime_context().get_node_id()
+
+    def own_host(self) -> str:
+        address: str = ray.util.get_node_ip_address()
+        return address
+
 
 def _put(bucket: Any) -> Any:
-    return ray.put(bucket)
+    return ray.put(bucket) if isinstance(bucket, bytes) else bucket
 
 
 def launch_ray(

@@ -11,7 +11,7 @@ import difflib
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.errors import WeightMismatch
@@ -30,9 +30,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All tensors of a checkpoint or of a push, by name."""
+    """All tensors of a checkpoint or of a push, by name.
+
+    Attributes:
+        fingerprints: of their contents, by name; empty where none were taken.
+    """
 
     tensors: Mapping[str, TensorSpec]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> Manifest:
@@ -88,7 +93,7 @@ def _kind(dtype: str) -> str:
     return "float" if "float" in dtype else dtype
 
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -124,7 +129,9 @@ def _read_header(file: Path) -> list[TensorSpec]:
                 raise ValueError(f"header of {length} bytes")
             header = json.loads(stream.read(length))
         return [
-            TensorSpec(name, _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
+            TensorSpec(
+                name, SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         ]

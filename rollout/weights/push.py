@@ -1,24 +1,30 @@
 """Carry one push to many engines: session, buckets, version, flush.
 
-Always true: a session that was begun is ended, also after a failure; the prefix cache is flushed
-and the version set by the last bucket only; an engine that failed in between gets no further
-bucket and is reported, because it now holds half of a push and must not serve.
+Always true: a session that was begun is ended and a group that was joined is left, also after a
+failure; the prefix cache is flushed and the version set by the last bucket only; an engine that
+failed in between gets no further bucket and is reported, because it now holds half of a push and
+must not serve; until ``on_begin`` is called no engine has been asked to change anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engines.protocol import Engine
+from rollout.config import WeightUpdate
+from rollout.errors import WeightsUnavailable
 from rollout.fanout import Answer, fan_out
+from rollout.weights.feed import FeedAddress, FeedReader, Source, StaticSource
 from rollout.weights.manifest import Manifest
+from rollout.weights.transports.by_value import ByValue
+from rollout.weights.transports.carrier import Carrier, Payload, PushTarget, Stage
 
 # What a call gets when the deadline has passed: enough to close a session with.
 _LEAST_BUDGET_S = 5.0
+# More than that is packed in a thread: the event loop has other engines to attend to.
+_MOST_INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,69 +34,164 @@ class WeightPush:
     Attributes:
         version: the weight version they make.
         manifest: every tensor in them.
-        buckets: payloads of ``update_weights_from_tensor`` before base64: bytes, or something
-            to await for them (a Ray ObjectRef), so that only one bucket is in memory at a time.
+        buckets: what the carrier takes, or something to await for it (a Ray ObjectRef), so that
+            only one bucket is in memory at a time; empty where they come from ``feed``.
+        carrier: how they reach an engine.
+        feed: where the trainer hands out buckets as it makes them; None if all are here.
+        contents: what of the model they bring; None: what ``weights.update`` says, and with
+            ``lora`` some of its tensors.
     """
 
     version: int
     manifest: Manifest
-    buckets: Sequence[bytes | Awaitable[bytes]]
+    buckets: Sequence[Payload | Awaitable[Payload]] = ()
+    carrier: Carrier = field(default_factory=ByValue)
+    feed: FeedAddress | None = None
+    contents: WeightUpdate | None = None
 
+    def read_by(self, num_groups: int) -> WeightPush:
+        """The same, for so many groups: a feed must know how many will come."""
+        if self.feed is None:
+            return self
+        return replace(self, feed=replace(self.feed, num_readers=num_groups))
 
-@dataclass(frozen=True, slots=True)
-class PushTarget:
-    """One engine of a push.
+    def contents_under(self, update: WeightUpdate) -> WeightUpdate:
+        """What of the model they bring to a server with this ``weights.update``."""
+        return self.contents or (WeightUpdate.PARTIAL if update is WeightUpdate.LORA else update)
 
-    Attributes:
-        payload_copies: how often SGLang wants the payload: once per tensor-parallel rank.
-        has_session: it wants the update between begin and end (SGLang 0.5.21 and later).
-    """
-
-    engine: Engine
-    payload_copies: int = 1
-    has_session: bool = True
+    @property
+    def is_empty(self) -> bool:
+        return not self.buckets and self.feed is None
 
 
 async def push_weights(
-    push: WeightPush, targets: Mapping[str, PushTarget], *, budget_s: float
+    push: WeightPush,
+    targets: Mapping[str, PushTarget],
+    *,
+    budget_s: float,
+    reader: str = "",
+    on_begin: Callable[[], None] = lambda: None,
+    fingerprints: dict[str, str] | None = None,
 ) -> dict[str, Answer[None]]:
     """Send ``push`` to all targets; answers by engine id.
 
     Args:
         budget_s: seconds for the whole push; an engine that is late then is reported.
-    """
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + budget_s
-    answers: dict[str, Answer[None]] = {}
-    elapsed = dict.fromkeys(targets, 0.0)
+        reader: who this is among those that read the same feed: the group.
+        on_begin: called before the first engine is asked to change anything.
+        fingerprints: filled with those of the tensors that were sent, where the trainer made any.
 
-    async def ask(
-        operation: str, wanted: Sequence[str], call: Callable[[PushTarget], Awaitable[None]]
+    Raises:
+        WeightsUnavailable: the trainer does not hand out what it announced.
+    """
+    carrying = _Carrying(push, targets, budget_s)
+    return await carrying.run(reader, on_begin, {} if fingerprints is None else fingerprints)
+
+
+class _Carrying:
+    """One push under way."""
+
+    def __init__(
+        self, push: WeightPush, targets: Mapping[str, PushTarget], budget_s: float
+    ) -> None:
+        self._push = push
+        self._targets = targets
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + budget_s
+        self._failed: dict[str, Answer[None]] = {}
+        self._elapsed = dict.fromkeys(targets, 0.0)
+        self._joined: list[str] = []
+
+    async def run(
+        self, reader: str, on_begin: Callable[[], None], fingerprints: dict[str, str]
+    ) -> dict[str, Answer[None]]:
+        if self._push.carrier.joins:  # whoever does not answer now is left out of the group
+            await self._ask("look", self._going(), lambda target: target.engine.weight_version())
+        source = self._open(reader)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await source.open(self._num_ranks())
+            if self._push.carrier.joins:
+                await self._join(source.terms)
+            on_begin()
+            await self._send_all(source)
+        finally:
+            await source.close()
+            if self._push.carrier.joins:
+                await self._ask("leave", self._joined, self._push.carrier.leave)
+        fingerprints.update(self._push.manifest.fingerprints)
+        fingerprints.update(source.fingerprints)
+        return {
+            engine_id: self._failed.get(engine_id, Answer(self._elapsed[engine_id]))
+            for engine_id in self._targets
+        }
+
+    def _open(self, reader: str) -> Source:
+        if self._push.feed is None:
+            return StaticSource(self._push.buckets)
+        return FeedReader(self._push.feed, reader)
+
+    def _num_ranks(self) -> int:
+        return sum(self._targets[one].payload_copies for one in self._going())
+
+    async def _join(self, terms: Mapping[str, Any]) -> None:
+        """All of them or none: a group lacks nobody.  No weight has changed when it fails."""
+        first = int(terms["rank_offset"])
+        places: dict[int, Mapping[str, Any]] = {}
+        self._joined = self._going()
+        for engine_id in self._joined:
+            places[id(self._targets[engine_id])] = {**terms, "rank_offset": first}
+            first += self._targets[engine_id].payload_copies
+        before = len(self._failed)
+        await self._ask(
+            "init_weights_update_group",
+            self._joined,
+            lambda target: self._push.carrier.join(target, places[id(target)]),
+        )
+        failures = [str(one.failure) for one in self._failed.values()]
+        if len(failures) > before:
+            raise WeightsUnavailable(
+                f"the group for weight version {self._push.version} did not form: "
+                f"{'; '.join(failures)}; no engine's weights have changed"
+            )
+
+    async def _send_all(self, source: Source) -> None:
+        begun = self._going() if self._push.carrier.needs_session else []
+        try:
+            await self._ask("begin_weight_update", begun, _begin)
+            begun = [engine_id for engine_id in begun if engine_id not in self._failed]
+            async for payload, is_last in source:
+                if not self._going():
+                    break
+                packed = await self._pack(payload)
+                stage = Stage(self._push.version, is_last)
+                await self._ask("update_weights", self._going(), self._sender(packed, stage))
+        finally:
+            await self._ask("end_weight_update", begun, _end)
+
+    async def _pack(self, payload: Payload) -> Any:
+        if isinstance(payload, bytes) and len(payload) > _MOST_INLINE_BYTES:
+            return await asyncio.to_thread(self._push.carrier.pack, payload)
+        return self._push.carrier.pack(payload)
+
+    def _sender(self, packed: Any, stage: Stage) -> Callable[[PushTarget], Awaitable[None]]:
+        return lambda target: self._push.carrier.send(target, packed, stage)
+
+    def _going(self) -> list[str]:
+        return [engine_id for engine_id in self._targets if engine_id not in self._failed]
+
+    async def _ask(
+        self, operation: str, wanted: Sequence[str], call: Callable[[PushTarget], Awaitable[Any]]
     ) -> None:
         asked = await fan_out(
-            {one: _bind(call, targets[one]) for one in wanted},
+            {one: _bind(call, self._targets[one]) for one in wanted},
             operation=operation,
-            budget_s=max(deadline - clock(), _LEAST_BUDGET_S),
+            budget_s=max(self._deadline - self._clock(), _LEAST_BUDGET_S),
         )
         for engine_id, answer in asked.items():
-            elapsed[engine_id] += answer.elapsed_s
+            self._elapsed[engine_id] += answer.elapsed_s
             if answer.failure is not None:
-                answers.setdefault(engine_id, answer)
-
-    def going() -> list[str]:
-        return [engine_id for engine_id in targets if engine_id not in answers]
-
-    begun = list(targets)
-    try:
-        await ask("begin_weight_update", begun, _begin)
-        begun = going()
-        for index, bucket in enumerate(push.buckets):
-            payload = bucket if isinstance(bucket, bytes) else await bucket
-            is_last = index == len(push.buckets) - 1
-            await ask("update_weights", going(), _sender(payload, push.version, is_last))
-    finally:
-        await ask("end_weight_update", begun, _end)
-    return {engine_id: answers.get(engine_id, Answer(elapsed[engine_id])) for engine_id in targets}
+                self._failed.setdefault(engine_id, answer)
 
 
 async def _begin(target: PushTarget) -> None:
@@ -103,20 +204,10 @@ async def _end(target: PushTarget) -> None:
         await target.engine.end_weight_update()
 
 
-def _sender(payload: bytes, version: int, is_last: bool) -> Callable[[PushTarget], Awaitable[None]]:
-    text = base64.b64encode(payload).decode("ascii")
-
-    async def send(target: PushTarget) -> None:
-        await target.engine.update_weights_from_tensor(
-            [text] * target.payload_copies,
-            flush_cache=is_last,
-            weight_version=str(version) if is_last else None,
-        )
-
-    return send
-
-
 def _bind(
-    call: Callable[[PushTarget], Awaitable[None]], target: PushTarget
+    call: Callable[[PushTarget], Awaitable[Any]], target: PushTarget
 ) -> Callable[[], Awaitable[Any]]:
     return lambda: call(target)
+
+
+__all__ = ["PushTarget", "WeightPush", "push_weights"]

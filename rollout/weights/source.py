@@ -6,11 +6,16 @@ and the engine then reports that version, or it gives nothing and says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from engines.protocol import Engine
+from rollout.config import WeightUpdate
+from rollout.weights.push import PushTarget, WeightPush, push_weights
+
+_ADAPTER_TIMEOUT_S = 120.0
 
 
 class WeightSource(Protocol):
@@ -41,6 +46,55 @@ class DiskSource:
             return False
         await engine.update_weights_from_disk(folder, weight_version=str(version))
         return True
+
+
+class AdapterSource:
+    """The LoRA adapter that was pushed last, over base weights from elsewhere.
+
+    Attributes:
+        base_version: version of the base that was pushed; 0: it is the one on disk.
+    """
+
+    def __init__(self) -> None:
+        self.base_version = 0
+        self._payload_copies = 1
+        self._last: WeightPush | None = None
+        self._bases: Sequence[WeightSource] = ()
+
+    def over(self, bases: Sequence[WeightSource]) -> AdapterSource:
+        """The same, with where the base comes from."""
+        self._bases = bases
+        return self
+
+    def has_pushed(self, push: WeightPush, contents: WeightUpdate, payload_copies: int) -> None:
+        """Remember what was pushed: an adapter is small enough to be kept."""
+        self._payload_copies = payload_copies
+        if contents is WeightUpdate.LORA:
+            self._last = push
+        elif contents is WeightUpdate.FULL:
+            self.base_version = push.version
+
+    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+        push = self._last
+        if push is None or push.version != version:
+            return False
+        if self.base_version and not await self._restored_base(engine, node_id):
+            return False
+        answers = await push_weights(
+            push,
+            {"restored": PushTarget(engine, self._payload_copies)},
+            budget_s=_ADAPTER_TIMEOUT_S,
+        )
+        failure = answers["restored"].failure
+        if failure is not None:
+            raise failure
+        return True
+
+    async def _restored_base(self, engine: Engine, node_id: str) -> bool:
+        for source in self._bases:
+            if await source.restore(engine, self.base_version, node_id):
+                return True
+        return False
 
 
 def _is_checkpoint(folder: str) -> bool:

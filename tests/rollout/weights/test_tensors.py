@@ -1,7 +1,7 @@
 """Named tensors to manifest and buckets.  Needs torch."""
 
-import io
-import pickle
+import base64
+import pickletools
 
 import pytest
 
@@ -12,22 +12,46 @@ from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.push import PushTarget, push_weights
 
 torch = pytest.importorskip("torch")
+from engines.embedded.fingerprint import bytes_fingerprint  # noqa: E402
+from engines.embedded.unpickle import read_payload  # noqa: E402
 from rollout.weights.tensors import make_push  # noqa: E402  only where there is torch
 
 pytestmark = pytest.mark.embedded
 
 
 def unpickled(bucket: bytes) -> dict:
-    return dict(pickle.load(io.BytesIO(bucket)))
+    return dict(read_payload(base64.b64encode(bucket).decode(), "flattened_bucket"))
+
+
+def test_a_bucket_names_sglangs_own_class_which_need_not_be_installed() -> None:
+    (bucket,) = make_push({"a": torch.zeros(3)}, version=1, bucket_bytes=100).buckets
+    names = [one for code, one, _ in pickletools.genops(bucket) if code.name == "GLOBAL"]
+    assert names == ["sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata"]
+
+
+def test_tensors_of_several_dtypes_share_a_bucket_aligned() -> None:
+    tensors = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.arange(3, dtype=torch.int64),
+        "c": torch.arange(3, dtype=torch.bfloat16),
+        "d": torch.zeros(0, dtype=torch.float32),
+        "e": torch.tensor(7.0),
+    }
+    (bucket,) = make_push(tensors, version=1, bucket_bytes=1000).buckets
+    for name, tensor in unpickled(bucket).items():
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.dtype == tensors[name].dtype
 
 
 def test_the_manifest_names_every_tensor_with_dtype_and_shape() -> None:
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
     push = make_push(tensors, version=3, bucket_bytes=1000)
     assert push.version == 3
-    assert push.manifest == Manifest.of(
-        [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,))]
-    )
+    specs = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,))]
+    assert push.manifest.tensors == Manifest.of(specs).tensors
+    assert push.manifest.fingerprints == {
+        name: bytes_fingerprint(name, tensor) for name, tensor in tensors.items()
+    }
 
 
 def test_buckets_stay_under_the_limit_unless_one_tensor_is_larger() -> None:

@@ -1,0 +1,78 @@
+"""One bucket as a safetensors file (https://huggingface.co/docs/safetensors): header and offsets.
+
+Always true: every tensor begins at a multiple of its element's size, so a reader that maps the
+file can use it in place.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from rollout.errors import WeightMismatch
+from rollout.weights.manifest import SAFETENSORS_DTYPES, TensorSpec
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """What goes where in a file.
+
+    Attributes:
+        header: its first bytes.
+        offsets: name -> first byte in the file and the one after the last.
+    """
+
+    header: bytes
+    offsets: Mapping[str, tuple[int, int]]
+    num_bytes: int
+
+
+def lay_out(specs: Iterable[TensorSpec]) -> FileLayout:
+    """The file that holds these tensors.
+
+    Raises:
+        WeightMismatch: safetensors has no word for a dtype.
+    """
+    entries: dict[str, dict[str, object]] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    position = 0
+    # Wide elements first: what follows them is then aligned whatever its own width.
+    for spec in sorted(specs, key=lambda one: (-element_bytes(one), one.name)):
+        begin, position = position, position + element_bytes(spec) * prod(spec.shape)
+        ranges[spec.name] = begin, position
+        entries[spec.name] = {
+            "dtype": _WORDS[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, position],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    size = len(header)
+    offsets = {name: (size + begin, size + end) for name, (begin, end) in ranges.items()}
+    return FileLayout(header, offsets, size + position)
+
+
+def element_bytes(spec: TensorSpec) -> int:
+    """Bytes of one element.
+
+    Raises:
+        WeightMismatch: the dtype is not known.
+    """
+    word = _WORDS.get(spec.dtype)
+    if word is None:
+        raise WeightMismatch(
+            f"tensor {spec.name!r} is {spec.dtype}, which safetensors cannot hold; known: "
+            f"{', '.join(_WORDS)}",
+            tensor=spec.name,
+        )
+    digits = word.removeprefix("BF").removeprefix("F").lstrip("UI")
+    return 1 if word == "BOOL" else int(digits.split("_")[0]) // 8
+
+
+_WORDS = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}

@@ -1,0 +1,200 @@
+"""Files in tmpfs that a trainer writes buckets into and engines of the same host read.
+
+Always true: a slot's space is taken before it is written (a sparse file on a full tmpfs ends the
+writer with SIGBUS) and kept for the next push, because first touch costs ten times the copy;
+what does not fit is refused before anything is taken; a pool leaves no file behind when it is
+closed, and what a killed trainer left is removed by the next pool on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rollout.errors import WeightsUnavailable
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "bucket.safetensors"
+_PREFIX = "rollout-push"
+# What must stay for everything else on the host.
+SPARE_BYTES = 256 << 20
+
+
+class Slot:
+    """One folder with one file, mapped.
+
+    Attributes:
+        folder: what an engine is told to load.
+        view: the file's bytes.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        folder.mkdir(mode=0o700)
+        self.folder = folder
+        self.num_bytes = 0
+        self._file = folder / FILE_NAME
+        self._map: mmap.mmap | None = None
+        self.resize(num_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """Give the file this length; nothing happens if it has it.
+
+        Raises:
+            WeightsUnavailable: there is no room; the file keeps its length.
+        """
+        if num_bytes == self.num_bytes:
+            return
+        more = num_bytes - self.num_bytes
+        if more > 0 and (why_not := why_no_room(more, self.folder)):
+            raise WeightsUnavailable(f"no room for a bucket of {num_bytes} bytes: {why_not}")
+        self.close()
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if more > 0:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            else:
+                os.ftruncate(descriptor, num_bytes)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(descriptor, num_bytes, flags=flags)
+            self.num_bytes = num_bytes
+        except OSError as error:
+            os.ftruncate(descriptor, 0)
+            self.num_bytes = 0
+            raise WeightsUnavailable(
+                f"no room for a bucket of {num_bytes} bytes in {self.folder}: {error}"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def view(self) -> mmap.mmap:
+        assert self._map is not None
+        return self._map
+
+    def close(self) -> None:
+        if self._map is not None:
+            # A tensor over it may still be about to be collected; its pages go with the last one.
+            with suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+
+class SlotPool:
+    """The slots of one server's pushes.  Its methods may be called from any thread.
+
+    Args:
+        root: a folder in tmpfs, normally ``/dev/shm``.
+    """
+
+    def __init__(self, root: str | Path = "/dev/shm") -> None:
+        root = Path(root)
+        remove_leftovers(root)
+        started = psutil.Process().create_time()
+        owner = f"{os.getpid()}-{started:.2f}"
+        self.folder = root / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        self._lock = threading.Lock()
+        self._free: list[Slot] = []
+        self._taken: list[Slot] = []
+        self._num_made = 0
+        # At the end of the process too, however the pool's owner ended.
+        self._remove = weakref.finalize(self, _remove_own, self.folder, os.getpid())
+
+    def take(self, num_bytes: int) -> Slot:
+        """A free slot of this size: one that has it already, if there is one.
+
+        Raises:
+            WeightsUnavailable: there is no room.
+        """
+        with self._lock:
+            slot = next((one for one in self._free if one.num_bytes == num_bytes), None)
+            if slot is not None:
+                self._free.remove(slot)
+            else:
+                slot = self._new(num_bytes)
+            self._taken.append(slot)
+            return slot
+
+    def _new(self, num_bytes: int) -> Slot:
+        if not self.folder.exists():
+            self.folder.mkdir(mode=0o700)
+        self._num_made += 1
+        try:
+            return Slot(self.folder / f"{self._num_made:06d}", num_bytes)
+        except WeightsUnavailable:
+            if not self._free:
+                raise
+        # Slots of other sizes stand in the way: the model's buckets have changed.
+        self.trim()
+        self._num_made += 1
+        return Slot(self.folder / f"{self._num_made:06d}", num_bytes)
+
+    def give(self, slot: Slot) -> None:
+        """It may be written again."""
+        with self._lock:
+            if slot in self._taken:
+                self._taken.remove(slot)
+                self._free.append(slot)
+
+    def trim(self) -> None:
+        """Remove the slots nobody has taken."""
+        while self._free:
+            slot = self._free.pop()
+            slot.close()
+            shutil.rmtree(slot.folder, ignore_errors=True)
+
+    def num_bytes(self) -> int:
+        """Memory that all slots hold."""
+        return sum(slot.num_bytes for slot in self._free + self._taken)
+
+    def close(self) -> None:
+        with self._lock:
+            for slot in self._free + self._taken:
+                slot.close()
+            self._free, self._taken = [], []
+            self._remove()
+
+
+def _remove_own(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a child that was forked has this object too
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove the files of trainers that were killed."""
+    for folder in root.glob(f"{_PREFIX}-*"):
+        parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
+        with suppress(ValueError, IndexError):
+            if not _lives(int(parts[0]), float(parts[1])):
+                logger.info("removing %s: its process has ended", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int, started: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_BYTES) -> str:
+    """Why so many bytes more cannot be taken in a tmpfs folder; empty if they can."""
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    if num_bytes > free:
+        return f"{folder} has {free} bytes free, {num_bytes} are needed (in Docker: --shm-size)"
+    available = psutil.virtual_memory().available
+    if num_bytes + spare_bytes > available:
+        return f"the host has {available} bytes of memory left, {num_bytes} are needed"
+    return ""

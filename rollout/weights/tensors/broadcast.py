@@ -1,0 +1,113 @@
+"""The trainer's end of a broadcast: it opens the meeting place, joins as rank 0, and sends.
+
+Always true: the meeting place lives in this process and is closed at the deadline, which frees
+every engine that waits there for one that does not come; a broadcast that is late ends the group,
+which frees those that receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from rollout.errors import WeightsUnavailable
+
+
+class BroadcastRoot:
+    """Rank 0 of one group.
+
+    Args:
+        host: address of this machine that the engines can reach.
+        join_timeout_s: until all have joined.
+        send_timeout_s: for one bucket.
+    """
+
+    def __init__(
+        self,
+        group_name: str,
+        backend: str,
+        *,
+        host: str = "127.0.0.1",
+        join_timeout_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        self._name = group_name
+        self._backend = backend
+        self._host = host
+        self._join_timeout_s = join_timeout_s
+        self._send_timeout = timedelta(seconds=send_timeout_s)
+        self._world_size = 0
+        self._store: Any = None
+        self._group: Any = None
+
+    def terms(self, num_ranks: int) -> Mapping[str, Any]:
+        """Open the meeting place; what the engines must know to come."""
+        self._world_size = num_ranks + 1
+        self._store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            self._host,
+            0,
+            self._world_size,
+            is_master=True,
+            timeout=timedelta(seconds=self._join_timeout_s),
+            wait_for_workers=False,
+        )
+        return {
+            "master_address": self._host,
+            "master_port": self._store.port,
+            "world_size": self._world_size,
+        }
+
+    def join(self) -> None:
+        """Returns when all are there.
+
+        Raises:
+            WeightsUnavailable: one did not come in time; nobody waits any more.
+        """
+        timeout = timedelta(seconds=self._join_timeout_s)
+        try:
+            self._group, _ = distributed_c10d._new_process_group_helper(
+                self._world_size,
+                0,
+                [],
+                distributed_c10d.Backend(self._backend),
+                distributed_c10d.PrefixStore(self._name, self._store),
+                group_name=self._name,  # type: ignore[arg-type]
+                timeout=timeout,
+            )
+            ranks = {rank: rank for rank in range(self._world_size)}
+            distributed_c10d._world.pg_group_ranks[self._group] = ranks
+        except (RuntimeError, ValueError) as error:
+            self.close()
+            raise WeightsUnavailable(
+                f"not all {self._world_size - 1} ranks of the engines joined group {self._name} "
+                f"within {self._join_timeout_s:g} s: {error}"
+            ) from error
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast these, one after the other, as the engines receive them.
+
+        Raises:
+            WeightsUnavailable: not all received them in time; the group is no more.
+        """
+        try:
+            works = [
+                torch.distributed.broadcast(
+                    tensor.contiguous(), src=0, group=self._group, async_op=True
+                )
+                for tensor in tensors
+            ]
+            for work in works:
+                work.wait(self._send_timeout)
+        except RuntimeError as error:
+            self.close()
+            raise WeightsUnavailable(f"broadcast in {self._name} failed: {error}") from error
+
+    def close(self) -> None:
+        """Leave, and close the meeting place."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            torch.distributed.destroy_process_group(group)

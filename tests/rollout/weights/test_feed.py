@@ -1,0 +1,160 @@
+"""Buckets handed out one after the other, to all groups or to none."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.errors import WeightsUnavailable
+from rollout.weights.feed import FeedReader
+from rollout.weights.feeding import Bucket, Feed
+
+
+class Making:
+    """Buckets that say when they were made."""
+
+    def __init__(self, num: int, *, fails_at: int = -1) -> None:
+        self.num = num
+        self.made: list[int] = []
+        self.fails_at = fails_at
+        self.closed = threading.Event()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        try:
+            for index in range(self.num):
+                if index == self.fails_at:
+                    raise RuntimeError("out of memory")
+                self.made.append(index)
+                payload = bytes([index]) * 5 if index % 2 else {"path": f"/{index}"}
+                yield Bucket(payload, index == self.num - 1, {f"t{index}": f"xxh3:{index}"})
+        finally:
+            self.closed.set()
+
+
+def reader_of(feed: Feed, name: str, num_readers: int = 1) -> FeedReader:
+    return FeedReader(replace(feed.address, num_readers=num_readers), name)
+
+
+async def read_all(reader: FeedReader, num_ranks: int = 1) -> list[Any]:
+    try:
+        await reader.open(num_ranks)
+        return [payload async for payload, _ in reader]
+    finally:
+        await reader.close()
+
+
+ALL = [{"path": "/0"}, b"\x01" * 5, {"path": "/2"}]
+
+
+async def test_every_reader_gets_every_bucket_and_its_own_place() -> None:
+    feed = Feed(iter(Making(3)), terms=lambda ranks: {"world_size": ranks + 1})
+    one, other = (reader_of(feed, name, 2) for name in ("a", "b"))
+    assert await asyncio.gather(read_all(one, 2), read_all(other, 1)) == [ALL, ALL]
+    assert one.terms == {"world_size": 4, "rank_offset": 1}
+    assert other.terms == {"world_size": 4, "rank_offset": 3}
+    assert one.fingerprints == {"t0": "xxh3:0", "t1": "xxh3:1", "t2": "xxh3:2"}
+    feed.close()
+
+
+async def test_a_bucket_is_made_when_all_have_applied_the_last_but_one() -> None:
+    making = Making(4)
+    feed = Feed(iter(making))
+    slow, fast = (reader_of(feed, name, 2) for name in ("slow", "fast"))
+    await asyncio.gather(slow.open(1), fast.open(1))
+    buckets, others = aiter(slow), aiter(fast)
+    for index in range(3):
+        await anext(buckets)
+        await anext(others)
+        # ``index`` is being applied, so the next may have been made, and none after it.
+        assert len(making.made) <= index + 2
+    await slow.close()
+    await fast.close()
+    feed.close()
+    assert making.closed.wait(5)
+
+
+async def test_when_a_group_does_not_come_nobody_gets_anything() -> None:
+    making = Making(2)
+    feed = Feed(iter(making), gather_s=0.2)
+    with pytest.raises(WeightsUnavailable, match=r"1 of 2 groups came .* \(a\); no engine was"):
+        await read_all(reader_of(feed, "a", 2))
+    assert making.made == []
+    feed.close()
+
+
+async def test_a_bucket_that_cannot_be_made_is_told_to_every_reader() -> None:
+    making = Making(3, fails_at=1)
+    feed = Feed(iter(making))
+    results = await asyncio.gather(
+        *(read_all(reader_of(feed, name, 2)) for name in ("a", "b")), return_exceptions=True
+    )
+    assert [str(one) for one in results] == [
+        "the trainer could not make a bucket: out of memory"
+    ] * 2
+    feed.close()
+
+
+async def test_a_reader_that_leaves_does_not_hold_up_the_others() -> None:
+    feed = Feed(iter(Making(3)), timeout_s=30)
+    leaves, stays = reader_of(feed, "a", 2), reader_of(feed, "b", 2)
+    reading = asyncio.create_task(read_all(stays))
+    await leaves.open(1)
+    await leaves.close()
+    assert await asyncio.wait_for(reading, 10) == ALL
+    feed.close()
+
+
+async def test_the_trainers_own_part_comes_after_all_have_the_bucket() -> None:
+    done = []
+    bucket = Bucket({"names": []}, True, then=lambda: done.append(threading.current_thread().name))
+    feed = Feed(iter([bucket]))
+    assert await read_all(reader_of(feed, "a")) == [{"names": []}]
+    assert done == ["feed-make"]
+    feed.close()
+
+
+async def test_who_waits_for_a_closed_feed_is_told() -> None:
+    hold = threading.Event()
+
+    def never() -> Iterator[Bucket]:
+        hold.wait(10)
+        yield Bucket({}, True)
+
+    feed = Feed(never())
+    reader = reader_of(feed, "a")
+    await reader.open(1)
+    reading = asyncio.create_task(anext(aiter(reader)))  # type: ignore[arg-type]
+    closing = asyncio.create_task(asyncio.to_thread(feed.close))
+    with pytest.raises(WeightsUnavailable):
+        await reading
+    await reader.close()
+    hold.set()
+    await closing
+
+
+async def test_a_stranger_is_not_served_and_does_not_count() -> None:
+    feed = Feed(iter(Making(3)))
+    stranger = FeedReader(replace(feed.address, token="guess"), "a")
+    with pytest.raises(WeightsUnavailable, match="closed the connection"):
+        await stranger.open(1)
+    await stranger.close()
+    assert await read_all(reader_of(feed, "a")) == ALL
+    feed.close()
+
+
+async def test_a_trainer_that_is_gone_is_named_with_its_address() -> None:
+    feed = Feed(iter(Making(1)))
+    feed.close()
+    with pytest.raises(WeightsUnavailable, match=rf"127.0.0.1:{feed.address.port} cannot be"):
+        await read_all(reader_of(feed, "a"))
+
+
+def test_what_is_over_is_let_go() -> None:
+    ended = threading.Event()
+    making = Making(1)
+    Feed(iter(making), when_ended=ended.set).close()
+    assert ended.wait(5)
+    assert making.made == []
