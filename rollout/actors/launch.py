@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +18,27 @@ from rollout.actors.handles import RayServer
 from rollout.actors.launcher import EnginePlacement
 from rollout.actors.placement import reserve
 from rollout.actors.shells import EngineActor, RolloutServerActor, RouterActor, ServerGroupActor
+from rollout.actors.store import place_agents
 from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.errors import ConfigError
 from rollout.handle import DeploymentHandle, ServerHandle
-from rollout.local import group_settings, lock_timeout_s, started_groups
+from rollout.local import (
+    group_settings,
+    lock_timeout_s,
+    started_groups,
+    store_nodes,
+    store_terms,
+)
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, plan_placement
 from rollout.policy import release_policy
 from rollout.run_folder import RunFolder
 from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
+from rollout.weights.source import WeightSource
+from rollout.weights.store.agents import RemoteAgents
+from rollout.weights.store.source import StoreSource
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +168,18 @@ def _make_server(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
     full_name = f"rollout-{config.run_id}-{name}"
+    terms = store_terms(config, name)
+    agents: RemoteAgents | None = None
+    sources: Sequence[WeightSource] = ()
+    if terms is not None:
+        nodes = store_nodes(slots, name)
+        agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
+        sources = (StoreSource(terms, agents, server.model_path),)
     router = undo.owns(ray.remote(**control)(RouterActor).remote(server.router))
     groups = {
         group: undo.owns(
             ray.remote(**control)(ServerGroupActor).remote(
-                group_settings(config, name, group), slots[name, group], placement
+                group_settings(config, name, group, sources), slots[name, group], placement
             )
         )
         for group in started_groups(config, name)
@@ -170,7 +187,7 @@ def _make_server(
     actor = undo.owns(
         ray.remote(**control)(RolloutServerActor)
         .options(name=full_name, namespace=config.cluster.namespace)
-        .remote(name, RunFolder.of(config), server, groups, router)
+        .remote(name, RunFolder.of(config), server, groups, router, terms, agents)
     )
     return RayServer(actor, full_name)
 

@@ -38,6 +38,8 @@ from rollout.types import (
 from rollout.watching import GroupProbe
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
+from rollout.weights.store.agents import Agents, StoreTerms
+from rollout.weights.store.store import WeightStore
 
 
 class EngineActor:
@@ -180,13 +182,21 @@ class RolloutServerActor:
     """A ``RolloutServer`` over group and router actors."""
 
     def __init__(
-        self, name: str, run: RunFolder, config: ServerConfig, groups: dict[str, Any], router: Any
+        self,
+        name: str,
+        run: RunFolder,
+        config: ServerConfig,
+        groups: dict[str, Any],
+        router: Any,
+        store: StoreTerms | None = None,
+        agents: Agents | None = None,
     ) -> None:
         self._server = RolloutServer(
             name,
             config,
             {group: RayGroup(actor, f"{name}/{group}") for group, actor in groups.items()},
             RayRouter(router, f"{name}/router"),
+            store=WeightStore(store, agents) if store is not None and agents is not None else None,
             timeline=recorded_in(run.of_server(name), name, otel=config.timeline.otel),
             page=page_of(config, run, name),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +58,24 @@ class AgentSettings:
 
 
 class StoreAgent:
-    """Keeps one node's files.  What an earlier one of the same run left, it goes on with."""
+    """Keeps one node's files.  What an earlier one of the same run left, it goes on with.
 
-    def __init__(self, settings: AgentSettings, files: Files | None = None) -> None:
+    Args:
+        on_end: called when it has ended because nobody renewed its lease.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        files: Files | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.settings = settings
         self.node = settings.node
         self._files = files or Files()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
+        self._on_end = on_end
         base = Path(settings.base)
         with lease.locked(base):
             self._files.make_folder(settings.folder)
@@ -95,6 +105,7 @@ class StoreAgent:
             if held is None or not held.holds(boot_id(), since_boot_s()):
                 logger.error("store: nobody of run %s speaks any more", self.settings.run)
                 self.close(clear=True)
+                self._on_end()
 
     def close(self, *, clear: bool) -> None:
         """End; with ``clear``, also give the memory back."""

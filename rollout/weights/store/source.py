@@ -35,6 +35,12 @@ class StoreSource:
         self._agents = agents
         self._model_path = model_path
         self._num_failures = 0
+        self._opened: Coordinator | None = None
+
+    def _coordinator(self) -> Coordinator:
+        if self._opened is None:
+            self._opened = self._terms.coordinator(self._agents)
+        return self._opened
 
     async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
         if self._num_failures >= self._terms.config.max_failures:
@@ -43,7 +49,7 @@ class StoreSource:
         coordinator: Coordinator | None = None
         assembled: Assembled | None = None
         try:
-            coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
+            coordinator = await asyncio.to_thread(self._coordinator)
             record = await asyncio.to_thread(_record_of, coordinator, version)
             if record is None:
                 return False

@@ -1,0 +1,81 @@
+"""The trainer is stopped, its engine is killed: the policy comes back from the store."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.processes import wait_until
+from tests.support.ray_worlds import RayWorld
+
+ROOT = Path(__file__).parents[2]
+
+
+def greedy(url: str) -> tuple[list[int], str]:
+    sampling = {"max_new_tokens": 8, "temperature": 0}
+    body = {"input_ids": [1, 2, 3], "sampling_params": sampling}
+    reply = httpx.post(f"{url}/generate", json=body, trust_env=False, timeout=60)
+    reply.raise_for_status()
+    return reply.json()["output_ids"], reply.headers["x-weight-version"]
+
+
+def state(url: str) -> str:
+    engines = httpx.get(f"{url}/engines", trust_env=False, timeout=10).json()["engines"]
+    return str(engines[0]["state"])
+
+
+def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]) -> None:
+    trainer = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.support.store_trainer"),
+            *(address, str(model_path), str(tmp_path / "logs"), json.dumps(engine)),
+        ],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    try:
+        line = trainer.stdout.readline()
+        assert line, "the trainer ended early"
+        told = json.loads(line)
+        pushed = greedy(told["url"])
+        assert pushed[1] == str(told["version"])
+        trainer.send_signal(signal.SIGSTOP)
+        os.kill(told["pid"], signal.SIGKILL)
+        assert wait_until(lambda: state(told["url"]) != "serving", 20)
+        assert wait_until(lambda: state(told["url"]) == "serving", 150)
+        assert greedy(told["url"]) == pushed
+        stat = Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()
+        assert stat[0] == "T", "the trainer was to be stopped all the time"
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+        trainer.stdin.close()
+        try:
+            assert trainer.wait(60) == 0
+        finally:
+            trainer.kill()
+            trainer.stdout.close()
+    assert not list(Path("/dev/shm").glob("rollout-store-*"))
+
+
+@pytest.mark.ray
+@pytest.mark.embedded
+@pytest.mark.timeout(120)
+def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
+    ray_cluster: RayWorld, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    from engines.embedded.tiny import make_tiny_model
+
+    model_path = make_tiny_model(tmp_path / "model")
+    address = ray_cluster.ray.get_runtime_context().gcs_address
+    check(address, model_path, tmp_path, {"cpus": 0.5})

@@ -1,0 +1,49 @@
+"""A trainer that pushes once and is never needed again: ``python -m tests.support.store_trainer``.
+
+Prints one line of JSON when what it pushed is kept by the store, and ends at the end of its input.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    import ray
+    from safetensors.torch import load_file
+
+    from rollout import RolloutConfig, launch
+
+    address, model_path, log_dir, engine = sys.argv[1:]
+    if address != "local":
+        ray.init(address=address, log_to_driver=False, namespace="rollout")
+    config = RolloutConfig.from_dict(
+        {
+            "log_dir": log_dir,
+            "servers": {
+                "policy": {
+                    "model_path": model_path,
+                    "groups": {"main": {"num_engines": 1, "engine": json.loads(engine)}},
+                    "health": {"probe_interval_s": 0.5, "probe_timeout_s": 2.0},
+                    "weights": {"store": {"spare_bytes": 0}},
+                }
+            },
+        }
+    )
+    weights = load_file(Path(model_path) / "model.safetensors")
+    with launch(config, backend="ray") as deployment:
+        policy = deployment["policy"]
+        policy.sync_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
+        deadline = time.monotonic() + 60
+        while (status := policy.status().result(30)).store.version != policy.weight_version:
+            assert time.monotonic() < deadline, status.store
+            time.sleep(0.1)
+        (group,) = status.groups
+        told = {"url": policy.url, "pid": group.engines[0].pid, "version": policy.weight_version}
+        print(json.dumps(told), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
