@@ -4,7 +4,8 @@ CPU is what the router's own processes used, user and system, per thousand reque
 figures it suffers least from whatever else the machine does.  Added latency is a percentile
 through the router less the same percentile straight to the engines, at the same steady rate.
 ``cached_share`` is what prefix affinity is for: the share of prompt tokens that embedded engines
-found in their caches, by policy.
+found in their caches, by policy.  ``ray_call`` is a call to the
+router's actor, idle and under load.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import uvloop
 from benchmarks.report import machine, parse_arguments, publish
 from benchmarks.router import load, peers
 from benchmarks.router.affinity import measure_affinity
+from benchmarks.router.calls import measure_calls
 
 ROOT = Path(__file__).parents[2]
 NUM_ENGINES = 4
@@ -252,6 +254,8 @@ def main() -> None:
     repeats, for_s, num_many = (1, 0.5, 512) if arguments.quick else (3, 2.0, 4096)
     result = measure(repeats=repeats, for_s=for_s, num_many=num_many)
     result["cached_share"] = asyncio.run(measure_affinity(40 if arguments.quick else 200))
+    with stub_engines() as engines:
+        result["ray_call"] = asyncio.run(measure_calls(engines, for_s))
     result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi")
     result["repeats"] = repeats
     publish(result, as_json=arguments.json, title="routers over four stub engines")
