@@ -1,0 +1,266 @@
+// The live page: takes what the server tells, keeps it, draws it.  Text goes in as text, never as HTML.
+import { Lanes, LEGEND, Spans, colorOf, palette } from "./lanes.js";
+import { curve } from "./curves.js";
+
+const find = (id) => document.getElementById(id);
+const KEPT = { events: 300, figures: 500, steps: 100 };
+const GOOD = new Set(["serving", "open"]);
+const BAD = new Set(["fenced", "closed", "dead"]);
+const BUSY = new Set(["stale", "holding", "mixed"]);
+
+let state = { engines: [], running: [], events: [], figures: [], steps: [] };
+let offset_s = 0;
+let followed = true;
+let shown = { from_s: 0, to_s: 0 };
+const spans = new Spans();
+const lanes = new Lanes(find("lanes"));
+const rows = new Map();
+
+const now_s = () => Date.now() / 1000 + offset_s;
+const clock = (at_s) => new Date(at_s * 1000).toTimeString().slice(0, 8);
+const seconds = (value) => (value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
+const kind = (word) => (GOOD.has(word) ? "good" : BAD.has(word) ? "bad" : BUSY.has(word) ? "watch" : "");
+function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  for (const unit of ["B", "KiB", "MiB"]) { if (Math.abs(value) < 1024) return `${value.toFixed(0)} ${unit}`; value /= 1024; }
+  return `${value.toFixed(1)} GiB`;
+}
+function make(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+function text(id, value) { const node = find(id); if (node.textContent !== String(value)) node.textContent = value; }
+function pill(id, word) { text(id, word || "–"); find(id).className = `pill ${kind(word)}`; }
+
+// -- what comes in --------------------------------------------------------------------------------
+
+function takeState(told) { state = { ...state, ...told }; offset_s = told.now_s - Date.now() / 1000; render(); }
+
+function takeChange(told) {
+  const { engines, engine_ids: ids, ...rest } = told;
+  for (const name of Object.keys(KEPT)) {
+    if (rest[name]) { state[name] = [...state[name], ...rest[name]].slice(-KEPT[name]); delete rest[name]; }
+  }
+  const before = state.phase;
+  Object.assign(state, rest);
+  if (told.now_s) offset_s = told.now_s - Date.now() / 1000;
+  const known = new Map(state.engines.map((one) => [one.engine_id, one]));
+  for (const one of engines || []) known.set(one.engine_id, one);
+  state.engines = [...known.values()].filter((one) => !ids || ids.includes(one.engine_id));
+  if (state.phase !== before) text("said", `The server is ${state.phase} now.`);
+  render();
+}
+
+function connect() {
+  const source = new EventSource("api/changes");
+  const link = find("link");
+  source.addEventListener("hello", (event) => { state.run_id = JSON.parse(event.data).run_id; });
+  source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
+  source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
+  source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
+  source.onerror = () => { link.className = "lost"; text("link", "connection lost; trying again"); };
+}
+
+// -- what is shown --------------------------------------------------------------------------------
+
+function render() {
+  document.title = `${state.server || "rollout"}: ${state.phase || "…"}`;
+  text("server", `${state.server || "rollout"}${state.run_id ? ` · ${state.run_id}` : ""}`);
+  const gate = state.gate || {}, router = state.router || {};
+  pill("phase", state.phase); pill("gate", gate.state);
+  find("gate").title = gate.reason || "";
+  text("version", state.weight_version ?? "–"); text("held", gate.num_held ?? 0);
+  text("in-flight", router.num_in_flight ?? 0); text("owner", state.lock_owner || "none");
+  const serving = state.engines.filter((one) => one.state === "serving").length;
+  text("num-engines", serving === state.engines.length ? serving : `${serving} of ${state.engines.length} serve`);
+  const trouble = find("trouble");
+  trouble.hidden = !state.trouble;
+  text("trouble", state.is_answering === false ? `The server does not answer: ${state.trouble}. What follows is what it said last.` : state.trouble || "");
+  renderRunning(); renderEngines(); renderSteps(); renderEvents(); renderCurves();
+}
+
+function renderRunning() {
+  const box = find("running");
+  const phases = state.running.filter((one) => one.kind === "phase");
+  const top = phases.length ? phases : state.running.filter((one) => one.kind === "group");
+  if (!top.length) {
+    const gate = state.gate || {};
+    const why = gate.state && gate.state !== "open" ? ` The gate is ${gate.state}: ${gate.reason || "no reason told"}.` : "";
+    box.replaceChildren(make("p", { class: "quiet" }, `No phase runs; the server is ${state.phase || "unknown"}.${why}`));
+    return;
+  }
+  box.replaceChildren(...top.map((phase) => {
+    const late = state.running.filter((one) => one.kind === "engine" && one.start_s >= phase.start_s - 0.05);
+    const names = late.map((one) => one.engine_id);
+    const calls = state.running.filter((one) => one.kind === "call" && names.includes(one.engine_id));
+    const who = !names.length ? "no engine is being asked at this moment"
+      : `waits for ${names.length} of ${state.engines.length}: ${names.slice(0, 6).join(", ")}${names.length > 6 ? " …" : ""}${calls.length ? ` (${calls[0].name})` : ""}`;
+    const line = make("div", { class: "phase" },
+      make("b", {}, `${phase.kind === "group" ? `${phase.source}: ` : ""}${phase.name}`),
+      make("div", { class: "deadline" }, make("i")),
+      make("span", { class: "clock" }),
+      make("span", { class: "who" }, who));
+    line.dataset.start = phase.start_s; line.dataset.budget = phase.budget_s || 0;
+    return line;
+  }));
+  tick();
+}
+
+function tick() {
+  for (const line of document.querySelectorAll(".phase")) {
+    const elapsed_s = Math.max(0, now_s() - Number(line.dataset.start)), budget_s = Number(line.dataset.budget);
+    const share = budget_s ? Math.min(1, elapsed_s / budget_s) : 0;
+    line.querySelector(".clock").textContent = budget_s ? `${seconds(elapsed_s)} of ${seconds(budget_s)}` : seconds(elapsed_s);
+    const bar = line.querySelector(".deadline");
+    bar.className = `deadline ${share > 0.5 ? "bad" : share > 0.2 ? "watch" : ""}`;
+    bar.firstChild.style.width = `${share * 100}%`;
+  }
+  for (const cell of document.querySelectorAll("td.doing[data-start]")) {
+    cell.textContent = `${cell.dataset.name} · ${seconds(Math.max(0, now_s() - Number(cell.dataset.start)))}`;
+  }
+}
+
+function renderEngines() {
+  const wanted = find("filter").value.trim().toLowerCase(), onlyOdd = find("only-odd").checked;
+  const body = find("rows");
+  const seen = new Set();
+  for (const one of state.engines) {
+    const error = one.fenced_because || one.because || (one.last_error ? `${clock(one.last_error.at_s)} ${one.last_error.name}: ${one.last_error.said}` : "");
+    const hides = (onlyOdd && one.state === "serving") || (wanted && !`${one.engine_id} ${one.state} ${error} ${one.group}`.toLowerCase().includes(wanted));
+    if (hides) continue;
+    seen.add(one.engine_id);
+    const key = JSON.stringify([one.state, one.weight_version, one.num_in_flight, one.resident_bytes, one.doing, error]);
+    const old = rows.get(one.engine_id);
+    if (old && old.key === key) continue;
+    const doing = make("td", { class: "doing" });
+    if (one.doing) { doing.dataset.start = one.doing.start_s; doing.dataset.name = one.calling ? one.calling.name : one.doing.name; }
+    const row = make("tr", {},
+      make("th", { scope: "row", title: `${one.url}, node ${one.node_id}, pid ${one.pid ?? "unknown"}` }, one.engine_id),
+      make("td", {}, make("span", { class: `pill ${kind(one.state)}` }, one.state)),
+      make("td", { class: "num" }, String(one.weight_version ?? "–")),
+      make("td", { class: "num" }, String(one.num_in_flight)),
+      make("td", { class: "num" }, bytes(one.resident_bytes)),
+      doing,
+      make("td", { class: "error", title: error }, error.split("\n")[0]));
+    if (old) old.row.replaceWith(row); else body.append(row);
+    rows.set(one.engine_id, { key, row });
+  }
+  for (const [id, { row }] of rows) if (!seen.has(id)) { row.remove(); rows.delete(id); }
+  const tiles = find("tiles");
+  tiles.hidden = state.engines.length <= 16;
+  if (!tiles.hidden) tiles.replaceChildren(...state.engines.map((one) => make("i", { class: kind(one.state) || (one.doing ? "watch" : ""), title: `${one.engine_id}: ${one.state}` })));
+  tick();
+}
+
+function renderSteps() {
+  const colors = palette();
+  find("steps").replaceChildren(...state.steps.slice(-50).reverse().map((step) => {
+    const share = make("div", { class: "share" });
+    const parts = Object.entries(step.phase_s);
+    const all = parts.reduce((sum, one) => sum + one[1], 0) || 1;
+    for (const [name, took] of parts) {
+      const bar = make("i", { title: `${name}: ${seconds(took)}` });
+      bar.style.width = `${(took / all) * 100}%`; bar.style.background = colorOf(colors, name);
+      share.append(bar);
+    }
+    const longest = parts.sort((one, other) => other[1] - one[1])[0];
+    const who = longest && step.slowest[longest[0]];
+    const open = make("button", { class: "open", type: "button", "aria-label": `Open step ${step.number}` }, `${step.number}`);
+    open.addEventListener("click", () => openStep(step.number));
+    return make("tr", {},
+      make("th", { scope: "row" }, open, ` ${clock(step.end_s)}`),
+      make("td", { class: "num" }, String(step.weight_version ?? "–")),
+      make("td", { class: "num" }, seconds(step.lost_s)),
+      make("td", { class: "num" }, seconds(step.trainer_s)),
+      make("td", {}, share),
+      make("td", {}, who ? `${who.engine_id} in ${longest[0]}` : "", step.failures.length ? make("span", { class: "pill bad" }, `${step.failures.length} failed`) : ""));
+  }));
+}
+
+function renderEvents() {
+  find("events").replaceChildren(...state.events.slice(-80).reverse().map((one) => make("li", { class: one.outcome === "failed" || ["fenced", "died"].includes(one.name) ? "bad" : one.name === "gate" ? "gate" : "" },
+    make("time", {}, clock(one.start_s + (one.elapsed_s || 0))),
+    make("b", {}, one.name === "gate" ? "gate" : `${one.engine_id || one.source} ${one.name}${one.outcome === "failed" ? " failed" : ""}`),
+    one.said ? ` ${one.said.split("\n")[0]}` : "")));
+  if (!state.events.length) find("events").replaceChildren(make("li", { class: "quiet" }, "Nothing has happened yet."));
+}
+
+function renderCurves() {
+  const wanted = [["Reward", "rollout/reward/mean", ""], ["Tokens a second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""]];
+  const drawn = wanted.map(([title, name, unit]) => [title, state.figures.filter((one) => name in one.metrics).map((one) => [one.step, one.metrics[name]]), unit]);
+  drawn.push(["Lost at the boundary", state.steps.map((one) => [one.number, one.lost_s]), " s"]);
+  const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, points, unit));
+  if (made.length) find("curves").replaceChildren(...made);
+}
+
+async function openStep(number) {
+  const dialog = find("step"), body = find("step-body");
+  text("step-title", `Step ${number}`);
+  body.replaceChildren(make("p", { class: "quiet" }, "Loading…"));
+  dialog.showModal();
+  const answer = await fetch(`api/steps/${number}`);
+  if (!answer.ok) { body.replaceChildren(make("p", {}, "This step is no longer kept here; rollout trace has it.")); return; }
+  const step = await answer.json();
+  const canvas = make("canvas", { role: "img", "aria-label": "Engines in this step; the table below has its longest calls" });
+  const of = new Spans(); of.add(step.spans.filter((one) => one.kind !== "call").sort((one, other) => one.start_s + one.elapsed_s - other.start_s - other.elapsed_s));
+  const ids = [...new Set(step.spans.map((one) => one.engine_id).filter(Boolean))].sort(natural);
+  const calls = step.spans.filter((one) => one.kind === "call" || one.outcome === "failed").sort((one, other) => other.elapsed_s - one.elapsed_s).slice(0, 40);
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...["Engine", "Call", "Seconds", "Sent", "Outcome"].map((one) => make("th", { scope: "col" }, one)))),
+    make("tbody", {}, ...calls.map((one) => make("tr", {}, make("td", {}, one.engine_id || ""), make("td", {}, one.name), make("td", {}, seconds(one.elapsed_s)), make("td", {}, one.num_bytes ? bytes(one.num_bytes) : ""), make("td", { class: one.outcome === "ok" ? "" : "error" }, one.outcome === "ok" ? "ok" : one.said || one.outcome)))));
+  body.replaceChildren(make("p", {}, `Weight version ${step.weight_version}; ${seconds(step.lost_s)} lost at the boundary, ${seconds(step.trainer_s)} the trainer’s.`), canvas, make("div", { class: "scroll", tabindex: "0" }, table));
+  const margin = (step.end_s - step.start_s) * 0.02;
+  new Lanes(canvas).draw({ lanes: ids, spans: of, running: [], from_s: step.start_s - margin, to_s: step.end_s + margin });
+}
+
+const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
+
+// -- lanes ----------------------------------------------------------------------------------------
+
+function draw() {
+  const span = Number(find("span").value);
+  if (followed) {
+    // A run that has just begun fills the width, too.
+    const end = now_s() + span * 0.02;
+    shown = { from_s: Math.max(end - span, Math.min(spans.first - span * 0.02, end - 10)), to_s: end };
+  }
+  const ids = state.engines.map((one) => one.engine_id);
+  const running = state.running.map((one) => ({ ...one, elapsed_s: Math.max(0, now_s() - one.start_s) }));
+  lanes.draw({ lanes: ids, spans, running, ...shown });
+}
+
+function follow(is) { followed = is; find("follow").setAttribute("aria-pressed", String(is)); draw(); }
+function move(share) { const span = shown.to_s - shown.from_s; followed = false; shown = { from_s: shown.from_s + share * span, to_s: shown.to_s + share * span }; follow(share > 0 && shown.to_s >= now_s()); }
+function zoom(factor) { const middle = (shown.from_s + shown.to_s) / 2, half = ((shown.to_s - shown.from_s) / 2) * factor; shown = { from_s: middle - half, to_s: middle + half }; follow(false); }
+
+find("lanes").addEventListener("keydown", (event) => {
+  const acts = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1.6), Home: () => follow(true) };
+  if (acts[event.key]) { event.preventDefault(); acts[event.key](); }
+});
+find("lanes").addEventListener("pointermove", (event) => {
+  const tip = find("tip"), under = lanes.at(event.clientX, event.clientY);
+  tip.hidden = !under || !under.span;
+  if (tip.hidden) return;
+  const { span, lane } = under;
+  const more = [span.num_bytes ? `sent ${bytes(span.num_bytes)}` : "", span.memory_before_bytes !== undefined ? `memory ${bytes(span.memory_before_bytes)} → ${bytes(span.memory_after_bytes)}` : "", span.weight_version !== undefined ? `version ${span.weight_version}` : "", span.outcome === "ok" ? "" : span.outcome, span.said || ""].filter(Boolean);
+  tip.textContent = `${lane}: ${span.name}, ${seconds(span.elapsed_s)}, ${clock(span.start_s)}${more.length ? `\n${more.join("; ")}` : ""}`;
+  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 320)}px`; tip.style.top = `${event.clientY + 16}px`;
+});
+find("lanes").addEventListener("pointerleave", () => { find("tip").hidden = true; });
+find("span").addEventListener("change", () => follow(true));
+find("follow").addEventListener("click", () => follow(!followed));
+find("filter").addEventListener("input", renderEngines);
+find("only-odd").addEventListener("change", renderEngines);
+find("close").addEventListener("click", () => find("step").close());
+window.addEventListener("resize", draw);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { legend(); renderSteps(); draw(); });
+
+function legend() {
+  const colors = palette();
+  find("legend").replaceChildren(...LEGEND.map((name) => { const box = make("i"); box.style.background = colors[name]; return make("span", {}, box, name.replace("_weights", "")); }));
+}
+
+legend();
+connect();
+setInterval(() => { tick(); if (followed && !document.hidden) draw(); }, 250);
