@@ -354,7 +354,19 @@ class WeightsConfig(_Slice):
                 f"the store keeps full pushes, and weights.update is {self.update}; leave out "
                 "weights.store"
             )
+        if self.store is not None and self._streams():
+            raise ValueError(
+                "the store keeps what a push leaves behind, and with stream, distributed or "
+                "cuda_ipc it leaves nothing; use shared_memory, tensor or disk without stream"
+            )
+        if self.store is not None and not self.fingerprint:
+            raise ValueError(
+                "the store proves what it reads by the push's fingerprints; set fingerprint to true"
+            )
         return self
+
+    def _streams(self) -> bool:
+        return self.stream or self.transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC)
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> WeightsConfig:

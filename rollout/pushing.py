@@ -46,6 +46,7 @@ class Pushes:
         self._config = config
         self._around = around
         self._open: dict[int, Outgoing] = {}
+        self._last: Outgoing | None = None
         self._pool: SlotPool | None = None
         self._expected: Manifest | None = None
         self._has_expected = False
@@ -163,6 +164,9 @@ class Pushes:
     def end(self, version: int) -> None:
         """Let go of what the push of this version holds, if there is such a push."""
         outgoing = self._open.pop(version, None)
+        if outgoing is not None and self._config.weights.store is not None:
+            # The store reads what was pushed after it serves: until the next has been pushed.
+            outgoing, self._last = self._last, outgoing
         if outgoing is not None:
             outgoing.close()
 
@@ -170,5 +174,8 @@ class Pushes:
         """End all pushes and remove all files."""
         for version in list(self._open):
             self.end(version)
+        if self._last is not None:
+            self._last.close()
+            self._last = None
         if self._pool is not None:
             self._pool.close()

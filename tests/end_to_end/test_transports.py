@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engines.client import EngineClient
 from engines.embedded.tiny import make_tiny_model
+from engines.errors import EngineRejected
 from rollout import RolloutConfig, launch
+from rollout.errors import ConfigError, WeightMismatch, WeightsUnavailable
 from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.weights.manifest import read_checkpoint_manifest
+from rollout.weights.push import WeightPush
 from rollout.weights.tensors import bytes_fingerprint
+from rollout.weights.tensors.broadcast import BroadcastRoot
+from rollout.weights.transports.by_path import ByPath
 
 pytestmark = pytest.mark.embedded
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk"]
@@ -101,3 +110,138 @@ def test_every_engine_of_every_group_holds_what_was_pushed(
     assert [engine.weight_version for engine in engines] == [version, version]
     policy.close()
     assert list(shm.iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused_and_the_engines_serve_on(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    before = held(deployment)
+    policy = with_settings(deployment, shm)
+    name = "model.norm.weight"
+    for wrong, words in (
+        ({**weights, name: weights[name][:-1].clone()}, "has shape"),
+        ({**weights, "model.nurm.weight": weights[name].clone()}, "did you mean 'model.norm"),
+        ({key: value for key, value in weights.items() if key != name}, "lacks 1 of"),
+        ({**weights, name: weights[name].long()}, "is int64"),
+    ):
+        with pytest.raises(WeightMismatch, match=words):
+            policy.sync_weights(wrong, version=next(VERSIONS)).result(60)
+    assert held(deployment) == before
+    assert deployment["policy"].status().result().gate == "open"
+    assert list(shm.iterdir()) == []
+
+
+def test_a_window_pushes_a_copy_that_outlives_the_trainers_tensors(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    policy = with_settings(deployment, shm, stream=True)
+    wanted = {name: bytes_fingerprint(name, value) for name, value in weights.items()}
+    with policy.offloaded() as window:
+        window.push(weights, version=next(VERSIONS))
+        for value in weights.values():
+            value.zero_()
+    assert held(deployment) == [{name: wanted[name] for name in one} for one in held(deployment)]
+    with pytest.raises(ConfigError, match="reads the tensors while engines take them"):
+        with_settings(deployment, shm, transport="distributed").make_push(weights)
+    policy.close()
+
+
+def test_pushes_reuse_the_memory_of_those_before(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    policy = with_settings(deployment, shm, transport="shared_memory")
+    seen = []
+    for _ in range(2):
+        policy.sync_weights(weights, version=next(VERSIONS)).result(60)
+        seen.append(sorted((file.stat().st_ino, file.name) for file in shm.rglob("*.safe*")))
+    assert seen[0] == seen[1] != []
+    policy.close()
+
+
+def test_names_of_the_trainers_own_are_mapped(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    policy = with_settings(deployment, shm)
+    fused = {f"trainer.{name}": value for name, value in weights.items() if "proj" not in name}
+    fused |= {"trainer.all": torch.cat([v.view(-1) for n, v in weights.items() if "proj" in n])}
+
+    def name_map(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if name != "trainer.all":
+            yield name.removeprefix("trainer."), tensor
+            return
+        for key, value in weights.items():
+            if "proj" in key:
+                part, tensor = tensor[: value.numel()], tensor[value.numel() :]
+                yield key, part.view(value.shape)
+
+    policy.sync_weights(fused, version=next(VERSIONS), name_map=name_map).result(60)
+    for engine in held(deployment):
+        assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
+    policy.close()
+
+
+class ByHand(ByPath):
+    """A transport of a user's own: here it only counts, and sends as another does."""
+
+    num_sent = 0
+
+    async def send(self, target: Any, packed: Any, stage: Any) -> None:
+        type(self).num_sent += 1
+        await super().send(target, packed, stage)
+
+
+def test_a_carrier_of_ones_own_is_a_transport(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path, model_path: Path
+) -> None:
+    policy = deployment["policy"]
+    manifest = read_checkpoint_manifest(model_path)
+    assert manifest is not None
+    push = WeightPush(next(VERSIONS), manifest, [{"path": str(model_path)}], ByHand())
+    assert policy.sync_weights(push).result(60).weight_version == push.version
+    assert ByHand.num_sent == 2
+
+
+# -- broadcasts in which somebody is missing -----------------------------------------------------
+
+
+async def test_a_missing_peer_frees_the_engine_that_waits_at_the_deadline(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    """Alone it would wait for a minute, and SGLang, which has no deadline, for thirty."""
+    status = deployment["policy"].status().result()
+    engine = EngineClient(status.groups[0].engines[0].endpoint)
+    root = BroadcastRoot("alone", "gloo", join_timeout_s=1, send_timeout_s=1)
+    terms = root.terms(2)
+    started = time.monotonic()
+    waiting = asyncio.create_task(
+        engine.init_weights_update_group(rank_offset=1, group_name="alone", backend="gloo", **terms)
+    )
+    with pytest.raises(WeightsUnavailable, match=r"not all 2 ranks .* within 1 s"):
+        await asyncio.to_thread(root.join)
+    with pytest.raises(EngineRejected, match="could not join"):
+        await waiting
+    assert time.monotonic() - started < 30
+    await engine.aclose()
+    policy = with_settings(deployment, shm, transport="distributed")
+    report = await policy.sync_weights(weights, version=next(VERSIONS))
+    assert report.phase_s["update_weights"] < 30
+    policy.close()
+
+
+async def test_an_engine_that_does_not_receive_ends_the_broadcast_in_time(
+    deployment: DeploymentHandle,
+) -> None:
+    status = deployment["policy"].status().result()
+    engine = EngineClient(status.groups[0].engines[0].endpoint)
+    root = BroadcastRoot("deaf", "gloo", join_timeout_s=20, send_timeout_s=1)
+    terms = root.terms(1)
+    joining = asyncio.create_task(
+        engine.init_weights_update_group(rank_offset=1, group_name="deaf", backend="gloo", **terms)
+    )
+    await asyncio.to_thread(root.join)
+    await joining
+    with pytest.raises(WeightsUnavailable, match="broadcast in deaf failed"):
+        # More than sockets take by themselves.
+        await asyncio.to_thread(root.send, [torch.zeros(1 << 22)])
+    await engine.destroy_weights_update_group("deaf")
+    await engine.aclose()

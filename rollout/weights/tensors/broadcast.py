@@ -8,6 +8,7 @@ which frees those that receive.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,9 @@ class BroadcastRoot:
             )
             ranks = {rank: rank for rank in range(self._world_size)}
             distributed_c10d._world.pg_group_ranks[self._group] = ranks
+            # Joining may take longer than sending; and a broadcast that nobody receives holds up
+            # the end of the group for as long as this.
+            distributed_c10d._set_pg_timeout(self._send_timeout, self._group)
         except (RuntimeError, ValueError) as error:
             self.close()
             raise WeightsUnavailable(
@@ -103,6 +107,8 @@ class BroadcastRoot:
             for work in works:
                 work.wait(self._send_timeout)
         except RuntimeError as error:
+            with suppress(RuntimeError):
+                self._group.abort()  # kernels of NCCL that wait on the device
             self.close()
             raise WeightsUnavailable(f"broadcast in {self._name} failed: {error}") from error
 
