@@ -25,6 +25,7 @@ _PROBE_INTERVAL_S = 0.5
 class AttachedEngine:
     """``launch.RunningEngine`` without a process of ours."""
 
+    node_id = ""
     pid: int | None = None
     processes: Sequence[ProcessIdentity] = ()
 

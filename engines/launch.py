@@ -34,6 +34,11 @@ class RunningEngine(Protocol):
     @property
     def pid(self) -> int | None: ...
     @property
+    def node_id(self) -> str:
+        """The node it runs on, the first of several; empty where there is but one."""
+        ...
+
+    @property
     def processes(self) -> Sequence[ProcessIdentity]:
         """What it runs as, one for each of its nodes; none where it is not ours or has none."""
         ...
@@ -68,6 +73,8 @@ class NodeLauncher(EngineLauncher, Protocol):
 
 class LocalEngine:
     """A ``RunningEngine`` on this machine."""
+
+    node_id = ""
 
     def __init__(self, endpoint: Endpoint, process: EngineProcess) -> None:
         self.endpoint = endpoint

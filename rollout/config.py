@@ -169,6 +169,8 @@ class RouterConfig(_Slice):
     """How long a request may stay parked before it gets a 503."""
     connect_timeout_s: Seconds = 5.0
     """Until a connection to an engine must stand; past it, another engine is tried."""
+    control_timeout_s: Seconds = 15.0
+    """How late the router itself may be with its answer to the server it belongs to."""
     max_connections: Annotated[int, Field(ge=1)] = 16384
     """Connections to engines at the same time; each needs a file descriptor."""
     max_body_bytes: Annotated[int, Field(gt=0)] = 256 << 20
@@ -234,7 +236,12 @@ class LifecycleConfig(_Slice):
 
 
 class HealthConfig(_Slice):
-    """How engines are watched, and how a dead one comes back."""
+    """How engines are watched, and how a dead one comes back.
+
+    An engine that falls silent, with its node or alone, is out of its group after at most
+    ``probes_to_dead * (probe_interval_s + probe_timeout_s)`` seconds, 40 as these are; after
+    ``patience`` times as many where its group has too few without it.
+    """
 
     recover: bool = True
     """Watch the engines and replace dead ones; without it an engine that fails stays fenced."""

@@ -56,6 +56,20 @@ class GroupView:
         self._last_known[name] = status
         return status
 
+    def last_known(self, name: str) -> GroupStatus:
+        """A group as it was when last looked at, in the phase that it has reached for certain.
+
+        Raises:
+            KeyError: it was never looked at.
+        """
+        return replace(self._last_known[name], phase=self.phases[name].value)
+
+    def is_now(self, name: str, group: GroupPort, status: GroupStatus) -> None:
+        """Another group has taken the place of one that was lost."""
+        self.groups[name] = group
+        self._last_known[name] = status
+        self.phases[name] = Phase(status.phase)
+
     async def look_at_phases(self) -> None:
         """Ask the groups where they are: one may have gone on by itself."""
         for name, status in (await self.look()).items():

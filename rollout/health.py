@@ -70,6 +70,16 @@ LOOKS: Mapping[Phase, Look] = {
 }
 
 
+def seen_within_s(config: HealthConfig, *, can_spare: bool = True) -> float:
+    """How long an engine that has fallen silent may stay in its group, at the most.
+
+    Never longer than this, mostly shorter: what the router loses, and a process or a node that is
+    known to have ended, is acted on at once.  An engine its group cannot spare is given more time.
+    """
+    patience = 1 if can_spare else config.patience
+    return config.probes_to_dead * patience * (config.probe_interval_s + config.probe_timeout_s)
+
+
 # -- the verdict ------------------------------------------------------------------------------
 
 

@@ -106,7 +106,7 @@ class Member:
             state=state,
             weight_version=self.weight_version,
             released=tuple(sorted(self.released)),
-            node_id=self.slot.node_id,
+            node_id=self.process.node_id or self.slot.node_id,
             pid=self.process.pid,
             resident_bytes=resident_bytes,
             fenced_because=self.fenced_because,

@@ -87,3 +87,20 @@ class RouterPort(FailureSource, Protocol):
         ...
 
     def stats(self) -> Awaitable[dict[str, Any]]: ...
+
+
+class Remaker(Protocol):
+    """Who can make a part of the server again that was lost with its actor."""
+
+    def router(self, endpoint: Endpoint) -> Awaitable[RouterPort]:
+        """A router that will listen there; the lost one is ended for certain."""
+        ...
+
+    def group(self, name: str, known: GroupStatus, version: int | None) -> Awaitable[GroupPort]:
+        """A group in the place of a lost one, with its engines as they were last known.
+
+        Args:
+            version: the weight version they must hold to be taken over as they are; None ends
+                them all, to be started again.
+        """
+        ...

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from rollout.config import HealthConfig
-from rollout.errors import LifecycleError
+from rollout.errors import ActorLost, LifecycleError
 from rollout.fanout import describe, settle
 from rollout.health import Verdict
 from rollout.health_record import GroupTerms, HealthRecord
@@ -50,8 +50,12 @@ class Server(Protocol):
         """Where each group is."""
         ...
 
-    async def publish_members(self) -> None:
+    async def publish_members(self) -> object:
         """Tell the router who serves; it asks ``Recovery.out_of_routing`` among others."""
+        ...
+
+    async def revive_group(self, name: str) -> None:
+        """Put another in the place of a group whose actor is lost."""
         ...
 
 
@@ -73,7 +77,8 @@ class Recovery:
         self._name = name
         self._config = config
         self._has_sources = has_sources or config.weights_path is not None
-        self._groups = dict(groups)
+        self._groups = groups
+        self._lost_groups: dict[str, RecoverableGroup] = {}
         self._server = server
         self._router = router
         self._lock = lock
@@ -138,10 +143,13 @@ class Recovery:
     async def _probe(self, name: str) -> GroupProbe | None:
         budget_s = self._config.probe_timeout_s
         distrusted = self._record.distrusted(name)
+        group = self._groups[name]
         try:
             async with asyncio.timeout(2 * budget_s + _GROUP_MARGIN_S):
-                return await self._groups[name].probe(budget_s, distrusted)
+                return await group.probe(budget_s, distrusted)
         except Exception as error:  # it says nothing about the engines
+            if isinstance(error, ActorLost) and error.is_dead:
+                self._lost_groups[name] = group
             logger.error("group %s/%s cannot be probed: %s", self._name, name, describe(error))
             return None
 
@@ -190,12 +198,25 @@ class Recovery:
             return
         try:
             async with self._lock.held(OWNER):
+                await self._revive_lost_groups()
                 await self._repair.fence_dead()
                 await self._repair.restart(self._record.plan())
                 await self._repair.adopt_stale(self._server.weight_version)
                 await self._server.publish_members()
         except LifecycleError as error:  # another command has the lock for very long
             logger.warning("server %s: %s", self._name, error)
+
+    async def _revive_lost_groups(self) -> None:
+        lost, self._lost_groups = self._lost_groups, {}  # the next probe tells who still is
+        for name, group in lost.items():
+            if group is not self._groups[name]:
+                continue  # an answer that came late: another has taken its place already
+            try:
+                await self._server.revive_group(name)
+            except Exception as error:
+                logger.error("group %s/%s is lost: %s", self._name, name, describe(error))
+        if lost:  # who was not taken over is to be known as dead before the next command
+            await self.look()
 
     async def _wait_for_work(self) -> None:
         """Until there may be something to do: a probe has found it, or a backoff ends."""
@@ -208,7 +229,8 @@ class Recovery:
 
     def _has_work(self) -> bool:
         return bool(
-            self._record.unfenced_dead()
+            self._lost_groups
+            or self._record.unfenced_dead()
             or self._record.plan()
             or (self._has_sources and self._record.stale())
         )

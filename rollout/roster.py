@@ -83,6 +83,13 @@ class Roster:
             raise
         self._in_order()
 
+    def fill(self, members: Sequence[Member]) -> None:
+        """Begin with these, which run already; places without one are lent."""
+        self._members = {member.engine_id: member for member in members}
+        self._lent = {
+            slot.engine_id: slot for slot in self._slots if slot.engine_id not in self._members
+        }
+
     async def replace(self, engine_id: str, lead: Lead) -> Member:
         """Start a fenced engine again in its place; the new one is stale.
 

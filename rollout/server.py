@@ -20,7 +20,7 @@ from typing import Any
 
 from engines.protocol import Endpoint
 from rollout.config import ServerConfig, WeightUpdate
-from rollout.errors import WeightMismatch
+from rollout.errors import ActorLost, WeightMismatch
 from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_settings import fewest_engines
@@ -30,8 +30,9 @@ from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
 from rollout.observation import Observation
 from rollout.places import Places
-from rollout.ports import GroupPort, PagePort, RouterPort
+from rollout.ports import GroupPort, PagePort, Remaker, RouterPort
 from rollout.recovery import Recovery
+from rollout.router_link import RouterLink
 from rollout.steps import Steps
 from rollout.timeline.recorder import Timeline
 from rollout.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
@@ -41,6 +42,9 @@ from rollout.weights.store.store import WeightStore
 from rollout.window import Window
 
 logger = logging.getLogger(__name__)
+
+# An actor starts, looks at its engines and ends those it cannot take over.
+_REVIVE_TIMEOUT_S = 120.0
 
 
 class RolloutServer:
@@ -56,13 +60,21 @@ class RolloutServer:
         store: WeightStore | None = None,
         timeline: Timeline | None = None,
         page: PagePort | None = None,
+        remaker: Remaker | None = None,
     ) -> None:
+        """Nothing is started.
+
+        Args:
+            remaker: makes lost parts again; None where none can be lost alone.
+        """
         self.name = name
         self._page = page
         self.timeline = timeline or Timeline(name)
         self._config = config
-        self._router = router
         self._store = store
+        self._remaker = remaker
+        remake = None if remaker is None else remaker.router
+        router = self._router = RouterLink(name, router, config.router.control_timeout_s, remake)
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
         self._view = GroupView(name, config, groups)
         self._recovery = Recovery(
@@ -334,6 +346,27 @@ class RolloutServer:
     async def publish_members(self) -> None:
         """Tell the router who serves, as it is now."""
         await self._gate.publish_members()
+
+    async def revive_group(self, name: str) -> None:
+        """Put another in the place of a group whose actor is lost; for a holder of the lock.
+
+        If nothing was under way, its engines are taken over as they are; else they are ended, and
+        recovery starts them again.
+
+        Raises:
+            ActorLost: nobody can make another.
+        """
+        if self._remaker is None:
+            raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
+        known = self._view.last_known(name)
+        # Only then has every engine done what it was told last.
+        is_at_rest = self._gate.state == "open"
+        async with asyncio.timeout(_REVIVE_TIMEOUT_S):
+            group = await self._remaker.group(
+                name, known, self.weight_version if is_at_rest else None
+            )
+            self._view.is_now(name, group, await group.start())
+        await self.publish_members()
 
     async def expected_manifest(self) -> Manifest | None:
         """What a full push must contain; None if the checkpoint does not say."""

@@ -14,9 +14,9 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from engines.launch import EngineLauncher
+from engines.launch import EngineLauncher, RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
@@ -25,7 +25,7 @@ from rollout.fanout import finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
 from rollout.lending import Lending
-from rollout.lifecycle import Command
+from rollout.lifecycle import Command, Phase
 from rollout.member import Member
 from rollout.memory import release, resume, size_of_weights
 from rollout.mending import Mending
@@ -33,6 +33,7 @@ from rollout.policy import group_traits, release_policy
 from rollout.proving import compare, reached_nobody, testify
 from rollout.roster import Roster
 from rollout.starting import Connect, Starter, connect_http
+from rollout.taking_over import take_over
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Excerpt, Kind
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
@@ -66,7 +67,8 @@ class ServerGroup:
         self._settings = settings
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
-        starter = Starter(
+        self._slots = {slot.engine_id: slot for slot in slots}
+        starter = self._starter = Starter(
             settings,
             launcher,
             connect or connect_http(settings.lifecycle, settings.health),
@@ -97,6 +99,24 @@ class ServerGroup:
         """
         with self.timeline.span(Kind.GROUP, "start"):
             await self._roster.start()
+        return await self.status()
+
+    async def take_over(
+        self, known: GroupStatus, processes: Mapping[str, RunningEngine], version: int | None
+    ) -> GroupStatus:
+        """Begin where a group that was lost has left off, with its engines.
+
+        Args:
+            known: the lost group as it was known last, in the phase it had reached for certain.
+            processes: what each of its engines runs as.
+            version: the weight version they must hold to be taken over as they are; None ends
+                them all, to be started again.
+        """
+        budget_s = 2 * self._settings.health.probe_timeout_s
+        await take_over(
+            self._roster, self._starter, self._slots, known, processes, version, budget_s
+        )
+        self._commands.phase = Phase(known.phase)
         return await self.status()
 
     async def stop(self) -> None:

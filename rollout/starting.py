@@ -64,17 +64,46 @@ class Starter:
     async def start(self, slot: EngineSlot, lead: Lead | None = None) -> Member:
         """Launch the engine of a slot; with ``lead``, it is one among others and stale."""
         process = await self._launcher.launch(self._spec(slot))
-        engine = self._connect(process.endpoint, slot.engine_id)
         try:
-            member = await self._admit(slot, process, engine)
-            if lead is not None:
-                member.is_stale, member.is_proved = True, False
-                await lead(member)
+            member = await self.admit(slot, process)
+        except BaseException:
+            await process.kill()
+            raise
+        if lead is None:
+            return member
+        try:
+            member.is_stale, member.is_proved = True, False
+            await lead(member)
             return member
         except BaseException:
             await process.kill()
+            await member.engine.aclose()
+            raise
+
+    async def admit(self, slot: EngineSlot, process: RunningEngine) -> Member:
+        """Ask an engine what it is, and take it in.
+
+        Raises:
+            ConfigError: it is not what its group needs.
+        """
+        engine = self._connect(process.endpoint, slot.engine_id)
+        try:
+            return await self._admit(slot, process, engine)
+        except BaseException:
             await engine.aclose()
             raise
+
+    def unknown(self, slot: EngineSlot, process: RunningEngine, because: str) -> Member:
+        """An engine of which nothing is known but that it must not serve."""
+        return Member(
+            slot=slot,
+            process=process,
+            engine=self._connect(process.endpoint, slot.engine_id),
+            has_session=False,
+            weight_version=None,
+            is_proved=False,
+            fenced_because=because,
+        )
 
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> Member:
         info, endpoints = await engine.server_info(), await engine.endpoints()

@@ -33,6 +33,8 @@ class FakeRunningEngine:
         num_kills: how often it was killed.
     """
 
+    node_id = ""
+
     def __init__(self, engine: FakeEngine, pid: int) -> None:
         self.engine = engine
         self.pid: int | None = pid

@@ -27,9 +27,10 @@ class RemoteCall(Generic[T]):
     Giving up on a Ray call does not stop it, so an await that is cancelled cancels the call too.
     """
 
-    def __init__(self, object_ref: Any, actor: str) -> None:
+    def __init__(self, object_ref: Any, actor: str, if_dead: str = "") -> None:
         self.object_ref = object_ref
         self.actor = actor
+        self.if_dead = if_dead
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -42,20 +43,22 @@ class RemoteCall(Generic[T]):
             ray.cancel(self.object_ref)
             raise
         except RayError as error:
-            raise peel(error, self.actor) from None
+            raise peel(error, self.actor, self.if_dead) from None
 
 
-def peel(error: BaseException, actor: str) -> BaseException:
-    """The error that was raised inside the actor, or ``ActorLost`` if the actor is the trouble."""
+def peel(error: BaseException, actor: str, if_dead: str = "") -> BaseException:
+    """The error that was raised inside the actor, or ``ActorLost`` if the actor is the trouble.
+
+    Args:
+        if_dead: what that means and what to do, where the actor has died.
+    """
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, RayActorError):
         # Both a dead actor and one that cannot be reached may have acted.
-        return ActorLost(
-            f"actor {actor}: {_first_line(error)}",
-            actor=actor,
-            is_dead=isinstance(error, ActorDiedError),
-        )
+        is_dead = isinstance(error, ActorDiedError)
+        hint = f" ({if_dead})" if is_dead and if_dead else ""
+        return ActorLost(f"actor {actor}: {_first_line(error)}{hint}", actor=actor, is_dead=is_dead)
     if isinstance(error, TaskCancelledError):
         return RolloutError(f"actor {actor}: the call was cancelled")
     if isinstance(error, UnserializableException):

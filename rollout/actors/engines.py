@@ -55,6 +55,7 @@ class RayEngine:
         self.parts = tuple(parts)
         self.endpoint = self.parts[0].started.endpoint
         self.pid = self.parts[0].started.pid
+        self.node_id = self.parts[0].node_id
         self._name = f"engine {engine_id}"
 
     @property

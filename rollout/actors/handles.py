@@ -30,16 +30,20 @@ from rollout.weights.push import WeightPush
 
 
 class _Port:
+    if_dead = ""
+
     def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
         self._name = name
 
     def _call(self, object_ref: Any) -> RemoteCall[Any]:
-        return RemoteCall(object_ref, self._name)
+        return RemoteCall(object_ref, self._name, self.if_dead)
 
 
 class RayGroup(_Port):
     """A ``GroupPort``."""
+
+    if_dead = "with health.recover another takes its place; repeat the command then"
 
     def start(self) -> RemoteCall[GroupStatus]:
         return self._call(self._actor.start.remote())
@@ -133,6 +137,10 @@ class RayRouter(_Port):
 
 class RayServer(_Port):
     """A ``ServerPort``."""
+
+    if_dead = (
+        "its router, groups and engines have ended with it; stop this deployment, launch it again"
+    )
 
     def start(self) -> RemoteCall[ServerStatus]:
         return self._call(self._actor.start.remote())

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.actors.calls import RemoteCall, peel
 from rollout.actors.handles import RayServer
 from rollout.actors.launcher import EnginePlacement
+from rollout.actors.parts import ServerParts
 from rollout.actors.placement import reserve
 from rollout.actors.shells import EngineActor, RolloutServerActor, RouterActor, ServerGroupActor
 from rollout.actors.store import place_agents
@@ -53,7 +54,7 @@ class RayCaller:
         return Pending(
             submitted.object_ref.future(),
             object_ref=submitted.object_ref,
-            translate=lambda error: peel(error, submitted.actor),
+            translate=lambda error: peel(error, submitted.actor, submitted.if_dead),
         )
 
     def ship(self, push: WeightPush) -> WeightPush:
@@ -175,19 +176,19 @@ def _make_server(
         nodes = store_nodes(slots, name)
         agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
         sources = (StoreSource(terms, agents, server.model_path),)
-    router = undo.owns(ray.remote(**control)(RouterActor).remote(server.router))
-    groups = {
-        group: undo.owns(
-            ray.remote(**control)(ServerGroupActor).remote(
-                group_settings(config, name, group, sources), slots[name, group], placement
-            )
-        )
-        for group in started_groups(config, name)
-    }
+    parts = ServerParts(
+        router_class=ray.remote(**control)(RouterActor),
+        group_class=ray.remote(**control)(ServerGroupActor),
+        groups={
+            group: (group_settings(config, name, group, sources), slots[name, group])
+            for group in started_groups(config, name)
+        },
+        placement=replace(placement, owner=(config.cluster.namespace, full_name)),
+    )
     actor = undo.owns(
         ray.remote(**control)(RolloutServerActor)
         .options(name=full_name, namespace=config.cluster.namespace)
-        .remote(name, RunFolder.of(config), server, groups, router, terms, agents)
+        .remote(name, RunFolder.of(config), server, parts, terms, agents)
     )
     return RayServer(actor, full_name)
 

@@ -6,6 +6,7 @@ to the engine over HTTP: an actor call in between costs the caller 0.3 ms of CPU
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,11 +34,26 @@ class EnginePlacement:
         placement_group: the Ray placement group of the run.
         actor_class: ``EngineActor``, already made remote.
         launcher: starts an engine on the node its actor is on.
+        owner: namespace and name of the actor that makes them, which keeps them alive when their
+            group is lost; None for the one that asks.
     """
 
     placement_group: Any
     actor_class: Any
     launcher: EngineLauncher
+    owner: tuple[str, str] | None = None
+
+    def make(self, share: NodeShare, num_cpus: float) -> Any:
+        """An actor that can start the part of an engine on one node; it dies with its maker."""
+        return self.actor_class.options(
+            num_cpus=_SHARE_OF_BUNDLE if share.gpu_ids else num_cpus,
+            num_gpus=_SHARE_OF_BUNDLE if share.gpu_ids else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self.placement_group,
+                placement_group_bundle_index=share.bundle_indices[0],
+                placement_group_capture_child_tasks=False,
+            ),
+        ).remote(self.launcher)
 
 
 class RayLauncher:
@@ -58,7 +74,7 @@ class RayLauncher:
             return await self._placement.launcher.launch(spec)
         shares = [await self._where_now(spec.engine_id, share) for share in slot.shares]
         hosts = await _hosts(shares)
-        actors = [self._make_actor(slot, share) for share in shares]
+        actors = await self._make_actors(slot, shares)
         name = f"engine {spec.engine_id}"
         try:
             specs = _per_node(spec, shares, hosts)
@@ -86,16 +102,16 @@ class RayLauncher:
         group = self._placement.placement_group
         return await where_now(engine_id, group, share, _SHARE_OF_BUNDLE, _LOOK_TIMEOUT_S)
 
-    def _make_actor(self, slot: EngineSlot, share: NodeShare) -> Any:
-        return self._placement.actor_class.options(
-            num_cpus=_SHARE_OF_BUNDLE if share.gpu_ids else slot.num_cpus,
-            num_gpus=_SHARE_OF_BUNDLE if share.gpu_ids else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=self._placement.placement_group,
-                placement_group_bundle_index=share.bundle_indices[0],
-                placement_group_capture_child_tasks=False,
-            ),
-        ).remote(self._placement.launcher)
+    async def _make_actors(self, slot: EngineSlot, shares: Sequence[NodeShare]) -> list[Any]:
+        owner = self._placement.owner
+        if owner is None:
+            return [self._placement.make(share, slot.num_cpus) for share in shares]
+        namespace, name = owner
+        server: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
+        made: list[Any] = await RemoteCall(
+            server.host_engine.remote(slot.engine_id, tuple(shares), slot.num_cpus), name
+        )
+        return made
 
 
 async def _hosts(shares: Sequence[NodeShare]) -> list[str]:

@@ -12,8 +12,8 @@ from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngi
 from engines.protocol import Endpoint
 
 from rollout.actors.engines import Started
-from rollout.actors.handles import RayGroup, RayRouter
 from rollout.actors.launcher import EnginePlacement, RayLauncher
+from rollout.actors.parts import Inheritance, MadeParts, ServerParts, running_engines
 from rollout.config import RouterConfig, ServerConfig
 from rollout.errors import ConfigError
 from rollout.lifecycle import Command
@@ -31,6 +31,7 @@ from rollout.types import (
     EngineSlot,
     EngineStatus,
     GroupStatus,
+    NodeShare,
     PhaseReport,
     ServerStatus,
     StepReport,
@@ -57,7 +58,15 @@ class EngineActor:
         return self._launcher.hold_address(host)
 
     async def launch(self, spec: EngineSpec) -> Started:
-        engine = self._engine = await self._launcher.launch(spec)
+        self._engine = await self._launcher.launch(spec)
+        started = await self.started()
+        assert started is not None
+        return started
+
+    async def started(self) -> Started | None:
+        engine = self._engine
+        if engine is None:
+            return None
         return Started(engine.endpoint, engine.pid, tuple(engine.processes))
 
     async def resident_bytes(self) -> int | None:
@@ -81,7 +90,11 @@ class ServerGroupActor:
     """A ``ServerGroup`` whose engines are owned by actors on their slots."""
 
     def __init__(
-        self, settings: GroupSettings, slots: Sequence[EngineSlot], placement: EnginePlacement
+        self,
+        settings: GroupSettings,
+        slots: Sequence[EngineSlot],
+        placement: EnginePlacement,
+        inherited: Inheritance | None = None,
     ) -> None:
         self._group = ServerGroup(
             settings,
@@ -89,9 +102,13 @@ class ServerGroupActor:
             RayLauncher(placement, slots),
             timeline=recorded_in(settings.log_dir, settings.source, otel=settings.otel),
         )
+        self._inherited = inherited
 
     async def start(self) -> GroupStatus:
-        return await self._group.start()
+        if self._inherited is None:
+            return await self._group.start()
+        given = self._inherited
+        return await self._group.take_over(given.known, await running_engines(given), given.version)
 
     async def stop(self) -> None:
         await self._group.stop()
@@ -179,33 +196,42 @@ class RouterActor:
 
 
 class RolloutServerActor:
-    """A ``RolloutServer`` over group and router actors."""
+    """A ``RolloutServer`` over group and router actors, which it makes and which end with it."""
 
     def __init__(
         self,
         name: str,
         run: RunFolder,
         config: ServerConfig,
-        groups: dict[str, Any],
-        router: Any,
+        parts: ServerParts,
         store: StoreTerms | None = None,
         agents: Agents | None = None,
     ) -> None:
+        self._parts = MadeParts(name, config.router, parts)
         self._server = RolloutServer(
             name,
             config,
-            {group: RayGroup(actor, f"{name}/{group}") for group, actor in groups.items()},
-            RayRouter(router, f"{name}/router"),
+            self._parts.groups(),
+            self._parts.first_router(),
             store=WeightStore(store, agents) if store is not None and agents is not None else None,
             timeline=recorded_in(run.of_server(name), name, otel=config.timeline.otel),
             page=page_of(config, run, name),
+            remaker=self._parts,
         )
+
+    async def host_engine(
+        self, engine_id: str, shares: Sequence[NodeShare], num_cpus: float
+    ) -> list[Any]:
+        return self._parts.host_engine(engine_id, shares, num_cpus)
 
     async def start(self) -> ServerStatus:
         return await self._server.start()
 
     async def stop(self) -> None:
-        await self._server.stop()
+        try:
+            await self._server.stop()
+        finally:
+            self._parts.end()
 
     async def offload(self) -> StepReport:
         return await self._server.offload()

@@ -29,7 +29,7 @@ def served(world: World, whole: RolloutConfig) -> Iterator[ServerHandle]:
 
 
 def logs_of(folder: Path) -> set[str]:
-    return {one.name for one in (folder / "run" / "policy").iterdir()}
+    return {one.name for one in (folder / "run" / "policy").glob("*.log*")}
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -107,6 +107,10 @@ class RayWorld(World):
         self._added[node.node_id] = node
         return str(node.node_id)
 
+    def added(self) -> set[str]:
+        """Nodes that were added and live."""
+        return set(self._added)
+
     def lose_node(self, node_id: str) -> None:
         self._cluster.remove_node(self._added.pop(node_id), allow_graceful=False)
 

@@ -23,23 +23,18 @@ def config(
     folder: Path,
     groups: Mapping[str, Any] = TWO_GROUPS,
     *,
+    health: Mapping[str, Any] | None = None,
     page: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> RolloutConfig:
     """One server, ``policy``, over a checkpoint with the fake's tensors."""
-    return RolloutConfig.from_dict(
-        {
-            "log_dir": str(folder),
-            "servers": {
-                "policy": {
-                    "model_path": write_checkpoint(folder),
-                    "groups": groups,
-                    "page": page or {},
-                }
-            },
-            **more,
-        }
-    )
+    server = {
+        "model_path": write_checkpoint(folder),
+        "groups": groups,
+        "health": dict(health or {}),
+        "page": dict(page or {}),
+    }
+    return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": server}, **more})
 
 
 @contextmanager
