@@ -356,17 +356,19 @@ class WeightsConfig(_Slice):
 
     @model_validator(mode="after")
     def _store_gets_whole_pushes(self) -> WeightsConfig:
-        if self.store is not None and self.update is not WeightUpdate.FULL:
+        if self.store is None:
+            return self
+        if self.update not in (WeightUpdate.FULL, WeightUpdate.LORA):
             raise ValueError(
                 f"the store keeps full pushes, and weights.update is {self.update}; leave out "
                 "weights.store"
             )
-        if self.store is not None and self._streams():
+        if self._streams():
             raise ValueError(
                 "the store keeps what a push leaves behind, and with stream, distributed or "
                 "cuda_ipc it leaves nothing; use shared_memory, tensor or disk without stream"
             )
-        if self.store is not None and not self.fingerprint:
+        if not self.fingerprint:
             raise ValueError(
                 "the store proves what it reads by the push's fingerprints; set fingerprint to true"
             )

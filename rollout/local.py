@@ -113,7 +113,7 @@ def build_servers(
         sources: Sequence[WeightSource] = ()
         if terms is not None:
             agents = LocalAgents(terms, store_nodes(slots, name))
-            store = WeightStore(terms, agents)
+            store = WeightStore(terms, agents, server.weights.update)
             sources = (StoreSource(terms, agents, server.model_path),)
         return RolloutServer(
             name,

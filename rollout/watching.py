@@ -168,6 +168,6 @@ async def adopt(
 
 async def _restored(member: Member, version: int, sources: Sequence[WeightSource]) -> bool:
     for source in sources:
-        if await source.restore(member.engine, version, member.slot.node_id):
+        if await source.restore(member.engine, version, member.slot):
             return True
     return False

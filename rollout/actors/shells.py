@@ -207,13 +207,16 @@ class RolloutServerActor:
         store: StoreTerms | None = None,
         agents: Agents | None = None,
     ) -> None:
+        weight_store: WeightStore | None = None
+        if store is not None and agents is not None:
+            weight_store = WeightStore(store, agents, config.weights.update)
         self._parts = MadeParts(name, config.router, parts)
         self._server = RolloutServer(
             name,
             config,
             self._parts.groups(),
             self._parts.first_router(),
-            store=WeightStore(store, agents) if store is not None and agents is not None else None,
+            store=weight_store,
             timeline=recorded_in(run.of_server(name), name, otel=config.timeline.otel),
             page=page_of(config, run, name),
             remaker=self._parts,

@@ -50,8 +50,9 @@ class FindAgent:
     def __call__(self) -> Address:
         try:
             actor: Any = ray.get_actor(self.name, self.namespace)
-            found: Any = ray.get(actor.address.remote(), timeout=_FIND_TIMEOUT_S)
-        except (RayError, ValueError) as error:
+            # Not ray.get, which takes every thread of an async actor for its event loop.
+            found: Any = actor.address.remote().future().result(_FIND_TIMEOUT_S)
+        except (RayError, ValueError, TimeoutError) as error:
             told = str(error).strip().partition("\n")[0]
             raise ConnectionError(f"actor {self.name}: {told}") from None
         host, port = found

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from engines.protocol import Engine
 from rollout.config import WeightUpdate
+from rollout.types import EngineSlot
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 _ADAPTER_TIMEOUT_S = 120.0
@@ -21,11 +22,11 @@ _ADAPTER_TIMEOUT_S = 120.0
 class WeightSource(Protocol):
     """Something that holds weights of some versions."""
 
-    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
         """Give ``engine`` the weights of ``version``; False if this source does not have them.
 
         Args:
-            node_id: where the engine runs.
+            slot: where the engine is.
         """
         ...
 
@@ -40,7 +41,7 @@ class DiskSource:
 
     path: str
 
-    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
         folder = self.path.replace("{version}", str(version))
         if not _is_checkpoint(folder):
             return False
@@ -74,11 +75,11 @@ class AdapterSource:
         elif contents is WeightUpdate.FULL:
             self.base_version = push.version
 
-    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
         push = self._last
         if push is None or push.version != version:
             return False
-        if self.base_version and not await self._restored_base(engine, node_id):
+        if self.base_version and not await self._restored_base(engine, slot):
             return False
         answers = await push_weights(
             push,
@@ -90,9 +91,9 @@ class AdapterSource:
             raise failure
         return True
 
-    async def _restored_base(self, engine: Engine, node_id: str) -> bool:
+    async def _restored_base(self, engine: Engine, slot: EngineSlot) -> bool:
         for source in self._bases:
-            if await source.restore(engine, self.base_version, node_id):
+            if await source.restore(engine, self.base_version, slot):
                 return True
         return False
 

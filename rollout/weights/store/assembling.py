@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,7 @@ class Assembler:
             local: Sequence[Segment] = ()
             if record.write in self._slots.state.sealed:
                 stack.enter_context(self._slots.pinned(record.write))
-                local = record.segments_of(self._slots.node)
+                local = self._slots.segments(record.write)
             assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
             assembled = assembly.into(folder)
             if model_path is not None:
@@ -145,6 +145,7 @@ class _Assembly:
         self._peers = peers
         self._why_no_room = why_no_room
         self._troubles: list[str] = []
+        self._kept = {node: frozenset(record.kept.get(node, ())) for node in peers}
 
     def into(self, folder: Path) -> Assembled:
         good, whole = self._look_at_local()
@@ -169,9 +170,9 @@ class _Assembly:
             )
             for segment in self._local
         }
+        parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
         with ThreadPoolExecutor(_HASHERS) as pool:
-            is_right = pool.map(lambda one: self._is_right(one, regions[one.file]), wanted)
-            bad = {one.unit for one, right in zip(wanted, is_right, strict=True) if not right}
+            bad = set().union(*pool.map(lambda part: self._bad_units(part, regions), parts))
         good: dict[int, memoryview] = {}
         whole: list[Segment] = []
         for segment in self._local:
@@ -187,8 +188,14 @@ class _Assembly:
                     good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
         return good, whole
 
-    def _is_right(self, one: Range, region: Region) -> bool:
-        return self._proved(one, region.view[one.offset : one.offset + one.num_bytes])
+    def _bad_units(self, part: Sequence[Range], regions: Mapping[str, Region]) -> set[int]:
+        return {
+            one.unit
+            for one in part
+            if not self._proved(
+                one, regions[one.file].view[one.offset : one.offset + one.num_bytes]
+            )
+        }
 
     def _proved(self, one: Range, content: memoryview) -> bool:
         found = host_fingerprint(one.tensor.name, one.tensor.dtype, one.tensor.shape, content)
@@ -231,8 +238,11 @@ class _Assembly:
         with ThreadPoolExecutor(_STREAMS) as pool:
             # All have ended before an error goes on: the mapping they write to is then closed.
             done = [pool.submit(fill, unit) for unit in segment.units]
+            wait(done, return_when=FIRST_EXCEPTION)
+            pool.shutdown(cancel_futures=True)
         for one in done:
-            one.result()
+            if not one.cancelled():
+                one.result()
 
     def _fill_unit(
         self,
@@ -272,7 +282,7 @@ class _Assembly:
 
     def _holders(self, unit: int) -> list[str]:
         """Who may be asked, not always in the same order: all are to carry their share."""
-        holders = [node for node in self._record.holders_of(unit) if node in self._peers]
+        holders = [node for node, kept in self._kept.items() if unit in kept]
         turn = unit % len(holders) if holders else 0
         return holders[turn:] + holders[:turn]
 

@@ -22,13 +22,11 @@ from rollout.weights.store.commit import NodeState, Write, counting, to_promote
 from rollout.weights.store.records import Record
 from rollout.weights.store.spread import spread
 from rollout.weights.store.units import make_units
-from rollout.weights.store.writer import Content, Sink, Writing, check_covered
+from rollout.weights.store.writer import FAILURES, Content, Sink, Writing, check_covered
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# What an agent that cannot be reached, or that refuses, may raise.
-FAILURES = (OSError, WeightsUnavailable)
 
 
 class Agent(Peer, Protocol):

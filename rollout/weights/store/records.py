@@ -51,10 +51,6 @@ class Record:
         """The weight version that was written."""
         return self.write.version
 
-    def holders_of(self, unit: int) -> tuple[str, ...]:
-        """The nodes that keep a unit."""
-        return tuple(node for node, kept in self.kept.items() if unit in kept)
-
     def uncovered(self, nodes: Collection[str]) -> list[int]:
         """Indices of the units that none of ``nodes`` keeps."""
         covered = {unit for node in nodes for unit in self.kept.get(node, ())}

@@ -14,11 +14,14 @@ from engines.errors import EngineError
 from engines.protocol import Engine
 from rollout.errors import WeightsUnavailable
 from rollout.fanout import describe, finish
+from rollout.timeline.recorder import engine_span
+from rollout.types import EngineSlot
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.assembling import Assembled
-from rollout.weights.store.coordinator import FAILURES, Coordinator
+from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.limits import gib
 from rollout.weights.store.records import Record
+from rollout.weights.store.writer import FAILURES
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +45,10 @@ class StoreSource:
             self._opened = self._terms.coordinator(self._agents)
         return self._opened
 
-    async def restore(self, engine: Engine, version: int, node_id: str) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
+        engine_id, node_id = slot.engine_id, slot.node_id
         if self._num_failures >= self._terms.config.max_failures:
             return False
-        started = asyncio.get_running_loop().time()
         coordinator: Coordinator | None = None
         assembled: Assembled | None = None
         try:
@@ -54,10 +57,13 @@ class StoreSource:
             if record is None:
                 return False
             # To its end also when cancelled: somebody has to give back what was assembled.
-            assembled = await finish(
-                asyncio.to_thread(coordinator.assemble, record, node_id, self._model_path)
-            )
-            assembled_s = asyncio.get_running_loop().time() - started
+            with engine_span(engine_id, "assemble", 0.0) as span:
+                assembled = await finish(
+                    asyncio.to_thread(coordinator.assemble, record, node_id, self._model_path)
+                )
+                told = _told(assembled)
+                if span is not None:
+                    span.said, span.num_bytes = told, record.num_bytes
             await engine.update_weights_from_disk(assembled.path, weight_version=str(version))
         except (*FAILURES, EngineError) as error:
             self._has_failed(f"weight version {version} for node {node_id}: {describe(error)}")
@@ -66,14 +72,7 @@ class StoreSource:
             if coordinator is not None and assembled is not None:
                 await _give_back(coordinator, node_id, assembled)
         self._num_failures = 0
-        logger.info(
-            "store: weight version %d on node %s: %s from here and %s from peers, proved in %.2f s",
-            version,
-            node_id,
-            gib(assembled.local_bytes),
-            gib(assembled.fetched_bytes),
-            assembled_s,
-        )
+        logger.info("store: engine %s has weight version %d: %s", engine_id, version, told)
         return True
 
     def _has_failed(self, because: str) -> None:
@@ -84,6 +83,12 @@ class StoreSource:
                 "store: no engine is restored from it any more, after %d failures in a row",
                 self._num_failures,
             )
+
+
+def _told(assembled: Assembled) -> str:
+    """Where the bytes came from, and what was wrong on the way."""
+    told = f"{gib(assembled.local_bytes)} from here, {gib(assembled.fetched_bytes)} from peers"
+    return "; ".join((told, *assembled.troubles))
 
 
 def _record_of(coordinator: Coordinator, version: int) -> Record | None:

@@ -14,18 +14,19 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from rollout.config import WeightUpdate
 from rollout.errors import WeightsUnavailable
 from rollout.fanout import describe, settle
 from rollout.types import StoreStatus
-from rollout.weights.manifest import Manifest
+from rollout.weights.push import WeightPush
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.commit import Write
 from rollout.weights.store.contents import tensors_of
-from rollout.weights.store.coordinator import FAILURES, Coordinator
+from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.records import Record
-from rollout.weights.store.writer import Content
+from rollout.weights.store.writer import FAILURES, Content
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +37,22 @@ _CLOSE_TIMEOUT_S = 20.0
 T = TypeVar("T")
 
 
-class Pushed(Protocol):
-    """What the store needs of a push."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def buckets(self) -> Sequence[Any]: ...
-
-
 class WeightStore:
-    """Keeps what a server has published."""
+    """Keeps what a server has published.
 
-    def __init__(self, terms: StoreTerms, agents: Agents) -> None:
+    Args:
+        update: what a push brings that does not say so itself.
+    """
+
+    def __init__(
+        self, terms: StoreTerms, agents: Agents, update: WeightUpdate = WeightUpdate.FULL
+    ) -> None:
+        self._update = update
         self._terms = terms
         self._config = terms.config
         self._agents = agents
         self._coordinator: Coordinator | None = None
-        self._next: Pushed | None = None
+        self._next: WeightPush | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,9 +97,13 @@ class WeightStore:
 
     # -- what was pushed --------------------------------------------------------------------
 
-    def offer(self, push: Pushed) -> None:
-        """Keep this push when there is time, unless a later one comes first."""
-        if self._is_off or not self._tasks:
+    def offer(self, push: WeightPush) -> None:
+        """Keep this push when there is time, unless a later one comes first.
+
+        One that brings an adapter only is passed over: it is the base under it that is kept.
+        """
+        is_whole = push.contents_under(self._update) is WeightUpdate.FULL
+        if self._is_off or not self._tasks or not is_whole:
             return
         if self._next is not None:
             self._num_dropped += 1
@@ -124,7 +125,7 @@ class WeightStore:
             if self._next is None:
                 self._idle.set()
 
-    async def _write(self, push: Pushed) -> None:
+    async def _write(self, push: WeightPush) -> None:
         started = asyncio.get_running_loop().time()
         limit = asyncio.timeout(self._config.write_timeout_s)
         try:
@@ -142,13 +143,12 @@ class WeightStore:
         self._kept, self._num_failures, self._because = record.write, 0, ""
         logger.info("store: %s kept in %.2f s", record.write, self._write_s)
 
-    async def _in_thread(self, push: Pushed) -> Record:
+    async def _in_thread(self, push: WeightPush) -> Record:
         """A write blocks, so it has a thread; the buckets it asks for come from this loop."""
         assert self._coordinator is not None
         coordinator = self._coordinator
         buckets = _Buckets(push.buckets, asyncio.get_running_loop())
-        # Taken when it was pushed, where they were.
-        fingerprints: Mapping[str, str] = getattr(push.manifest, "fingerprints", {})
+        fingerprints = push.manifest.fingerprints
 
         def write() -> Record:
             with suppress(OSError):  # of this thread alone, on Linux

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Small enough to be in a core's cache when it is copied, after it was read to be hashed.
 _PIECE_BYTES = 128 << 10
+# What an agent that cannot be reached, or that refuses, may raise.
+FAILURES = (OSError, WeightsUnavailable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,14 @@ class FileSink:
     """A node whose files this process can map."""
 
     def __init__(self, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
-        self._paths = paths
-        self._regions = regions
+        self._of_file = {file: regions.of(Path(path)) for file, path in paths.items()}
         self._files = files
         self._region: Region | None = None
         self._offset = 0
 
     def region(self, file: str) -> Region:
         """The bytes of one of the node's segments."""
-        return self._regions.of(Path(self._paths[file]))
+        return self._of_file[file]
 
     def open(self, place: Range) -> None:
         self._region, self._offset = self.region(place.file), place.offset
@@ -153,27 +154,36 @@ class Writing:
             )
         tensor = place.tensor
         hasher = start(tensor.name, tensor.dtype, tensor.shape)
+        sinks = []
         for node, its_place in places.items():
-            self._to(node, methodcaller("open", its_place))
+            if self._to(node, methodcaller("open", its_place)):
+                sinks.append((node, self._sinks[node].put))
         for piece in content.pieces(_PIECE_BYTES):
             hasher.update(piece)
-            for node in places:
-                self._to(node, methodcaller("put", piece))
+            for node, put in tuple(sinks):
+                try:
+                    put(piece)
+                except FAILURES as error:
+                    sinks.remove((node, put))
+                    self._leave_out(node, error)
         self._fingerprints[name] = host_fingerprint_of(hasher)
 
-    def _to(self, node: str, act: Callable[[Sink], None]) -> None:
+    def _to(self, node: str, act: Callable[[Sink], None]) -> bool:
+        """Whether that node is still in the write."""
         sink = self._sinks.get(node)
         if sink is None:
-            return
+            return False
         try:
             act(sink)
-        except (OSError, WeightsUnavailable) as error:
+        except FAILURES as error:
             self._leave_out(node, error)
+            return False
+        return True
 
     def _leave_out(self, node: str, error: Exception) -> None:
         self.failed[node] = str(error)
         logger.warning("store: node %s left out of %s: %s", node, self._record.write, error)
-        with suppress(OSError, WeightsUnavailable):  # what went wrong is known already
+        with suppress(*FAILURES):  # what went wrong is known already
             self._sinks.pop(node).close()
         check_covered(self._record, self._sinks, self.failed)
 

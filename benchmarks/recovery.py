@@ -1,0 +1,132 @@
+"""From the kill of an engine to its next answer at the current weights: where the seconds go.
+
+The only engine of a server is killed with SIGKILL after a push, again and again, first with the
+DRAM store and then with checkpoints on disk (``health.weights_path``).  What is printed is read
+from the run's own timeline: ``detect`` until it is fenced and its place is free, ``restart`` until
+the new process serves what it was launched with, ``restore`` until it holds the pushed weights
+(from the store: found, proved and loaded), ``verify`` until its fingerprints are read and it is
+admitted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import machine, parse_arguments, publish
+from rollout import RolloutConfig, launch
+from rollout.run_folder import RunFolder
+from rollout.timeline.span import Span, read_lines
+
+PARTS = ("detect", "restart", "restore", "verify", "total")
+
+
+def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str, float]:
+    """Medians of seconds, by part.
+
+    Args:
+        source: ``store`` or ``disk``.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.set_num_threads(1)
+    policy: dict[str, Any] = {
+        "model_path": str(model_path),
+        "groups": {"main": {"engine": {"cpus": 0.5}}},
+        "health": {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "backoff_s": 0.01},
+    }
+    if source == "store":
+        policy["weights"] = {"store": {"spare_bytes": 0}}
+    else:
+        policy["health"]["weights_path"] = f"{folder}/{{version}}"
+    config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
+    weights = load_file(model_path / "model.safetensors")
+    found: list[dict[str, float]] = []
+    with launch(config, backend="local") as deployment:
+        server = deployment["policy"]
+        for _ in range(kills):
+            weights = {name: tensor * 1.01 for name, tensor in weights.items()}
+            version = server.weight_version + 1
+            if source == "disk":
+                (folder / str(version)).mkdir()
+                save_file(weights, folder / str(version) / "model.safetensors")
+                (folder / str(version) / "config.json").write_text("{}")
+            server.sync_weights(weights).result(300)
+            killed_s = kill(server, version, waits_for_store=source == "store")
+            found.append(parts_of(spans_since(config, killed_s), killed_s))
+    return {part: statistics.median(one[part] for one in found) for part in PARTS}
+
+
+def kill(server: Any, version: int, *, waits_for_store: bool) -> float:
+    """Kill the engine once the version is safe, and wait until another serves it; when it died."""
+    while True:
+        status = server.status().result(30)
+        if not waits_for_store or status.store.version == version:
+            break
+        time.sleep(0.05)
+    (engine,) = status.groups[0].engines
+    killed_s = time.time()
+    os.kill(engine.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 300
+    while True:
+        (now,) = server.status().result(30).groups[0].engines
+        if now.pid != engine.pid and now.state == "serving" and now.weight_version == version:
+            return killed_s
+        assert time.monotonic() < deadline, f"the engine is not back after 300 s: {now}"
+        time.sleep(0.02)
+
+
+def spans_since(config: RolloutConfig, since_s: float) -> list[Span]:
+    """What was recorded after a moment, in order, once it is known that the engine is back."""
+    deadline = time.monotonic() + 30
+    while True:
+        files = RunFolder.of(config).span_files()
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        spans = [one for one in read_lines(lines) if one.start_s >= since_s]
+        if any(one.name == "adopted" for one in spans):
+            return sorted(spans, key=lambda one: one.start_s)
+        assert time.monotonic() < deadline, "the timeline says nothing of the engine's return"
+        time.sleep(0.05)
+
+
+def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
+    """Seconds of each part of one return."""
+    restart = next(one for one in spans if one.name == "restart")
+    adopt = next(one for one in spans if one.name == "adopt")
+    load = next(one for one in spans if one.name == "update_weights_from_disk")
+    back_s, loaded_s = adopt.start_s + adopt.elapsed_s, load.start_s + load.elapsed_s
+    return {
+        "detect": restart.start_s - killed_s,
+        "restart": restart.elapsed_s,
+        "restore": loaded_s - adopt.start_s,
+        "verify": back_s - loaded_s,
+        "total": back_s - killed_s,
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__ or "")
+    from engines.embedded.tiny import make_tiny_model
+
+    size = {} if arguments.quick else {"hidden_size": 1024, "num_layers": 16}
+    kills = 1 if arguments.quick else 5
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        model_path = make_tiny_model(Path(name) / "model", **size)
+        result["model_bytes"] = (model_path / "model.safetensors").stat().st_size
+        for source in ("store", "disk"):
+            folder = Path(name) / source
+            folder.mkdir()
+            result[source] = measure(source, model_path, folder, kills)
+    result |= {"kills": kills, "machine": machine("torch", "transformers")}
+    publish(result, as_json=arguments.json, title="seconds from kill to verified")
+
+
+if __name__ == "__main__":
+    main()
