@@ -55,14 +55,15 @@ def make_app(engine: Engine) -> FastAPI:
     """An application that serves ``engine``; the engine's life is the caller's business."""
     app = FastAPI(title="embedded engine", version=info.package_version())
     for path, methods, handler in ROUTES:
-        app.add_api_route(
-            path,
-            _bound(engine, handler),
-            methods=methods,
-            name=handler.__name__,
-            operation_id=path.strip("/").replace("/", "_"),
-            response_model=None,
-        )
+        for method in methods:  # each on its own: the ids of operations must differ
+            app.add_api_route(
+                path,
+                _bound(engine, handler),
+                methods=[method],
+                name=handler.__name__,
+                operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
+                response_model=None,
+            )
     return app
 
 
