@@ -18,13 +18,13 @@ DEV_EXTRAS := $(RUN_EXTRAS),dev
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
-BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout,\
+BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout timeline,\
 	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name))))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help quickstart test check format bench workflows constraints clean \
-	test-sglang test-chaos explore docs
+	test-sglang test-chaos explore docs audit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ explore: $(DEV_STAMP) ## the long searches of the lifecycle explorer; EXPLORE_AR
 workflows: $(DEV_STAMP) ## write .github/workflows/tests.yml anew from its template
 	$(BIN)/python .github/workflows/generate.py
 
+audit: build/audit/bin/pip-audit ## look the pinned versions up in the database of known vulnerabilities
+	$< --no-deps --disable-pip -r constraints.txt
+
 clean: ## remove caches and what builds leave; the virtual environment stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find rollout engines tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -92,7 +95,10 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(RUN_STAMP)
 
 # A half-made environment (no ensurepip, say) is not left behind to be taken for a whole one.
-$(BIN)/python build/pins/bin/python:
+build/audit/bin/pip-audit: build/audit/bin/python
+	@$< -m pip install -q --disable-pip-version-check pip-audit
+
+$(BIN)/python build/pins/bin/python build/audit/bin/python:
 	@for candidate in $(PYTHON); do \
 		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 			echo "$$candidate -m venv $(@:/bin/python=)"; \

@@ -74,6 +74,7 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
         *_gate(now),
         *_engines(now),
         *_versions(now),
+        *_store(now),
     ]
     findings.sort(key=lambda one: -one.weight)
     return findings or [
@@ -278,6 +279,24 @@ def _versions(now: Mapping[str, Any]) -> Iterator[Finding]:
             f"{_named(tuple(ids))} hold weight version {version}, published is {published}",
             (),
             ("push again; fence them if they should not serve meanwhile",),
+        )
+
+
+def _store(now: Mapping[str, Any]) -> Iterator[Finding]:
+    store = now.get("store")
+    if store and not store["is_on"]:
+        yield Finding(
+            Weight.WRONG,
+            f"the weight store is off: {_first_line(store['because'])}",
+            ("an engine that is started again waits for the next push",),
+            ("mend what it says, and start the run again; training itself goes on",),
+        )
+    elif store and store["lag"] > 2:
+        yield Finding(
+            Weight.WRONG,
+            f"the weight store is {store['lag']} versions behind",
+            (f"its last write took {store['write_s']:.1f} s", _first_line(store["because"])),
+            ("an engine that dies now waits for the next push; look at the nodes' free memory",),
         )
 
 

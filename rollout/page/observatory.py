@@ -181,7 +181,7 @@ class Observatory:
                 for group in status.groups
                 for engine in group.engines
             ],
-            "store": router.get("store"),
+            "store": _store_dict(status),
         }
 
     def _engine_dict(
@@ -250,6 +250,24 @@ def _group_dict(group: GroupStatus) -> dict[str, Any]:
         "worker_type": group.worker_type.value,
         "phase": group.phase,
         "needs_offload": group.needs_offload,
+    }
+
+
+def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
+    """What the weight store holds, and how far it is behind; None where there is none."""
+    store = status.store
+    if store is None:
+        return None
+    return {
+        "is_on": store.is_on,
+        "because": store.because,
+        "version": store.version,
+        "is_writing": store.is_writing,
+        "bytes": sum(store.node_bytes.values()),
+        "write_s": store.write_s,
+        "num_dropped": store.num_dropped,
+        # Nothing has been pushed yet, or nothing kept: then it is as far behind as pushes went.
+        "lag": max(0, status.weight_version - (store.version or 0)),
     }
 
 

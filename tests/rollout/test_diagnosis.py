@@ -122,6 +122,19 @@ def test_engines_that_wait_for_the_trainer_are_no_trouble() -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
+        ({"is_on": False, "because": "no room on node-1"}, "is off: no room on node-1"),
+        ({"lag": 3}, "is 3 versions behind"),
+    ],
+)
+def test_a_store_that_does_not_keep_up_is_said(more: dict[str, Any], told: str) -> None:
+    store = {"is_on": True, "because": "", "version": 1, "lag": 1, "write_s": 2.0}
+    assert diagnose(state(store=store))[0].weight is Weight.FINE
+    assert told in diagnose(state(store=store | more))[0].what
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
         ({"fenced_because": "it hangs\nlog"}, "engine main-1 is fenced: it hangs"),
         ({"is_stale": True}, "lacks the published weights"),
         ({"routing": "dead", "because": "refused"}, "gets no requests: refused"),
