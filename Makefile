@@ -17,6 +17,7 @@ DEV_EXTRAS := $(RUN_EXTRAS),dev
 # What is installed is remembered in a stamp inside the environment, and done again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout timeline,\
 	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name))))
@@ -64,6 +65,9 @@ explore: $(DEV_STAMP) ## the long searches of the lifecycle explorer; EXPLORE_AR
 workflows: $(DEV_STAMP) ## write .github/workflows/tests.yml anew from its template
 	$(BIN)/python .github/workflows/generate.py
 
+docs: $(DOCS_STAMP) ## build the documentation into site/, strictly: a warning or a dead link fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 audit: build/audit/bin/pip-audit ## look the pinned versions up in the database of known vulnerabilities
 	$< --no-deps --disable-pip -r constraints.txt
 
@@ -71,15 +75,11 @@ clean: ## remove caches and what builds leave; the virtual environment stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find rollout engines tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Not there yet: each says so and fails, so that nobody takes silence for success.
-docs:
-	@echo "make docs: the documentation does not exist yet; issue 8 brings it" >&2; exit 2
-
 # The pins are what an install without them takes today; torch stays, because not every build has a CPU wheel.
 constraints: CONSTRAINTS ?= constraints.txt
 constraints: TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 constraints: build/pins/bin/python ## take the newest versions that pyproject.toml admits
-	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS)]'
+	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS),docs,otel]'
 	{ sed -n '/^#/p' constraints.txt; \
 	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)
@@ -94,10 +94,15 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(DEV_EXTRAS)]'
 	@touch $@ $(RUN_STAMP)
 
-# A half-made environment (no ensurepip, say) is not left behind to be taken for a whole one.
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing ray-rollout[docs] into $(VENV)"
+	@$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
+
 build/audit/bin/pip-audit: build/audit/bin/python
 	@$< -m pip install -q --disable-pip-version-check pip-audit
 
+# A half-made environment (no ensurepip, say) is not left behind to be taken for a whole one.
 $(BIN)/python build/pins/bin/python build/audit/bin/python:
 	@for candidate in $(PYTHON); do \
 		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \

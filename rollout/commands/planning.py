@@ -20,7 +20,8 @@ from rollout.placement import Plan, check_capacity, plan_placement
 from rollout.policy import release_policy
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
-_STORE_SLOTS = 2
+# The store keeps two versions; a node's share of the copies is at most the whole model.
+_STORE_VERSIONS = 2
 
 
 def validate(config: ConfigPath, as_json: AsJson = False) -> None:
@@ -105,7 +106,7 @@ def _server(name: str, server: ServerConfig) -> dict[str, Any]:
         "page": page,
         "needs_client_key": bool(server.router.client_key),
         "weight_bytes": weights,
-        "store_bytes": _STORE_SLOTS * weights,
+        "store_bytes_per_node": _STORE_VERSIONS * weights if server.weights.store else 0,
     }
 
 
@@ -191,10 +192,11 @@ def _show(told: dict[str, Any]) -> None:
         )
     console.print(table)
     for one in told["servers"]:
+        store = one["store_bytes_per_node"]
+        keeps = f"; the DRAM store takes up to {gib(store)} of each node" if store else ""
         console.print(
             f"{one['server']}: router {one['router']}, page {one['page']}, weights "
-            f"{gib(one['weight_bytes'])} ({gib(one['store_bytes'])} for a DRAM store of two "
-            "versions)"
+            f"{gib(one['weight_bytes'])}{keeps}"
         )
     needs = ", ".join(f"{amount:g} {name}" for name, amount in told["needs"].items()) or "nothing"
     console.print(

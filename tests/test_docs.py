@@ -1,0 +1,228 @@
+"""The documentation says what the code does: its blocks run, its names exist, nothing is left out.
+
+Python of the pages that tell a whole story runs over fake engines; a push is made for the fakes
+in the place of torch's tensors.  What needs a trainer, a GPU or a cluster is compiled, and its
+names are looked up.
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import engines.errors
+import rollout
+import rollout.errors
+from engines.fake.http import HttpFakeLauncher
+from rollout.cli import app
+from rollout.config import RolloutConfig
+from rollout.handle import DeploymentHandle, OffloadWindow
+from rollout.local import launch_local
+from rollout.page.tallies import METRICS
+from tests.support import builders
+from tests.support.builders import write_checkpoint
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOLD = ["README.md", "docs/getting-started.md", "docs/how-to/custom-reward.md"]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def every(*languages: str) -> list[Any]:
+    return [
+        pytest.param(text, id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, text in enumerate(blocks(page, *languages))
+    ]
+
+
+# -- configurations and commands ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", every("yaml"))
+def test_a_configuration_is_accepted(text: str) -> None:
+    values = yaml.safe_load(text)
+    if "servers" in values:
+        RolloutConfig.from_dict(values)
+    else:
+        assert set(values) == {"scrape_configs"}
+
+
+def command_at(words: list[str]) -> tuple[Any, list[str]]:
+    """The command these words begin with, and the words after it."""
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while hasattr(command, "commands"):
+        assert rest, "a command is missing"
+        name = rest.pop(0)
+        assert name in command.commands, f"rollout has no command {name!r}"
+        command = command.commands[name]
+    return command, rest
+
+
+def typed_lines() -> list[Any]:
+    lines = [
+        pytest.param(line.strip(), id=f"{name_of(page)}: {line.strip()[:50]}")
+        for page in PAGES
+        for text in blocks(page, "sh", "")
+        for line in text.splitlines()
+        if line.strip().startswith(("rollout ", "make "))
+    ]
+    # What stands in a sentence counts, too.
+    return lines + [
+        pytest.param(line, id=f"{name_of(page)}: `{line[:50]}`")
+        for page in PAGES
+        for line in re.findall(r"`(rollout [a-z][^`]*)`", page.read_text())
+    ]
+
+
+@pytest.mark.parametrize("line", typed_lines())
+def test_a_command_that_is_told_exists_with_its_options(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    if words[1:2] == ["--install-completion"]:
+        return
+    command, rest = command_at(words[1:])
+    known = {spelled for one in command.params for spelled in one.opts}
+    ours = rest[: rest.index("--")] if "--" in rest else rest
+    assert {word for word in ours if word.startswith("-")} <= known | {"--help"}
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", every("python"))
+def test_the_names_of_the_library_that_are_used_exist(text: str) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "rollout":
+                assert hasattr(rollout, node.attr), node.attr
+            if node.value.id == "deployment":
+                assert hasattr(DeploymentHandle, node.attr), node.attr
+            if node.value.id == "window":
+                assert hasattr(OffloadWindow, node.attr) or node.attr == "report", node.attr
+
+
+class Trainer:
+    """Whoever trains: here it only counts."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def step(self, groups: list[rollout.SampleGroup]) -> None:
+        assert groups
+        self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def launch_fakes(config: RolloutConfig, *, backend: str = "local") -> DeploymentHandle:
+    return launch_local(config, launcher=HttpFakeLauncher())
+
+
+def push_for_fakes(window: Any, named_tensors: Any, *, version: int | None = None) -> None:
+    window._push = builders.push(version or 1)
+
+
+def configuration(page: Path, folder: Path) -> RolloutConfig:
+    """The page's own, with a checkpoint of the fakes; the shortest one if it has none."""
+    told = [yaml.safe_load(text) for text in blocks(page, "yaml")]
+    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {}}}}}
+    values = next((one for one in told if "servers" in one), shortest)
+    for server in values["servers"].values():
+        server["model_path"] = write_checkpoint(folder)
+    (folder / "rollout.yaml").write_text(yaml.safe_dump(values))
+    return RolloutConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_python_of_a_page_runs_over_fake_engines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, trainer = ROOT / name, Trainer()
+    config = configuration(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rollout, "launch", launch_fakes)
+    monkeypatch.setattr(OffloadWindow, "push", push_for_fakes)
+    names: dict[str, Any] = {
+        "trainer": trainer,
+        "train": trainer.step,
+        "state_dict": trainer.state_dict,
+        "judge": lambda sample: 1.0,
+        "prompts": [rollout.Prompt((1, 2))],
+        "sampling": rollout.SamplingParams(max_new_tokens=2),
+    }
+    text = "\n".join(blocks(page, "python")).replace("range(1, 101)", "range(1, 3)")
+    if "rollout.launch(" in text:
+        exec(compile(text, name, "exec"), names)
+        assert trainer.num_steps == 2
+        return
+    with launch_fakes(config) as deployment:
+        exec(compile(text, name, "exec"), names | {"policy": deployment["policy"]})
+
+
+# -- nothing is left out --------------------------------------------------------------------------
+
+
+def test_the_catalogue_of_failures_has_every_error_and_every_alert() -> None:
+    told = (ROOT / "docs/failures.md").read_text()
+    errors = [
+        name
+        for module in (rollout.errors, engines.errors)
+        for name, one in vars(module).items()
+        if isinstance(one, type)
+        and issubclass(one, Exception)
+        and one.__module__ == module.__name__
+    ]
+    rules = yaml.safe_load((ROOT / "rollout/page/monitoring/alerts.yaml").read_text())
+    alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    assert [name for name in errors + alerts if f"`{name}`" not in told] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in navigation] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_link_to_a_file_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), target
+
+
+def test_what_is_generated_names_every_setting_every_command_and_every_metric() -> None:
+    hooks: dict[str, Any] = {"__file__": str(ROOT / "docs/hooks.py"), "__name__": "hooks"}
+    exec(compile((ROOT / "docs/hooks.py").read_text(), "docs/hooks.py", "exec"), hooks)
+    made = {name: make() for name, make in hooks["GENERATORS"].items()}
+    marks = re.findall(r"<!-- generated: (\w+) -->", "".join(page.read_text() for page in PAGES))
+    assert set(made) == set(marks) - {"from"}
+    for setting in (
+        "servers.<name>.groups.<name>.engine.kind",
+        "page.control_key",
+        "store.lease_s",
+    ):
+        assert setting in made["configuration"]
+    for command in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"## rollout {command}" in made["commands"]
+    assert all(name in made["metrics"] for name in METRICS)
