@@ -7,6 +7,7 @@ It is what makes the fake and the embedded engine worth trusting.  Facts are tho
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from typing import Any
 
@@ -240,6 +241,28 @@ async def test_pushed_weights_answer_under_their_version(bench: Bench) -> None:
         assert reply.output_ids != before
         expected = reference.greedy(bench.models.second, list(PROMPT), max_new_tokens=8)
         assert list(reply.output_ids[: len(expected)]) == expected
+
+
+async def test_a_flattened_bucket_holds_what_a_list_of_pairs_does(bench: Bench) -> None:
+    torch = pytest.importorskip("torch")
+    from rollout.weights.tensors.payload import flattened_bucket
+
+    tensors = bench.tensors("second")
+    if bench.kind == "fake":  # a bucket is bytes, and has to come from real tensors
+        tensors = {name: torch.ones(one.shape) for name, one in tensors.items()}
+    bucket = base64.b64encode(flattened_bucket(list(tensors.items()))).decode()
+    await bench.engine.begin_weight_update()
+    await bench.engine.update_weights_from_tensor(
+        [bucket], load_format="flattened_bucket", weight_version="1"
+    )
+    await bench.engine.end_weight_update()
+    flattened = (await bench.engine.weights_checker()).checksum
+    assert await bench.engine.weight_version() == "1"
+    await bench.push("first", "2")
+    assert (await bench.engine.weights_checker()).checksum != flattened
+    if bench.kind != "fake":  # whose digests are of what came, in whatever form
+        await bench.push("second", "3")
+        assert (await bench.engine.weights_checker()).checksum == flattened
 
 
 async def test_tensors_are_taken_only_in_a_session(bench: Bench) -> None:
