@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -83,42 +80,6 @@ async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
         assert await bench.running.is_alive()
 
 
-async def test_a_backup_brings_weights_back_bit_equal_and_adapters_come_and_go(
-    contract_models: Models, tmp_path: Path
-) -> None:
-    wanted = spec(
-        contract_models,
-        tmp_path,
-        weights_cpu_backup=True,
-        options={
-            "enable-lora": True,
-            "max-lora-rank": 8,
-            "lora-target-modules": ["q_proj", "v_proj"],
-        },
-    )
-    adapter = make_adapter(tmp_path / "adapter")
-    async with launched(wanted, contract_models) as bench:
-        engine, before = bench.engine, await bench.greedy()
-        checksum = (await engine.weights_checker()).checksum
-        await engine.pause_generation(PauseMode.ABORT)
-        await engine.flush_cache(timeout_s=10.0)
-        await bench.release(KV, W)
-        await bench.resume(W, KV)
-        assert (await engine.weights_checker()).checksum == checksum
-        await engine.continue_generation()
-        assert await bench.greedy() == before
-
-        await engine.load_lora_adapter("from-disk", str(adapter))
-        await engine.load_lora_adapter_from_tensors("pushed", *tensors_of(adapter))
-        assert await bench.greedy() == before
-        async with bench.http() as http:
-            body = {"input_ids": list(b"Once upon"), "lora_path": "pushed"}
-            answer = await http.post("/generate", json=body)
-            assert answer.status_code == 200, answer.text
-        await engine.unload_lora_adapter("from-disk")
-        await engine.unload_lora_adapter("pushed")
-
-
 async def test_a_model_that_cannot_be_loaded_ends_with_sglangs_words(
     contract_models: Models, tmp_path: Path
 ) -> None:
@@ -160,34 +121,3 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
     finally:
         await engine.aclose()
         await asyncio.gather(leader.stop(10.0), follower.stop(10.0))
-
-
-def make_adapter(folder: Path) -> Path:
-    """A LoRA adapter of the tiny model, in PEFT's form."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    shapes = {"q_proj": 64, "v_proj": 32}
-    tensors = {}
-    for layer in range(2):
-        for module, width in shapes.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 64)
-            tensors[f"{name}.lora_B.weight"] = torch.randn(width, 8)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(shapes)}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def tensors_of(adapter: Path) -> tuple[dict[str, Any], list[str]]:
-    """The adapter as it is pushed: its settings, and its tensors for each rank.
-
-    A mapping of tensors, where weights of the model are a list of pairs.
-    """
-    from safetensors.torch import load_file
-
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    tensors = dict(load_file(adapter / "adapter_model.safetensors"))
-    return settings, [base64.b64encode(pickle.dumps(tensors)).decode()]

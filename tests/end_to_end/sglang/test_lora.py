@@ -1,0 +1,251 @@
+"""The LoRA loop on real SGLang: the base frozen, an adapter pushed each step.
+
+What a release loses here is what no push brings back.  So the policy refuses at the start; forced
+past it, the fingerprints find the lost base; and with a backup nothing changes at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import rollout
+from engines.client import EngineClient
+from engines.launch import EngineSpec, LocalLauncher, RunningEngine
+from engines.protocol import Endpoint, ServerInfo
+from rollout.handle import ServerHandle
+from rollout.local import launch_local
+from tests.end_to_end.sglang.conftest import make_plain_model
+from tests.support.load import PROMPTS
+from tests.support.real_sglang import one_engine, real_config
+from tests.support.referee import Answer, Referee, Span
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+RANK = 4
+SETTINGS = {
+    "peft_type": "LORA",
+    "r": RANK,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+}
+OPTIONS = {
+    "enable-lora": True,
+    "max-lora-rank": RANK,
+    "lora-target-modules": ["q_proj", "v_proj"],
+}
+NUM_TOKENS = 24
+NO_RECOVERY = {"recover": False}
+
+
+def config(model: Path, folder: Path, **engine: Any) -> rollout.RolloutConfig:
+    group = one_engine(options=OPTIONS, **engine)
+    return real_config(
+        model, folder, {"main": group}, weights={"update": "lora"}, health=NO_RECOVERY
+    )
+
+
+@dataclass
+class Trainer:
+    """A base that is not the checkpoint on disk, and an adapter for each step.
+
+    Attributes:
+        disk: the checkpoint that the engines load.
+        base: the trainer's own base, as a checkpoint.
+    """
+
+    disk: Path
+    base: Path
+    folder: Path
+
+    def weights(self) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        return load_file(self.base / "model.safetensors")
+
+    def adapter(self, step: int) -> dict[str, Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(step)
+        tensors = {}
+        for module, width in {"q_proj": 32, "v_proj": 16}.items():
+            name = f"base_model.model.model.layers.0.self_attn.{module}"
+            for half, shape in {"A": (RANK, 32), "B": (width, RANK)}.items():
+                tensors[f"{name}.lora_{half}.weight"] = torch.randn(shape, generator=generator)
+        return tensors
+
+    def merged(self, step: int) -> Path:
+        """Base and adapter in one checkpoint, for transformers."""
+        import shutil
+
+        from safetensors.torch import save_file
+
+        from rollout.weights.tensors.adapters import merged
+
+        path = self.folder / f"merged-{step}"
+        if not path.exists():
+            shutil.copytree(self.base, path)
+            tensors = {
+                name: tensor.contiguous()
+                for name, tensor in merged(self.weights(), self.adapter(step), SETTINGS)
+            }
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    folder = tmp_path_factory.mktemp("lora")
+    disk, base = (
+        make_plain_model(folder / name, seed) for seed, name in enumerate(["disk", "own"])
+    )
+    return Trainer(disk, base, folder)
+
+
+@pytest.fixture(scope="module")
+def policy(
+    trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[rollout.ServerHandle]:
+    with launch_local(config(trainer.disk, tmp_path_factory.mktemp("lora-logs"))) as deployment:
+        yield deployment["policy"]
+
+
+def answers(policy: ServerHandle, adapter: str | None = None) -> list[Answer]:
+    """The greedy answer to each prompt, through the router."""
+    found = []
+    with httpx.Client(base_url=policy.url, timeout=60, trust_env=False) as client:
+        for prompt in PROMPTS[:4]:
+            sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+            body = {
+                "input_ids": prompt,
+                "sampling_params": sampling,
+                "return_logprob": True,
+                **({} if adapter is None else {"lora_path": adapter}),
+            }
+            reply = client.post("/generate", json=body)
+            assert reply.status_code == 200, reply.text
+            found.append(Answer.of(prompt, reply.json()))
+    return found
+
+
+def numbers(of: list[Answer]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """What must be equal to the last bit."""
+    return [(one.output, one.logprobs) for one in of]
+
+
+def are_of(path: Path, found: list[Answer]) -> bool:
+    """Whether all tokens and log-probabilities are those of this checkpoint."""
+    return not Referee(lambda version: path).findings(
+        [replace(one, spans=(Span(0, 0, len(one.output)),)) for one in found]
+    )
+
+
+def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -> None:
+    # The trainer's base is not what the engines have loaded: it is synced once, at the start.
+    assert are_of(trainer.disk, answers(policy))
+    synced = policy.sync_base(trainer.weights())
+    assert synced is not None
+    synced.result(120)
+    version = policy.weight_version
+    base = answers(policy)
+    assert are_of(trainer.base, base)
+    assert not are_of(trainer.disk, base)
+
+    # The first evaluation, before any training, is right.
+    expected = {one.prompt: one.output for one in base}
+
+    def is_right(sample: rollout.Sample) -> float:
+        return float(tuple(sample.output_ids) == expected[tuple(sample.prompt_ids)])
+
+    greedy = rollout.SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [rollout.Prompt(prompt) for prompt in expected]
+    with rollout.Driver(policy.url, is_right) as driver:
+        found = driver.evaluate(0, {"first": rollout.EvalDataset(prompts, greedy)}).result(60)
+    assert found.metrics["eval/first"] == 1.0
+
+    for step in (1, 2):
+        with policy.offloaded() as window:
+            window.push_adapter(trainer.adapter(step), SETTINGS)
+        assert policy.status().result(30).weight_version == version + step
+        # Bit for bit what it was before: the base has come back from its backup.
+        assert numbers(answers(policy)) == numbers(base)
+        trained = answers(policy, "policy")
+        assert are_of(trainer.merged(step), trained)
+        assert not are_of(trainer.base, trained)
+        assert {span.version for one in trained for span in one.spans} == {version + step}
+
+    # Nothing pushed, nothing lost: the adapter outlives a release as well.
+    with policy.offloaded():
+        pass
+    assert numbers(answers(policy, "policy")) == numbers(trained)
+    assert numbers(answers(policy)) == numbers(base)
+
+
+async def test_an_adapter_comes_from_disk_too(
+    policy: ServerHandle, trainer: Trainer, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS))
+    save_file(trainer.adapter(9), tmp_path / "adapter_model.safetensors")
+    (engine,) = (await policy.status()).groups[0].engines
+    client = EngineClient(engine.endpoint, engine_id=engine.engine_id)
+    try:
+        before = answers(policy)
+        await client.load_lora_adapter("from-disk", str(tmp_path))
+        assert numbers(answers(policy, "from-disk")) != numbers(before)
+        assert numbers(answers(policy)) == numbers(before)
+        await client.unload_lora_adapter("from-disk")
+    finally:
+        await client.aclose()
+
+
+def test_without_a_backup_it_is_refused_at_the_start(trainer: Trainer, tmp_path: Path) -> None:
+    with pytest.raises(rollout.ConfigError, match="weights_cpu_backup to true") as refused:
+        launch_local(config(trainer.disk, tmp_path, weights_cpu_backup=False))
+    assert refused.value.setting == "servers.policy.groups.main.engine.weights_cpu_backup"
+    assert not list(tmp_path.rglob("*.log"))
+
+
+class WithoutBackup(LocalLauncher):
+    """Starts engines without the backup that they were asked to have."""
+
+    async def launch(self, spec: EngineSpec) -> RunningEngine:
+        return await super().launch(replace(spec, weights_cpu_backup=False))
+
+
+class Boastful(EngineClient):
+    """And this is told that they have one."""
+
+    async def server_info(self) -> ServerInfo:
+        return replace(await super().server_info(), enable_weights_cpu_backup=True)
+
+
+def test_forced_past_the_policy_the_fingerprints_fence_the_engine(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    def connect(endpoint: Endpoint, engine_id: str) -> EngineClient:
+        return Boastful(endpoint, engine_id=engine_id)
+
+    whole = config(trainer.disk, tmp_path)
+    with launch_local(whole, launcher=WithoutBackup(), connect=connect) as deployment:
+        policy = deployment["policy"]
+
+        def step() -> None:
+            with policy.offloaded() as window:
+                window.push_adapter(trainer.adapter(1), SETTINGS)
+
+        with pytest.raises(rollout.PhaseFailed, match="is not what it was before") as failed:
+            step()
+        assert failed.value.phase == "verify"
+        (engine,) = policy.status().result(30).groups[0].engines
+        assert "is not what it was before, and was not pushed" in engine.fenced_because
+        # And nothing is answered with what is left of the base.
+        reply = httpx.post(f"{policy.url}/generate", json={"input_ids": [1]}, trust_env=False)
+        assert reply.status_code == 503
