@@ -165,7 +165,7 @@ def _what_to_do(
     elapsed_s: float,
     budget_s: float,
 ) -> Iterator[str]:
-    pids = [str(engines[one]["pid"]) for one in who if engines.get(one, {}).get("pid")]
+    pids = [_process(engines[one]) for one in who if engines.get(one, {}).get("pid")]
     if budget_s:
         left_s = max(0.0, budget_s - elapsed_s)
         then = "ended, and recovery starts another" if pids else "left to whoever launched it"
@@ -175,8 +175,8 @@ def _what_to_do(
         )
     if pids:
         yield (
-            f"or end it now: kill -9 {' '.join(pids)}; its guard clears up what it leaves, and the "
-            "phase goes on without it"
+            f"or end it now: kill -9 {', '.join(pids[:8])}; its guard clears up what it leaves, "
+            "and the phase goes on without it"
         )
     elif who:
         yield (
@@ -191,6 +191,11 @@ def _what_to_do(
         f"if this is only slow, not stuck, raise lifecycle.{_budget_name(name)}; "
         "`rollout trace` shows how long it took before"
     )
+
+
+def _process(engine: Mapping[str, Any]) -> str:
+    node = engine.get("node_id", "local")
+    return str(engine["pid"]) if node in ("", "local") else f"{engine['pid']} on node {node}"
 
 
 def _budget_name(command: str) -> str:

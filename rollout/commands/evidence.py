@@ -26,18 +26,39 @@ _STATES = {
 
 
 def pid_of(engine: dict[str, Any]) -> int | None:
-    """The process of an engine, if it runs here; an attached one is found by its port."""
-    if engine.get("pid"):
-        return int(engine["pid"]) if psutil.pid_exists(int(engine["pid"])) else None
+    """The process of an engine, if it is surely one of this machine: it listens where it should.
+
+    A number alone proves nothing: another node may have told it.
+    """
     url = urlsplit(engine.get("url", ""))
-    if not url.port or not is_loopback(url.hostname or ""):
+    if not url.port or not _is_ours(url.hostname or ""):
         return None
+    owner = _listening_on(url.port)
+    told = engine.get("pid")
+    if owner is None or not told:
+        return owner
+    try:
+        family = {int(told), *(one.pid for one in psutil.Process(int(told)).children(True))}
+    except psutil.Error:
+        return None
+    return int(told) if owner in family else None
+
+
+def _is_ours(host: str) -> bool:
+    """Whether ``host`` is an address of this machine."""
+    if is_loopback(host):
+        return True
+    addresses = {one.address for all_of in psutil.net_if_addrs().values() for one in all_of}
+    return host in addresses
+
+
+def _listening_on(port: int) -> int | None:
     try:
         connections = psutil.net_connections("tcp")
     except psutil.Error:
         return None
     for one in connections:
-        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == url.port:
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
             return one.pid
     return None
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout.fanout import describe
+from rollout.lifecycle import Command
 from rollout.observation import Observation
 from rollout.page.tallies import Tallies
 from rollout.timeline.analysis import Step, steps
@@ -119,6 +120,9 @@ class Observatory:
     def _find_steps(self, new: list[Span]) -> None:
         """Steps that the new spans have made whole; what may belong to the next one is kept."""
         self._recent += [one for one in new if one.kind in (Kind.PHASE, Kind.ENGINE)]
+        self._recent = self._recent[-_MAX_SPANS:]
+        if not any(one.kind is Kind.PHASE and one.name == Command.CONTINUE for one in new):
+            return
         found = steps(self._recent)
         for step in found:
             self._num_steps += 1
@@ -126,7 +130,6 @@ class Observatory:
         if found:
             end_s = found[-1].end_s
             self._recent = [one for one in self._recent if one.start_s > end_s]
-        self._recent = self._recent[-_MAX_SPANS:]
         self.tallies.take_steps(found)
 
     # -- what is known ----------------------------------------------------------------------

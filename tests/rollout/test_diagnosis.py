@@ -78,6 +78,11 @@ def test_an_attached_engine_is_not_to_be_killed_here() -> None:
     assert "where it was launched" in advice
 
 
+def test_a_process_elsewhere_is_named_with_its_node() -> None:
+    engines = [engine("main-0"), engine("main-1", node_id="a1b2c3")]
+    assert "kill -9 4711 on node a1b2c3" in diagnose(stuck(engines=engines))[0].advice[1]
+
+
 def test_a_phase_that_has_just_begun_is_watched_not_stuck() -> None:
     assert diagnose(stuck(2.0))[0].weight is Weight.WATCH
 

@@ -11,6 +11,7 @@ const BUSY = new Set(["stale", "holding", "mixed"]);
 let state = { engines: [], running: [], events: [], figures: [], steps: [] };
 let offset_s = 0;
 let followed = true;
+let key = "";
 let shown = { from_s: 0, to_s: 0 };
 const spans = new Spans();
 const lanes = new Lanes(find("lanes"));
@@ -56,7 +57,11 @@ function takeChange(told) {
 function connect() {
   const source = new EventSource("api/changes");
   const link = find("link");
-  source.addEventListener("hello", (event) => { state.run_id = JSON.parse(event.data).run_id; });
+  source.addEventListener("hello", (event) => {
+    const told = JSON.parse(event.data);
+    state.run_id = told.run_id;
+    find("control").hidden = !told.can_steer || key !== "";
+  });
   source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
   source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
   source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
@@ -136,8 +141,14 @@ function renderEngines() {
     if (old && old.key === key) continue;
     const doing = make("td", { class: "doing" });
     if (one.doing) { doing.dataset.start = one.doing.start_s; doing.dataset.name = one.calling ? one.calling.name : one.doing.name; }
+    const name = make("th", { scope: "row", title: `${one.url}, node ${one.node_id}, pid ${one.pid ?? "unknown"}` }, one.engine_id);
+    if (key && one.state !== "fenced") {
+      const fence = make("button", { class: "open", type: "button", "aria-label": `Fence ${one.engine_id}` }, "fence");
+      fence.addEventListener("click", () => order(`api/fence/${one.engine_id}`, `Fence ${one.engine_id}: end it now; recovery starts another?`));
+      name.append(" ", fence);
+    }
     const row = make("tr", {},
-      make("th", { scope: "row", title: `${one.url}, node ${one.node_id}, pid ${one.pid ?? "unknown"}` }, one.engine_id),
+      name,
       make("td", {}, make("span", { class: `pill ${kind(one.state)}` }, one.state)),
       make("td", { class: "num" }, String(one.weight_version ?? "–")),
       make("td", { class: "num" }, String(one.num_in_flight)),
@@ -213,6 +224,36 @@ async function openStep(number) {
   const margin = (step.end_s - step.start_s) * 0.02;
   new Lanes(canvas).draw({ lanes: ids, spans: of, running: [], from_s: step.start_s - margin, to_s: step.end_s + margin });
 }
+
+// -- control: only with the key, which is kept in this tab and sent as a header, never as a cookie ---
+
+function ask(title, words, wantsKey) {
+  const dialog = find("ask");
+  text("ask-title", title); text("ask-text", words);
+  find("ask-key").hidden = !wantsKey; find("key").value = "";
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => { dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }); });
+}
+
+async function order(path, words) {
+  if (!(await ask("Are you sure?", words, false))) return;
+  const answer = await fetch(path, { method: "POST", headers: { authorization: `Bearer ${key}` } });
+  if (answer.status === 403) { key = ""; showControls(); }
+  const told = answer.ok ? "done" : (await answer.json()).error.message;
+  text("said", told);
+  if (!answer.ok) await ask("It was refused", told, false);
+}
+
+function showControls() {
+  find("control").hidden = key !== ""; find("stop").hidden = key === "";
+  rows.clear(); find("rows").replaceChildren(); renderEngines();
+}
+
+find("control").addEventListener("click", async () => {
+  if (await ask("Control this server", "Fence engines and stop the server, with the page's control key.", true)) { key = find("key").value; showControls(); }
+});
+find("stop").addEventListener("click", () => order("api/stop", `Stop ${state.server}: its router and all its engines?`));
 
 const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
 

@@ -5,7 +5,13 @@ import math
 import pytest
 
 from engines.protocol import VersionSpan
-from rollout.driver.metrics import StepStats, is_repetitive, lags, step_metrics
+from rollout.driver.metrics import (
+    StepStats,
+    is_repetitive,
+    lags,
+    length_histogram,
+    step_metrics,
+)
 from rollout.driver.options import RolloutOptions
 from rollout.samples import Sample, SampleGroup, SampleStatus
 from tests.support.driving import SAMPLING, always, driving, engines, push, source
@@ -74,3 +80,18 @@ async def test_a_driver_tells_the_figures_of_every_step() -> None:
     assert figures["rollout/engine_busy_share"] == pytest.approx(1.0)
     assert later["rollout/boundary_s"] == pytest.approx(3.0)
     assert later["rollout/version_lag/0"] == 8
+
+
+def test_lengths_are_counted_by_powers_of_two() -> None:
+    samples = [Sample([1], [0] * num, [0.0] * num) for num in (1, 2, 3, 4, 5, 64, 65)]
+    assert length_histogram(samples) == {"1": 1, "2": 1, "4": 2, "8": 1, "64": 1, "128": 1}
+
+
+@virtual_time
+async def test_a_driver_tells_the_door_the_figures_of_each_step_and_waits_for_nothing() -> None:
+    async with driving(engines(0.01), always(0.5)) as (driver, door):
+        await driver.rollout(7, source(2), num_groups=2, group_size=2, sampling=SAMPLING)
+    (told,) = door.reports
+    assert told["step"] == 7
+    assert told["metrics"]["rollout/reward/mean"] == 0.5
+    assert told["lengths"] == {"16": 4}

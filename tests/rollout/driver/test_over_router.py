@@ -119,3 +119,12 @@ async def test_a_dead_engine_behind_the_router_costs_no_sample() -> None:
         groups = await call
     assert numbers(groups) == list(range(1, 21))
     assert {len(sample.output_ids) for sample in all_samples(groups)} == {10}
+
+
+async def test_the_router_keeps_what_a_driver_tells_of_a_step() -> None:
+    async with routed("e0") as (driver, host, _):
+        await driver.rollout(3, prompts(1), group_size=2, sampling=SAMPLING)
+        await driver.close()
+        (told,) = (await host.stats())["figures"]
+        assert told["step"] == 3
+        assert told["metrics"]["rollout/num_samples"] == 2.0

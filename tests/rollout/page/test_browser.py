@@ -4,6 +4,7 @@ Needs Debian's ``chromium`` (or ``CHROMIUM=/path``) and Playwright; skipped, and
 Screenshots go to ``$SCREENSHOTS`` if that is set.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -127,10 +128,10 @@ def test_a_keyboard_is_enough_to_open_a_step_and_to_move_in_time(
     opened.wait_for_selector("#steps button.open")
     opened.focus("#steps button.open")
     opened.keyboard.press("Enter")
-    opened.wait_for_selector("dialog[open] tbody tr")
-    assert "pause_generation" in text(opened, "dialog")
+    opened.wait_for_selector("#step[open] tbody tr")
+    assert "pause_generation" in text(opened, "#step")
     opened.keyboard.press("Escape")
-    opened.wait_for_selector("dialog", state="hidden")
+    opened.wait_for_selector("#step", state="hidden")
     opened.focus("#lanes")
     opened.keyboard.press("ArrowLeft")
     assert opened.get_attribute("#follow", "aria-pressed") == "false"
@@ -156,6 +157,26 @@ def test_everything_that_can_be_used_has_a_name(opened: Any) -> None:
     assert opened.get_attribute("html", "lang") == "en"
 
 
+def test_nobody_is_offered_to_steer_without_a_control_key(opened: Any) -> None:
+    assert not opened.is_visible("#control")
+    assert not opened.is_visible("#stop")
+
+
+def test_with_the_control_key_an_engine_is_fenced_after_a_question(
+    browser: Any, tmp_path: Path
+) -> None:
+    groups = {"main": {"num_engines": 2}}
+    with launched(launch_local, tmp_path, groups, page={"control_key": "steer"}) as handle:
+        for page in open_page(browser, handle, "light"):
+            page.click("#control")
+            page.fill("#key", "steer")
+            page.click("#ask-yes")
+            page.click("button[aria-label='Fence main-1']")
+            page.wait_for_selector("#ask[open] #ask-text:has-text('Fence main-1')")
+            page.click("#ask-yes")
+            page.wait_for_selector("#events li.bad:has-text('main-1 fenced')")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_can_be_read_in_light_and_in_dark(
     browser: Any, deployment: DeploymentHandle, scheme: str
@@ -167,22 +188,49 @@ def test_words_can_be_read_in_light_and_in_dark(
         assert worst["ratio"] >= 4.5, worst
 
 
-def test_it_stays_quick_with_256_engines(browser: Any, tmp_path: Path) -> None:
-    many = {"main": {"num_engines": 256}}
-    with launched(launch_local, tmp_path, many, run_id="many") as handle:
-        step(handle["policy"], 1)
-        for page in open_page(browser, handle, "light"):
-            page.wait_for_selector("#steps tr")
-            assert page.locator("#rows tr").count() == 256
-            took_ms = page.evaluate(
-                "() => { const times = []; const select = document.getElementById('span');"
-                " for (let i = 0; i < 10; i += 1) { const began = performance.now();"
-                " select.dispatchEvent(new Event('change'));"
-                " times.push(performance.now() - began); }"
-                " return times.sort((a, b) => a - b)[5]; }"
-            )
-            shot(page, "many")
-            assert took_ms < 200, "drawing all lanes once"
+def test_it_stays_quick_with_256_engines(browser: Any, deployment: DeploymentHandle) -> None:
+    """256 engines and ten steps, told as the server tells them."""
+    with page_of(deployment.config) as client:
+        told = many_engines(client.get("/api/state").json(), 256, 10)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.route(
+            "**/api/changes",
+            lambda route: route.fulfill(body=told, content_type="text/event-stream"),
+        )
+        page.goto(str(client.base_url))
+    page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 256")
+    took_ms = page.evaluate(
+        "() => { const times = []; const select = document.getElementById('span');"
+        " for (let i = 0; i < 10; i += 1) { const began = performance.now();"
+        " select.dispatchEvent(new Event('change')); times.push(performance.now() - began); }"
+        " return times.sort((a, b) => a - b)[5]; }"
+    )
+    shot(page, "many")
+    page.close()
+    assert took_ms < 250, "drawing all lanes once"
+
+
+def many_engines(now: dict[str, Any], num: int, num_steps: int) -> str:
+    """A stream of events with copies of the first engine, and what they did in some steps."""
+    first = now["engines"][0]
+    now["engines"] = [first | {"engine_id": f"main-{index}"} for index in range(num)]
+    phases = ["pause", "flush", "release", "resume_weights", "update_weights", "verify"]
+    spans = [
+        {
+            "kind": "engine",
+            "name": phase,
+            "source": "policy/main",
+            "engine_id": f"main-{index}",
+            "start_s": now["now_s"] - 10 * (num_steps - number) + place,
+            "elapsed_s": 0.5 + index / 1000,
+            "outcome": "ok",
+        }
+        for number in range(num_steps)
+        for place, phase in enumerate(phases)
+        for index in range(num)
+    ]
+    events = {"hello": {"run_id": "many", "can_steer": False}, "state": now, "spans": spans}
+    return "".join(f"event: {name}\ndata: {json.dumps(one)}\n\n" for name, one in events.items())
 
 
 CONTRAST = """() => {
