@@ -68,6 +68,23 @@ def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> Relea
     return ReleasePolicy(_ALL_TAGS, True, source)
 
 
+_ELASTIC_BACKUP = "enable-elastic-expert-backup"
+
+
+def elastic_backup_note(name: str, group: GroupConfig, update: WeightUpdate) -> str:
+    """What to know of SGLang's own expert backup, if the group has it; empty if it has not."""
+    options = {
+        key.lstrip("-").replace("_", "-"): value for key, value in group.engine.options.items()
+    }
+    if options.get(_ELASTIC_BACKUP) in (None, False) or update is WeightUpdate.FROZEN:
+        return ""
+    return (
+        f"{name}.engine.options.{_ELASTIC_BACKUP}: SGLang backs up the experts of the checkpoint "
+        "on disk, once; after the first push it would bring back old experts into the new model. "
+        "weights.store keeps what was pushed"
+    )
+
+
 # Memory of a process is never exact: allocators keep pages, caches come and go.
 _SLACK_BYTES = 32 * 1024 * 1024
 _SHARE_OF_REPORTED = 0.8

@@ -14,6 +14,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from engines.launch import EngineLauncher, RunningEngine
@@ -29,7 +30,7 @@ from rollout.lifecycle import Command, Phase
 from rollout.member import Member
 from rollout.memory import release, resume, size_of_weights
 from rollout.mending import Mending
-from rollout.policy import group_traits, release_policy
+from rollout.policy import elastic_backup_note, group_traits, release_policy
 from rollout.proving import compare, reached_nobody, testify
 from rollout.roster import Roster
 from rollout.starting import Connect, Starter, connect_http
@@ -40,6 +41,8 @@ from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, P
 from rollout.updating import Updating
 from rollout.watching import GroupProbe
 from rollout.weights.push import WeightPush
+
+logger = logging.getLogger(__name__)
 
 
 class ServerGroup:
@@ -65,6 +68,8 @@ class ServerGroup:
         self.name = settings.name
         self.timeline = timeline or Timeline(settings.source)
         self._settings = settings
+        if note := elastic_backup_note(settings.path, settings.group, settings.update):
+            logger.warning("%s", note)
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
         self._slots = {slot.engine_id: slot for slot in slots}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +18,13 @@ from rollout.errors import ConfigError, PlacementError
 from rollout.local import visible_gpus
 from rollout.memory import size_of_weights
 from rollout.placement import Plan, check_capacity, plan_placement
-from rollout.policy import release_policy
+from rollout.policy import elastic_backup_note, release_policy
+from rollout.weights.manifest import read_checkpoint_manifest
+from rollout.weights.store.cost import node_bytes
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
-# The store keeps two versions; a node's share of the copies is at most the whole model.
-_STORE_VERSIONS = 2
+# Numbers of nodes that a store's cost is told for.
+_STORE_NODES = (1, 2, 4, 8)
 
 
 def validate(config: ConfigPath, as_json: AsJson = False) -> None:
@@ -93,7 +96,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "groups": groups,
         "host_bytes": host_bytes,
         "refusals": refusals(config),
-        "notes": _notes(placement, host_bytes),
+        "notes": [*_notes(placement, host_bytes), *_backup_notes(config)],
     }
 
 
@@ -106,8 +109,16 @@ def _server(name: str, server: ServerConfig) -> dict[str, Any]:
         "page": page,
         "needs_client_key": bool(server.router.client_key),
         "weight_bytes": weights,
-        "store_bytes_per_node": _STORE_VERSIONS * weights if server.weights.store else 0,
+        "store_bytes_per_node": _store_bytes(server),
     }
+
+
+def _store_bytes(server: ServerConfig) -> dict[str, int]:
+    """Number of nodes -> bytes of each that the DRAM store takes; empty if it is off."""
+    store, manifest = server.weights.store, read_checkpoint_manifest(server.model_path)
+    if store is None or manifest is None:
+        return {}
+    return {str(number): node_bytes(manifest, store, number) for number in _STORE_NODES}
 
 
 def _group(
@@ -167,6 +178,22 @@ def _notes(placement: Plan, host_bytes: int) -> list[str]:
     return told
 
 
+def _backup_notes(config: RolloutConfig) -> list[str]:
+    notes = (
+        elastic_backup_note(f"servers.{name}.groups.{group}", of_group, server.weights.update)
+        for name, server in config.servers.items()
+        for group, of_group in server.groups.items()
+    )
+    return [note for note in notes if note]
+
+
+def _store_text(by_nodes: Mapping[str, int]) -> str:
+    if not by_nodes:
+        return "no DRAM store"
+    costs = ", ".join(f"{gib(size)} on {number}" for number, size in by_nodes.items())
+    return f"DRAM store: bytes per node {costs} nodes"
+
+
 def _show(told: dict[str, Any]) -> None:
     table = Table(
         "server",
@@ -192,11 +219,9 @@ def _show(told: dict[str, Any]) -> None:
         )
     console.print(table)
     for one in told["servers"]:
-        store = one["store_bytes_per_node"]
-        keeps = f"; the DRAM store takes up to {gib(store)} of each node" if store else ""
         console.print(
             f"{one['server']}: router {one['router']}, page {one['page']}, weights "
-            f"{gib(one['weight_bytes'])}{keeps}"
+            f"{gib(one['weight_bytes'])}, {_store_text(one['store_bytes_per_node'])}"
         )
     needs = ", ".join(f"{amount:g} {name}" for name, amount in told["needs"].items()) or "nothing"
     console.print(

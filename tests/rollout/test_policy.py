@@ -5,7 +5,7 @@ import pytest
 from engines.protocol import MemoryTag
 from rollout.config import GroupConfig, WeightUpdate
 from rollout.errors import ConfigError
-from rollout.policy import group_traits, least_freed_bytes, release_policy
+from rollout.policy import elastic_backup_note, group_traits, least_freed_bytes, release_policy
 
 
 def group(backup: bool | None = None, *, needs_offload: bool = True) -> GroupConfig:
@@ -82,3 +82,21 @@ def test_what_must_come_free_is_what_the_engine_says_or_half_its_checkpoint(
 ) -> None:
     asked = least_freed_bytes([MemoryTag(tag) for tag in tags], said, checkpoint)
     assert asked // MIB == least_mib
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "is_told"),
+    [
+        ({"enable-elastic-expert-backup": True}, WeightUpdate.FULL, True),
+        ({"enable_elastic_expert_backup": True}, WeightUpdate.FULL, True),
+        ({"enable-elastic-expert-backup": True}, WeightUpdate.FROZEN, False),
+        ({"enable-elastic-expert-backup": False}, WeightUpdate.FULL, False),
+        ({}, WeightUpdate.FULL, False),
+    ],
+)
+def test_sglang_s_own_expert_backup_is_passed_on_with_a_warning(
+    options: dict[str, bool], update: WeightUpdate, is_told: bool
+) -> None:
+    group = GroupConfig.model_validate({"engine": {"kind": "sglang", "options": options}})
+    note = elastic_backup_note("servers.policy.groups.main", group, update)
+    assert ("after the first push it would bring back old experts" in note) is is_told

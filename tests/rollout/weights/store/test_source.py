@@ -1,0 +1,124 @@
+"""The store as a source for restarted engines: every failure is a reason for the next source."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.errors import EngineRejected
+from rollout.config import StoreConfig
+from rollout.types import EngineSlot
+from rollout.weights.store.agents import StoreTerms
+from rollout.weights.store.cost import node_bytes, restore_bytes
+from rollout.weights.store.source import StoreSource
+from tests.support.store_worlds import World, contents, moe_manifest, read_folder
+
+
+class LoadingEngine:
+    """Reads what it is told to load, or refuses."""
+
+    def __init__(self, world: World, refuses: int = 0) -> None:
+        self._world = world
+        self._refuses = refuses
+        self.loaded: list[tuple[str | None, dict[str, bytes]]] = []
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        if self._refuses:
+            self._refuses -= 1
+            raise EngineRejected("it does not want to", status=400, body="no")
+        found = read_folder(Path(model_path), self._world.manifest)
+        self.loaded.append((weight_version, found))
+
+
+class _Agents:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def agents(self) -> Any:
+        return self._world.nodes
+
+
+@pytest.fixture
+def world(shared_memory: Path) -> World:
+    world = World(shared_memory / "base")
+    world.write(1)
+    return world
+
+
+def source_of(world: World, **config: int) -> StoreSource:
+    terms = StoreTerms(StoreConfig(unit_bytes=600, **config), "run", "")
+    return StoreSource(terms, _Agents(world), str(world.base))
+
+
+def restore(source: StoreSource, engine: Any, version: int, node: str = "node-0") -> bool:
+    slot = EngineSlot("main-0", "main", 0, node)
+    return asyncio.run(source.restore(engine, version, slot))
+
+
+def test_an_engine_is_given_the_version_that_counts_and_no_other(world: World) -> None:
+    engine = LoadingEngine(world)
+    assert restore(source_of(world), engine, 1)
+    assert engine.loaded == [("1", contents(world.manifest, 1))]
+    assert not restore(source_of(world), engine, 2)
+    assert not restore(source_of(world), engine, 0)
+    assert len(engine.loaded) == 1
+    world.close()
+
+
+def test_what_was_assembled_is_given_back_also_when_the_engine_refuses(world: World) -> None:
+    assert not restore(source_of(world), LoadingEngine(world, refuses=1), 1)
+    assert not list(world.base.glob("run/*/assembled/*"))
+    world.write(2)
+    world.write(3)
+    world.close()
+
+
+@pytest.mark.parametrize("node", ["node-1", "elsewhere"])
+def test_a_dead_agent_or_a_node_without_one_is_no_error(world: World, node: str) -> None:
+    world.nodes["node-1"].kill()
+    engine = LoadingEngine(world)
+    assert not restore(source_of(world), engine, 1, node)
+    assert engine.loaded == []
+    world.close()
+
+
+def test_it_switches_itself_off_after_so_many_failures_in_a_row_and_says_so(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_of(world, max_failures=2)
+    engine = LoadingEngine(world, refuses=3)
+    assert not restore(source, engine, 1)
+    assert not restore(source, engine, 7)  # it has no such version: that is no failure
+    assert not restore(source, engine, 1)
+    assert "no engine is restored from it any more, after 2 failures in a row" in caplog.text
+    assert not restore(source, LoadingEngine(world), 1)
+    world.close()
+
+
+def test_a_success_between_failures_keeps_it_on(world: World) -> None:
+    source = source_of(world, max_failures=2)
+    for _ in range(3):
+        assert not restore(source, LoadingEngine(world, refuses=1), 1)
+        assert restore(source, LoadingEngine(world), 1)
+    world.close()
+
+
+def test_the_cost_of_a_node_is_what_it_then_takes(world: World) -> None:
+    config = StoreConfig(unit_bytes=600, segment_bytes=2000)
+    held = max(node.num_bytes() for node in world.nodes.values())
+    # Records are beside the segments.
+    assert node_bytes(world.manifest, config, 3) <= held
+    assert held < node_bytes(world.manifest, config, 3) + 20_000
+    world.close()
+
+
+def test_more_nodes_cost_each_less_until_an_engine_is_restored_there() -> None:
+    config = StoreConfig(unit_bytes=600, replicas=1)
+    manifest = moe_manifest(4, 16)
+    by_nodes = [node_bytes(manifest, config, number) for number in (1, 2, 4, 8)]
+    assert by_nodes == sorted(by_nodes, reverse=True)
+    assert restore_bytes(manifest, config, 1) == 0
+    assert restore_bytes(manifest, config, 4) > restore_bytes(manifest, config, 2) > 0
