@@ -70,7 +70,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
 
 @pytest.mark.ray
 @pytest.mark.embedded
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
     ray_cluster: RayWorld, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:

@@ -175,7 +175,7 @@ class StoreAgent:
         if self.is_closed:
             raise WeightsUnavailable(f"the store of node {self.node} has ended")
         with self._slots.pinned(write) as record:
-            segments = self._slots.segments(write)
+            segments = record.segments_of(self.node)
             found = [segment for segment in segments if unit in segment.units]
             if not found:
                 raise WeightsUnavailable(f"node {self.node} does not keep unit {unit} of {write}")

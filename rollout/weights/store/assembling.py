@@ -100,7 +100,7 @@ class Assembler:
             local: Sequence[Segment] = ()
             if record.write in self._slots.state.sealed:
                 stack.enter_context(self._slots.pinned(record.write))
-                local = self._slots.segments(record.write)
+                local = record.segments_of(self._slots.node)
             assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
             assembled = assembly.into(folder)
             if model_path is not None:

@@ -37,14 +37,22 @@ class Record:
     kept: Mapping[str, tuple[int, ...]]
     segment_bytes: int
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    _planned: dict[str, tuple[Segment, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def sealed(self, fingerprints: Mapping[str, str]) -> Record:
         """The same record, when all has been written."""
-        return replace(self, fingerprints=fingerprints)
+        sealed = replace(self, fingerprints=fingerprints)
+        sealed._planned.update(self._planned)
+        return sealed
 
     def segments_of(self, node: str) -> tuple[Segment, ...]:
-        """The files of one node."""
-        return plan_segments(self.units, self.kept.get(node, ()), self.segment_bytes)
+        """The files of one node; planned once, for with many small tensors that takes a while."""
+        if node not in self._planned:
+            kept = self.kept.get(node, ())
+            self._planned[node] = plan_segments(self.units, kept, self.segment_bytes)
+        return self._planned[node]
 
     @property
     def version(self) -> int:

@@ -56,7 +56,6 @@ class Slots:
         self.regions = Regions(self.files)
         self._why_no_room = why_no_room
         self._records: dict[str, Record] = {}
-        self._segments: dict[Write, tuple[Segment, ...]] = {}
         self._committed: Write | None = None
         self._turn = threading.Lock()
         self._pins: dict[str, int] = dict.fromkeys(_SLOTS, 0)
@@ -108,13 +107,6 @@ class Slots:
             if record.write == write:
                 return slot
         raise WeightsUnavailable(f"node {self.node} does not keep {write}")
-
-    def segments(self, write: Write) -> tuple[Segment, ...]:
-        """The files of a sealed write that are here; laid out once, for it is asked often."""
-        record = self.record(write)
-        if write not in self._segments:
-            self._segments = {write: record.segments_of(self.node)}
-        return self._segments[write]
 
     def segment_path(self, write: Write, segment: Segment) -> Path:
         """Where a file of a sealed write is."""
