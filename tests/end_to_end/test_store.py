@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def deployment(
     model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:
     health = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
+    run_id = f"store-{uuid.uuid4().hex[:8]}"
     config = RolloutConfig.from_dict(
         {
+            "run_id": run_id,
             "log_dir": str(tmp_path_factory.mktemp("logs")),
             "servers": {
                 "policy": {
@@ -55,7 +58,7 @@ def deployment(
     )
     with launch(config, backend="local") as handle:
         yield handle
-    assert not list(Path("/dev/shm").glob("rollout-store-*/*"))
+    assert not list(Path("/dev/shm").glob(f"rollout-store-*/{run_id}.*"))
 
 
 def the_engine(policy: ServerHandle) -> EngineStatus:

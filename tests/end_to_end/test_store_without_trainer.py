@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ def state(url: str) -> str:
 
 
 def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]) -> None:
+    run_id = f"without-trainer-{uuid.uuid4().hex[:8]}"
     trainer = subprocess.Popen(
         [
             *(sys.executable, "-m", "tests.support.store_trainer"),
-            *(address, str(model_path), str(tmp_path / "logs"), json.dumps(engine)),
+            *(address, run_id, str(model_path), str(tmp_path / "logs"), json.dumps(engine)),
         ],
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -65,7 +67,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
         finally:
             trainer.kill()
             trainer.stdout.close()
-    assert not list(Path("/dev/shm").glob("rollout-store-*"))
+    assert not list(Path("/dev/shm").glob(f"rollout-store-*/{run_id}.*"))
 
 
 @pytest.mark.ray

@@ -15,11 +15,12 @@ def main() -> None:
 
     from rollout import RolloutConfig, launch
 
-    address, model_path, log_dir, engine = sys.argv[1:]
+    address, run_id, model_path, log_dir, engine = sys.argv[1:]
     if address != "local":
         ray.init(address=address, log_to_driver=False, namespace="rollout")
     config = RolloutConfig.from_dict(
         {
+            "run_id": run_id,
             "log_dir": log_dir,
             "servers": {
                 "policy": {

@@ -49,6 +49,10 @@ class StoreSource:
         engine_id, node_id = slot.engine_id, slot.node_id
         if self._num_failures >= self._terms.config.max_failures:
             return False
+        if slot.more:
+            # It loads one path on all its nodes, and what is assembled has a path on one.
+            logger.info("store: engine %s is on several nodes; not restored from here", engine_id)
+            return False
         coordinator: Coordinator | None = None
         assembled: Assembled | None = None
         try:
