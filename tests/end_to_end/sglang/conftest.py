@@ -28,7 +28,7 @@ class Keeper:
         if self._policy is None:
             groups = {name: one_engine() for name in GROUPS}
             self._policy = self._stack.enter_context(
-                real_policy(self._models, self._folder, groups)
+                real_policy(self._models, self._folder, groups, router={"failover_interval": 4})
             )
         return self._policy
 
