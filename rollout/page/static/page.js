@@ -136,9 +136,9 @@ function renderEngines() {
     const hides = (onlyOdd && one.state === "serving") || (wanted && !`${one.engine_id} ${one.state} ${error} ${one.group}`.toLowerCase().includes(wanted));
     if (hides) continue;
     seen.add(one.engine_id);
-    const key = JSON.stringify([one.state, one.weight_version, one.num_in_flight, one.resident_bytes, one.doing, error]);
+    const known = JSON.stringify([one.state, one.weight_version, one.num_in_flight, one.resident_bytes, one.doing, error]);
     const old = rows.get(one.engine_id);
-    if (old && old.key === key) continue;
+    if (old && old.known === known) continue;
     const doing = make("td", { class: "doing" });
     if (one.doing) { doing.dataset.start = one.doing.start_s; doing.dataset.name = one.calling ? one.calling.name : one.doing.name; }
     const name = make("th", { scope: "row", title: `${one.url}, node ${one.node_id}, pid ${one.pid ?? "unknown"}` }, one.engine_id);
@@ -156,7 +156,7 @@ function renderEngines() {
       doing,
       make("td", { class: "error", title: error }, error.split("\n")[0]));
     if (old) old.row.replaceWith(row); else body.append(row);
-    rows.set(one.engine_id, { key, row });
+    rows.set(one.engine_id, { known, row });
   }
   for (const [id, { row }] of rows) if (!seen.has(id)) { row.remove(); rows.delete(id); }
   const tiles = find("tiles");

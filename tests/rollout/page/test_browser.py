@@ -158,6 +158,8 @@ def test_everything_that_can_be_used_has_a_name(opened: Any) -> None:
 
 
 def test_nobody_is_offered_to_steer_without_a_control_key(opened: Any) -> None:
+    opened.wait_for_selector("#rows tr")
+    assert opened.locator("#rows button").count() == 0
     assert not opened.is_visible("#control")
     assert not opened.is_visible("#stop")
 
