@@ -1,4 +1,4 @@
-"""The trainer is stopped, its engine is killed: the policy comes back from the store."""
+"""The trainer is stopped, engine and agent are killed: the policy comes back from the store."""
 
 import json
 import os
@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import RayWorld
 
 ROOT = Path(__file__).parents[2]
+# What every process of this run has in its environment: ``tests/conftest.py``.
+MARK = "ROLLOUT_TEST_RUN"
 
 
 def greedy(url: str) -> tuple[list[int], str]:
@@ -30,6 +33,21 @@ def greedy(url: str) -> tuple[list[int], str]:
 def state(url: str) -> str:
     engines = httpx.get(f"{url}/engines", trust_env=False, timeout=10).json()["engines"]
     return str(engines[0]["state"])
+
+
+def kill_agent() -> None:
+    """The process that keeps the store of the node; whoever takes its place goes on with it."""
+    agents = [one for one in psutil.process_iter() if is_our_agent(one)]
+    assert len(agents) == 1
+    agents[0].kill()
+
+
+def is_our_agent(process: psutil.Process) -> bool:
+    try:
+        is_agent = "ray::StoreAgentActor" in "".join(process.cmdline())
+        return is_agent and process.environ().get(MARK) == os.environ[MARK]
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]) -> None:
@@ -53,6 +71,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
         pushed = greedy(told["url"])
         assert pushed[1] == str(told["version"])
         trainer.send_signal(signal.SIGSTOP)
+        kill_agent()
         os.kill(told["pid"], signal.SIGKILL)
         assert wait_until(lambda: state(told["url"]) != "serving", 20)
         assert wait_until(lambda: state(told["url"]) == "serving", 150)

@@ -191,11 +191,14 @@ class AgentClient:
         return connection
 
     def _connect(self) -> socket.socket:
+        known = self._address
         try:
             connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
         except OSError:
             self._address = self._shares_files = None
-            raise
+            if known is None or self.address() == known:
+                raise
+            connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
