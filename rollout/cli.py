@@ -13,7 +13,16 @@ import typer
 
 import rollout
 from engines.sglang_cpu.commands import app as sglang_cpu
-from rollout.commands import benching, doctor, planning, reporting, serving, status, stopping
+from rollout.commands import (
+    attaching,
+    benching,
+    doctor,
+    planning,
+    reporting,
+    serving,
+    status,
+    stopping,
+)
 from rollout.commands import tracing as traces
 from rollout.commands.output import AsJson, console, print_json
 from rollout.errors import ConfigError, RolloutError
@@ -43,6 +52,7 @@ app.command()(status.status)
 app.command()(status.top)
 app.command()(doctor.doctor)
 app.command()(stopping.stop)
+app.command()(attaching.attach)
 app.command()(traces.trace)
 app.command()(reporting.report)
 app.command()(benching.bench)

@@ -64,6 +64,10 @@ class GroupView:
         """
         return replace(self._last_known[name], phase=self.phases[name].value)
 
+    def all_last_known(self) -> list[GroupStatus]:
+        """All groups that were ever looked at, as they were then."""
+        return list(self._last_known.values())
+
     def is_now(self, name: str, group: GroupPort, status: GroupStatus) -> None:
         """Another group has taken the place of one that was lost."""
         self.groups[name] = group

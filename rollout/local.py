@@ -12,11 +12,12 @@ from engines.protocol import WorkerType
 from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.journal import Journal
 from rollout.page.host import page_of
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, local_bundles, plan_placement
 from rollout.router.host import RouterHost
-from rollout.run_folder import RunFolder
+from rollout.run_folder import JOURNAL_FILE, RunFolder
 from rollout.server import RolloutServer
 from rollout.server_group import GroupSettings, ServerGroup
 from rollout.starting import Connect
@@ -126,6 +127,7 @@ def build_servers(
             store=store,
             timeline=recorded_in(run.of_server(name), name, otel=server.timeline.otel),
             page=page_of(server, run, name),
+            journal=Journal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "local"),
         )
 
     return {name: server_of(name, server) for name, server in config.servers.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from rollout.config import RolloutConfig
 
 CONTROL_FILE = "control.json"
+JOURNAL_FILE = "journal.json"
 FIGURES_FILE = "figures.jsonl"
 SPANS_SUFFIX = ".spans.jsonl"
 LOG_SUFFIX = ".log"
@@ -35,6 +36,10 @@ class RunFolder:
     def control_files(self) -> list[Path]:
         """Says of each running server where its page is."""
         return sorted(self.path.glob(f"*/{CONTROL_FILE}"))
+
+    def journals(self) -> list[Path]:
+        """What each server wrote down for the time after a crash."""
+        return sorted(self.path.glob(f"*/{JOURNAL_FILE}"))
 
     def span_files(self) -> list[Path]:
         """What was recorded, the older part of each file first."""

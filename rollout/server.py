@@ -26,6 +26,7 @@ from rollout.gatekeeper import Gatekeeper
 from rollout.group_settings import fewest_engines
 from rollout.group_view import GroupView
 from rollout.health_record import recovery_terms
+from rollout.journal import Journal, entries_of
 from rollout.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.lock import CommandLock
 from rollout.observation import Observation
@@ -61,6 +62,7 @@ class RolloutServer:
         timeline: Timeline | None = None,
         page: PagePort | None = None,
         remaker: Remaker | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Nothing is started.
 
@@ -96,8 +98,16 @@ class RolloutServer:
             self.timeline,
         )
         self._steps = Steps(
-            name, config.lifecycle, self._view, self._gate, self._recovery, self.timeline, store
+            name,
+            config.lifecycle,
+            self._view,
+            self._gate,
+            self._recovery,
+            self.timeline,
+            store,
+            self._note,
         )
+        self._journal = journal
         self._window = Window(self.status, self.timeline, self._view.groups, router)
         self._places = Places(name, config, self._view, self._gate, self._recovery)
         self._expected: Manifest | None = None
@@ -115,6 +125,7 @@ class RolloutServer:
         """
         async with self._lock.held("start"):
             try:
+                await self._note()
                 if self._page is not None:
                     await self._page.start(self)
                 # The router first: a port that is taken is known before engines are loaded.
@@ -160,9 +171,13 @@ class RolloutServer:
             await barrier(parts)
         except Exception as error:  # who stops wants an end, not an error
             logger.error("server %s: while stopping: %s", self.name, describe(error))
-        await self.timeline.aclose()
-        if self._page is not None:
-            await self._page.stop()
+            return  # the journal keeps what may be left
+        finally:
+            await self.timeline.aclose()
+            if self._page is not None:
+                await self._page.stop()
+        if self._journal is not None:
+            await self._journal.write(is_ended=True)
 
     def _check_start_versions(self, statuses: Mapping[str, GroupStatus]) -> None:
         for status in statuses.values():
@@ -346,6 +361,19 @@ class RolloutServer:
     async def publish_members(self) -> None:
         """Tell the router who serves, as it is now."""
         await self._gate.publish_members()
+        await self._note()
+
+    async def _note(self) -> None:
+        """Write down where things are."""
+        if self._journal is not None:
+            await self._journal.write(
+                phases={name: phase.value for name, phase in self._view.phases.items()},
+                doing=self._steps.doing,
+                gate=self._gate.state,
+                weight_version=self.weight_version,
+                router_url=self._endpoint.url if self._endpoint else "",
+                engines=entries_of(self._view.all_last_known()),
+            )
 
     async def revive_group(self, name: str) -> None:
         """Put another in the place of a group whose actor is lost; for a holder of the lock.

@@ -37,6 +37,7 @@ class Steps:
 
     Attributes:
         weight_version: the version published last.
+        doing: the command that is under way; empty for none.
     """
 
     def __init__(
@@ -48,8 +49,16 @@ class Steps:
         recovery: Recovery,
         timeline: Timeline,
         store: WeightStore | None = None,
+        note: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """Nothing is done.
+
+        Args:
+            note: writes down where things are, before and after each command.
+        """
         self.weight_version = 0
+        self.doing = ""
+        self._note = note or _nothing
         self._timeline = timeline
         self._name = name
         self._budgets = budgets
@@ -152,6 +161,7 @@ class Steps:
         """All engines are fit to serve: let requests in."""
         await self._gate.open(self.weight_version)
         self._has_failed = False
+        await self._note()
         pushed, self._pushed = self._pushed, None
         if self._store is not None and pushed is not None:
             # Proved and serving, so worth keeping; and nobody waits for that.
@@ -168,9 +178,11 @@ class Steps:
         weight_version: int | None = None,
     ) -> StepReport:
         self._order += 1
+        self.doing = command.value
         started = asyncio.get_running_loop().time()
         budget_s = self._budget_s(command)
         try:
+            await self._note()
             with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
                 span.weight_version = weight_version or self.weight_version
                 reports = await barrier(
@@ -180,12 +192,16 @@ class Steps:
                 )
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
+            self.doing = ""
+            await self._note()
             raise
         for name, report in reports.items():
             self._view.phases[name] = Phase(report.phase)
         if any(report.failures for report in reports.values()):
             await self._gate.publish_members()
             self._recovery.look_soon()
+        self.doing = ""
+        await self._note()
         return StepReport(
             phase_s={command.value: asyncio.get_running_loop().time() - started},
             freed_bytes=sum(report.freed_bytes for report in reports.values()),
@@ -231,3 +247,7 @@ class Steps:
             Command.RESUME_KV: budgets.resume_timeout_s,
             Command.CONTINUE: budgets.continue_timeout_s,
         }[command]
+
+
+async def _nothing() -> None:
+    """Nobody keeps a journal."""

@@ -24,6 +24,7 @@ from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.errors import ConfigError
 from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.journal import Journal
 from rollout.local import (
     group_settings,
     lock_timeout_s,
@@ -34,7 +35,7 @@ from rollout.local import (
 from rollout.pending import LoopThread, Pending
 from rollout.placement import assign_slots, plan_placement
 from rollout.policy import release_policy
-from rollout.run_folder import RunFolder
+from rollout.run_folder import JOURNAL_FILE, RunFolder
 from rollout.types import EngineSlot
 from rollout.weights.push import WeightPush
 from rollout.weights.source import WeightSource
@@ -176,6 +177,8 @@ def _make_server(
         nodes = store_nodes(slots, name)
         agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
         sources = (StoreSource(terms, agents, server.model_path),)
+    run = RunFolder.of(config)
+    journal = Journal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "ray")
     parts = ServerParts(
         router_class=ray.remote(**control)(RouterActor),
         group_class=ray.remote(**control)(ServerGroupActor),
@@ -188,7 +191,7 @@ def _make_server(
     actor = undo.owns(
         ray.remote(**control)(RolloutServerActor)
         .options(name=full_name, namespace=config.cluster.namespace)
-        .remote(name, RunFolder.of(config), server, parts, terms, agents)
+        .remote(name, run, server, parts, journal, terms, agents)
     )
     return RayServer(actor, full_name)
 

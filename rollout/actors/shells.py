@@ -16,6 +16,7 @@ from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.actors.parts import Inheritance, MadeParts, ServerParts, running_engines
 from rollout.config import RouterConfig, ServerConfig
 from rollout.errors import ConfigError
+from rollout.journal import Journal
 from rollout.lifecycle import Command
 from rollout.observation import Observation
 from rollout.page.host import page_of
@@ -204,6 +205,7 @@ class RolloutServerActor:
         run: RunFolder,
         config: ServerConfig,
         parts: ServerParts,
+        journal: Journal,
         store: StoreTerms | None = None,
         agents: Agents | None = None,
     ) -> None:
@@ -220,6 +222,7 @@ class RolloutServerActor:
             timeline=recorded_in(run.of_server(name), name, otel=config.timeline.otel),
             page=page_of(config, run, name),
             remaker=self._parts,
+            journal=journal,
         )
 
     async def host_engine(
