@@ -17,8 +17,8 @@ from rollout.fanout import describe
 from rollout.health import Finding, Look
 from rollout.lifecycle import Phase
 from rollout.member import Member
-from rollout.verification import first_difference
-from rollout.weights.source import WeightSource
+from rollout.verification import ALL_TENSORS, Evidence, first_difference, judge
+from rollout.weights.source import Restored, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,12 @@ async def adopt(
     # What an engine says that lost its weights in a release is what it held before.
     if member.weight_version is None or await member.engine.weight_version() != str(version):
         member.weight_version = None
-        if not await _restored(member, version, sources):
+        restored = await _restored(member, version, sources)
+        if restored is None:
             return False
+        given = restored.manifest
+        member.pushed = dict(given.fingerprints)
+        member.pushed_dtypes = {name: one.dtype for name, one in given.tensors.items()}
     held = await member.engine.weight_version()
     if held != str(version):
         raise WeightMismatch(
@@ -160,14 +164,26 @@ async def adopt(
             tensor=tensor,
             engine_id=member.engine_id,
         )
+    if report is not None:
+        # With nobody to compare it with, what it was given is what its weights are held against.
+        evidence = Evidence(report, changed=ALL_TENSORS, sent=member.comparable())
+        if wrong := judge({member.engine_id: evidence}):
+            raise WeightMismatch(
+                f"engine {member.engine_id} was given weight version {version}, but "
+                f"{wrong[member.engine_id]}",
+                engine_id=member.engine_id,
+            )
     member.weight_version = version
     member.prove(report)
     member.is_stale = False
     return True
 
 
-async def _restored(member: Member, version: int, sources: Sequence[WeightSource]) -> bool:
+async def _restored(
+    member: Member, version: int, sources: Sequence[WeightSource]
+) -> Restored | None:
     for source in sources:
-        if await source.restore(member.engine, version, member.slot):
-            return True
-    return False
+        restored = await source.restore(member.engine, version, member.slot)
+        if restored is not None:
+            return restored
+    return None

@@ -7,23 +7,35 @@ and the engine then reports that version, or it gives nothing and says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from engines.protocol import Engine
 from rollout.config import WeightUpdate
 from rollout.types import EngineSlot
+from rollout.weights.manifest import Manifest
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 
 _ADAPTER_TIMEOUT_S = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """An engine was given what it was to have.
+
+    Attributes:
+        manifest: what that was, with its fingerprints; empty where the source has taken none.
+    """
+
+    manifest: Manifest = field(default_factory=lambda: Manifest({}))
+
+
 class WeightSource(Protocol):
     """Something that holds weights of some versions."""
 
-    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
-        """Give ``engine`` the weights of ``version``; False if this source does not have them.
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
+        """Give ``engine`` the weights of ``version``; None if this source does not have them.
 
         Args:
             slot: where the engine is.
@@ -41,12 +53,12 @@ class DiskSource:
 
     path: str
 
-    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
         folder = self.path.replace("{version}", str(version))
         if not _is_checkpoint(folder):
-            return False
+            return None
         await engine.update_weights_from_disk(folder, weight_version=str(version))
-        return True
+        return Restored()
 
 
 class AdapterSource:
@@ -75,12 +87,12 @@ class AdapterSource:
         elif contents is WeightUpdate.FULL:
             self.base_version = push.version
 
-    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
         push = self._last
         if push is None or push.version != version:
-            return False
+            return None
         if self.base_version and not await self._restored_base(engine, slot):
-            return False
+            return None
         answers = await push_weights(
             push,
             {"restored": PushTarget(engine, self._payload_copies)},
@@ -89,7 +101,7 @@ class AdapterSource:
         failure = answers["restored"].failure
         if failure is not None:
             raise failure
-        return True
+        return Restored()
 
     async def _restored_base(self, engine: Engine, slot: EngineSlot) -> bool:
         for source in self._bases:

@@ -16,6 +16,8 @@ from rollout.errors import WeightsUnavailable
 from rollout.fanout import describe, finish
 from rollout.timeline.recorder import engine_span
 from rollout.types import EngineSlot
+from rollout.weights.manifest import Manifest
+from rollout.weights.source import Restored
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.assembling import Assembled
 from rollout.weights.store.coordinator import Coordinator
@@ -45,21 +47,21 @@ class StoreSource:
             self._opened = self._terms.coordinator(self._agents)
         return self._opened
 
-    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> bool:
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
         engine_id, node_id = slot.engine_id, slot.node_id
         if self._num_failures >= self._terms.config.max_failures:
-            return False
+            return None
         if slot.more:
             # It loads one path on all its nodes, and what is assembled has a path on one.
             logger.info("store: engine %s is on several nodes; not restored from here", engine_id)
-            return False
+            return None
         coordinator: Coordinator | None = None
         assembled: Assembled | None = None
         try:
             coordinator = await asyncio.to_thread(self._coordinator)
             record = await asyncio.to_thread(_record_of, coordinator, version)
             if record is None:
-                return False
+                return None
             # To its end also when cancelled: somebody has to give back what was assembled.
             with engine_span(engine_id, "assemble", 0.0) as span:
                 assembled = await finish(
@@ -71,13 +73,14 @@ class StoreSource:
             await engine.update_weights_from_disk(assembled.path, weight_version=str(version))
         except (*FAILURES, EngineError) as error:
             self._has_failed(f"weight version {version} for node {node_id}: {describe(error)}")
-            return False
+            return None
         finally:
             if coordinator is not None and assembled is not None:
                 await _give_back(coordinator, node_id, assembled)
         self._num_failures = 0
         logger.info("store: engine %s has weight version %d: %s", engine_id, version, told)
-        return True
+        tensors = (tensor for unit in record.units for tensor in unit.tensors)
+        return Restored(Manifest({one.name: one for one in tensors}, record.fingerprints))
 
     def _has_failed(self, because: str) -> None:
         self._num_failures += 1

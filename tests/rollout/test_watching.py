@@ -1,0 +1,65 @@
+"""An engine that a source gave its weights is held against what it was given."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from engines.protocol import TensorInfo, WeightsReport
+from rollout.errors import WeightMismatch
+from rollout.member import Member
+from rollout.types import EngineSlot
+from rollout.watching import adopt
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.source import Restored
+
+
+class HoldingEngine:
+    """Says that it holds version 1, and what its only tensor looks like."""
+
+    async def weight_version(self) -> str:
+        return "1"
+
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
+        return WeightsReport("all", ({"w": "xxh3:held"},))
+
+
+class GivingSource:
+    """Has given the engine a tensor that looked like this when it was pushed."""
+
+    def __init__(self, dtype: str, fingerprint: str) -> None:
+        spec = TensorSpec("w", dtype, (2,))
+        self._restored = Restored(Manifest({"w": spec}, {"w": fingerprint}))
+
+    async def restore(self, engine: Any, version: int, slot: EngineSlot) -> Restored | None:
+        return self._restored
+
+
+def stale_member() -> Member:
+    return Member(
+        slot=EngineSlot("main-0", "main", 0),
+        process=cast("Any", None),
+        engine=cast("Any", HoldingEngine()),
+        has_session=True,
+        weight_version=None,
+        has_checker=True,
+        tensors=(TensorInfo("w", "float32", (2,)),),
+        is_stale=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fingerprint"), [("float32", "xxh3:held"), ("bfloat16", "xxh3:not comparable")]
+)
+def test_an_engine_that_holds_what_it_was_given_serves(dtype: str, fingerprint: str) -> None:
+    member = stale_member()
+    assert asyncio.run(adopt(member, 1, [GivingSource(dtype, fingerprint)], None))
+    assert member.is_proved
+    assert not member.is_stale
+
+
+def test_the_only_engine_that_holds_something_else_than_it_was_given_does_not_serve() -> None:
+    member = stale_member()
+    with pytest.raises(WeightMismatch, match="given weight version 1, but tensor 'w' is not what"):
+        asyncio.run(adopt(member, 1, [GivingSource("float32", "xxh3:another")], None))
+    assert member.is_stale
