@@ -166,7 +166,7 @@ class HealthRecord:
         engines = self._engines[group]
         engines[engine_id] = engines[engine_id].proved(self._clock())
 
-    def has_died(self, group: str, engine_id: str, what: str, error: Exception) -> None:
+    def has_died(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         because = f"engine {engine_id} {what}: {describe(error)}"
         logger.error("%s", because, extra={"engine_id": engine_id})
         engines = self._engines[group]

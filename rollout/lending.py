@@ -30,7 +30,6 @@ from rollout.watching import released_in, walk
 logger = logging.getLogger(__name__)
 
 _BEFORE_FLUSH = (Phase.SERVING, Phase.PAUSED)
-_ORDER = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
 
 
 def check_can_leave(engine_id: str, group: GroupStatus, min_engines: int | None) -> None:
@@ -98,6 +97,8 @@ class Lending:
         else:
             # Cancelled in between, nobody would know what it has released.
             freed = await finish(self._empty(member, keeps))
+        if engine_id not in self._roster:
+            raise LifecycleError(f"engine {engine_id}: its group was stopped meanwhile")
         self._roster.lend(engine_id, keeps_process=keeps)
         report = EngineReport(engine_id, now() - started, freed_bytes=freed)
         logger.info("engine %s left its group after %.1f s", engine_id, report.elapsed_s)
@@ -106,15 +107,13 @@ class Lending:
     async def _empty(self, member: Member, keeps_process: bool) -> int:
         budgets, started = self._settings.lifecycle, now()
         try:
-            async with asyncio.timeout(
-                budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
-            ):
-                await self._drain(member)
-                if keeps_process:
+            await self._drain(member)
+            if keeps_process:
+                async with asyncio.timeout(budgets.release_timeout_s):
                     return await self._release(member)
-                before = await member.process.resident_bytes()
-                await self._end(member)
-                return before or 0
+            before = await member.process.resident_bytes()
+            await self._end(member)
+            return before or 0
         except Exception as error:
             failure = EngineFailure(
                 f"engine {member.engine_id}: remove failed: {describe(error)}",
@@ -122,15 +121,18 @@ class Lending:
                 operation="remove",
                 elapsed_s=now() - started,
             )
-            await self._roster.fence([failure])
+            if member.engine_id in self._roster:  # its group was not stopped meanwhile
+                await self._roster.fence([failure])
             raise failure from error
 
     async def _drain(self, member: Member) -> None:
         """Nothing is in flight afterwards, whatever it is paused with; nothing is admitted."""
         budgets = self._settings.lifecycle
         if self._commands.phase in _BEFORE_FLUSH:
-            await pause(member, Drain.ABORT, budgets.pause_timeout_s)
-            await flush(member, Drain.ABORT, budgets.flush_timeout_s)
+            async with asyncio.timeout(budgets.pause_timeout_s):
+                await pause(member, Drain.ABORT, budgets.pause_timeout_s)
+            async with asyncio.timeout(budgets.flush_timeout_s):
+                await flush(member, Drain.ABORT, budgets.flush_timeout_s)
 
     async def _release(self, member: Member) -> int:
         if not self._policy.tags:
@@ -197,15 +199,15 @@ class Lending:
         """Lead an engine that sleeps, paused, flushed and released, to where the others are."""
         budgets = self._settings.lifecycle
         try:
-            async with asyncio.timeout(2 * budgets.resume_timeout_s + budgets.continue_timeout_s):
-                if member.released and not self._policy.weights_cpu_backup:
-                    member.weight_version = None
-                member.is_stale, member.is_proved = True, False
-                stays = released_in(phase, tags)
-                for tag in _ORDER:
-                    if tag not in stays:
-                        await resume(member, [tag])
-                if phase is Phase.SERVING:
+            if member.released and not self._policy.weights_cpu_backup:
+                member.weight_version = None
+            member.is_stale, member.is_proved = True, False
+            stays = released_in(phase, tags)
+            for tags_now in ((MemoryTag.WEIGHTS,), (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)):
+                async with asyncio.timeout(budgets.resume_timeout_s):
+                    await resume(member, [tag for tag in tags_now if tag not in stays])
+            if phase is Phase.SERVING:
+                async with asyncio.timeout(budgets.continue_timeout_s):
                     await member.engine.continue_generation()
         except BaseException:
             # Nobody knows any more what it holds.

@@ -11,7 +11,7 @@ import asyncio
 import logging
 
 from rollout.config import ServerConfig
-from rollout.errors import LifecycleError
+from rollout.errors import EngineFailure, LifecycleError
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_view import GroupView
 from rollout.lending import check_can_leave
@@ -81,6 +81,8 @@ class Places:
             ):
                 report = await self._view.groups[group].remove(engine_id, keep_process)
             self._recovery.has_left(group, engine_id)
+        except TimeoutError:
+            raise _late(engine_id, "remove") from None
         finally:
             # Whatever became of it, its group knows: it is gone, fenced, or serves as before.
             self._gate.leaving.discard(engine_id)
@@ -93,8 +95,8 @@ class Places:
 
         Raises:
             LifecycleError: no such place is free, or its memory is the trainer's now.
-            EngineFailure: it did not start or wake; its place is free.
-            WeightMismatch: it says that it holds the weights, and does not; it is fenced.
+            EngineFailure: it did not start or wake, and its place is free; or it does not hold
+                the weights that it says it holds, and it is fenced.
         """
         statuses = await self._view.look()
         group = next((name for name, one in statuses.items() if engine_id in one.lent), None)
@@ -115,7 +117,17 @@ class Places:
             ):
                 status = await self._view.groups[group].add(engine_id, version)
             self._recovery.has_joined(group, engine_id, is_stale=status.is_stale)
+        except TimeoutError:
+            raise _late(engine_id, "add") from None
         finally:
             await self._gate.publish_members()
             self._recovery.look_soon()
         return status
+
+
+def _late(engine_id: str, operation: str) -> EngineFailure:
+    return EngineFailure(
+        f"engine {engine_id}: {operation} did not end in time; its status says how far it came",
+        engine_id=engine_id,
+        operation=operation,
+    )

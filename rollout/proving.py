@@ -54,6 +54,12 @@ def compare(answers: dict[str, Answer[Any]], roster: Roster) -> dict[str, Answer
 
 
 def reached_nobody(version: int, roster: Roster) -> str:
-    """Why ``version`` cannot be verified; empty if it can."""
-    held = {member.weight_version for member in roster.unfenced()}
+    """Why ``version`` cannot be verified; empty if it can.
+
+    Where all engines are stale there is nothing to verify, and nobody serves until the next push.
+    """
+    members = roster.unfenced()
+    if members and all(member.is_stale for member in members):
+        return ""
+    held = {member.weight_version for member in members}
     return f"weight version {version} reached no engine" if version not in held else ""

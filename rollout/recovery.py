@@ -194,6 +194,10 @@ class Recovery:
 
     async def _mend(self) -> None:
         await self._wait_for_work()
+        await self.mend()
+
+    async def mend(self) -> None:
+        """Fence, restart and adopt once, if there is anything to do."""
         if not self._has_work():
             return
         try:
@@ -240,7 +244,7 @@ class Recovery:
 
         For a caller that holds the lock and to whom the trainer has just given the memory back.
         """
-        if self._task is not None and self._record.are_short(groups):
+        if self._config.recover and self._record.are_short(groups):
             await self._repair.fence_dead()
             await self._repair.restart(self._record.plan_for_short(groups))
 

@@ -69,8 +69,10 @@ class Repair:
         try:
             async with asyncio.timeout(budget_s):
                 await self._groups[group].restart(engine_id)
-        except Exception as error:
+        except BaseException as error:  # cancelled, it would be on its way for ever
             self._has_died(group, engine_id, "could not be started again", error)
+            if not isinstance(error, Exception):
+                raise
             return
         elapsed_s = self._record.has_started(group, engine_id)
         logger.info("engine %s was started again in %.1f s", engine_id, elapsed_s)
@@ -91,7 +93,7 @@ class Repair:
             self._record.is_proved(group, engine_id)
             logger.info("engine %s serves again at weight version %d", engine_id, version)
 
-    def _has_died(self, group: str, engine_id: str, what: str, error: Exception) -> None:
+    def _has_died(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         self._record.has_died(group, engine_id, what, error)
         self._more_work()
 

@@ -49,6 +49,10 @@ class Roster:
     def __getitem__(self, engine_id: str) -> Member:
         return self._members[engine_id]
 
+    def get(self, engine_id: str) -> Member | None:
+        """The engine; None if it is not among them."""
+        return self._members.get(engine_id)
+
     def members(self) -> list[Member]:
         return list(self._members.values())
 

@@ -21,8 +21,8 @@ from engines.launch import EngineLauncher, RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
-from rollout.errors import EngineFailure, WeightMismatch
-from rollout.fanout import finish
+from rollout.errors import EngineFailure
+from rollout.fanout import describe, finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
 from rollout.lending import Lending
@@ -275,17 +275,21 @@ class ServerGroup:
 
         Raises:
             LifecycleError: no such place is free, or its memory is the trainer's now.
-            EngineFailure: it did not start or wake; its place is free.
-            WeightMismatch: it says that it holds the weights, and does not; it is fenced.
+            EngineFailure: it did not start or wake, and its place is free; or it does not hold
+                the weights that it says it holds, and it is fenced.
         """
         async with self._mending.going_on():
             member = await self._lending.add(engine_id, self._mending.tags)
             try:
                 await self._mending.adopt(engine_id, version)
-            except WeightMismatch as error:
-                failure = EngineFailure(str(error), engine_id=engine_id, operation="add")
+            except Exception as error:  # it is in the group, and nobody knows what it holds
+                failure = EngineFailure(
+                    f"engine {engine_id}: add failed: {describe(error)}",
+                    engine_id=engine_id,
+                    operation="add",
+                )
                 await self._roster.fence([failure])
-                raise
+                raise failure from error
             return member.status(self._commands.phase.value, await member.process.resident_bytes())
 
     # -- failing and coming back ------------------------------------------------------------

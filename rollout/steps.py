@@ -132,6 +132,10 @@ class Steps:
         )
 
     async def update_weights(self, push: WeightPush) -> StepReport:
+        await self._look_again()
+        # All or none: a group that took what another refused would hold what is never published.
+        for name, phase in self._view.phases.items():
+            lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._view.traits[name])
         read = push.read_by(len(self._view.groups))
         report = await self._step(
             Command.UPDATE_WEIGHTS,

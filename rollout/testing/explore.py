@@ -126,6 +126,10 @@ class ExploredLoop:
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.lost_errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
+    def start_at(self, now_s: float) -> None:
+        """Let the clock begin at this time."""
+        self._now = now_s
+
     # -- how it is driven -------------------------------------------------------------------
 
     @property

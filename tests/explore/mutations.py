@@ -12,14 +12,18 @@ import pytest
 from engines.errors import EngineUnreachable
 from engines.protocol import MemoryTag
 from rollout import fanout, gatekeeper, group_commands, lifecycle
+from rollout.deployment import Deployment
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_commands import GroupCommands
+from rollout.lending import Lending
 from rollout.lifecycle import Command, Phase
+from rollout.repair import Repair
 from rollout.roster import Roster
 from rollout.routing import MemberState
 from rollout.server import RolloutServer
 from rollout.server_group import ServerGroup
 from rollout.steps import Steps
+from rollout.types import StepReport
 from tests.explore.search import Explorer, State
 from tests.explore.snapshots import after, serving
 from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, Settings
@@ -45,10 +49,12 @@ class Mutation:
     lifecycle: dict[str, Any] | None = None
     deviations: int = 1
     settings: dict[str, Any] | None = None
+    recover: bool = False
+    frozen: dict[str, dict[str, Any]] | None = None
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
-        start = serving(lifecycle=self.lifecycle)
+        start = serving(lifecycle=self.lifecycle, recover=self.recover, frozen=self.frozen)
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
         explorer = Explorer()
@@ -255,7 +261,75 @@ def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(group_commands, "fan_out", fan_out)
 
 
+def _serve_the_stale(patch: pytest.MonkeyPatch) -> None:
+    def member(worker_type: Any, engine: Any, out: Any) -> Any:
+        return made(worker_type, replace(engine, is_stale=False), out)
+
+    made = gatekeeper.member
+    patch.setattr(gatekeeper, "member", member)
+
+
+def _forget_who_was_on_the_way(patch: pytest.MonkeyPatch) -> None:
+    def has_died(self: Repair, group: str, engine_id: str, what: str, error: Any) -> None:
+        if isinstance(error, Exception):
+            told(self, group, engine_id, what, error)
+
+    told = Repair._has_died
+    patch.setattr(Repair, "_has_died", has_died)
+
+
+def _lend_a_busy_engine(patch: pytest.MonkeyPatch) -> None:
+    async def drain(self: Lending, member: Any) -> None:
+        """It will be idle soon."""
+
+    async def at_once(self: Gatekeeper, timeout_s: float, engine_id: str = "") -> str:
+        return ""
+
+    patch.setattr(Lending, "_drain", drain)
+    patch.setattr(Gatekeeper, "drain", at_once)
+
+
+def _one_server_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    async def advance(self: Deployment, *commands: Command) -> Any:
+        for server in self._servers.values():
+            for command in commands:
+                await server.advance(command)
+        return {name: StepReport() for name in self._servers}
+
+    patch.setattr(Deployment, "_advance", advance)
+
+
 MUTATIONS = (
+    Mutation(
+        "serve an engine that was only started again",
+        _serve_the_stale,
+        "I6: .* stale",
+        ("recover", "offload", "onload"),
+        ("offload", "onload", "kill shared-0"),
+        recover=True,
+    ),
+    Mutation(
+        "forget who was on the way back when a command is cancelled",
+        _forget_who_was_on_the_way,
+        "not brought back",
+        ("recover",),
+        ("kill shared-0",),
+        recover=True,
+        settings={"injections": ("cancel",)},
+    ),
+    Mutation(
+        "lend an engine that is busy",
+        _lend_a_busy_engine,
+        "requests run",
+        ("lend shared-0",),
+    ),
+    Mutation(
+        "one server after the other",
+        _one_server_after_the_other,
+        "barrier",
+        ("all offload",),
+        frozen={"judge": {"num_engines": 2}},
+    ),
     Mutation("skip the barrier between groups", _skip_the_barrier, "barrier: flush_cache"),
     Mutation("continue in a finally", _continue_in_finally, "I2: the gate opens", ("update",)),
     Mutation(

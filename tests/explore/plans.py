@@ -80,10 +80,12 @@ def _command(
     groups: dict[str, dict[str, Any]] | None = None,
     lifecycle: dict[str, Any] | None = None,
     update: str = "full",
+    recover: bool = False,
+    frozen: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
-        start = serving(groups, lifecycle=lifecycle, update=update)
+        start = serving(groups, lifecycle=lifecycle, update=update, recover=recover, frozen=frozen)
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
         if num_walks:
@@ -97,7 +99,7 @@ def _command(
 _RAISE = {"on_failure": "raise"}
 _FEW = {"outcomes": FEW_OUTCOMES}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
-_KILLABLE = Settings((), ("cancel", "stop", "request", *_DEATHS), FEW_OUTCOMES)
+_KILLABLE = Settings((), ("cancel", "stop", *_DEATHS), FEW_OUTCOMES)
 
 DEFAULT: tuple[Plan, ...] = (
     Plan(
@@ -114,7 +116,7 @@ DEFAULT: tuple[Plan, ...] = (
     ),
     Plan(
         "flush",
-        "four outcomes of every call, cancel, stop, a request and two kill -9: any 3",
+        "four outcomes of every call, cancel, stop and two kill -9: any 3",
         lambda explorer: _each_phase(explorer, _KILLABLE, 3, ("flush",)),
     ),
     Plan(
@@ -162,6 +164,101 @@ DEFAULT: tuple[Plan, ...] = (
             outcomes=ORDER_ONLY,
             injections=("cancel",),
             num_requests=0,
+        ),
+    ),
+    Plan(
+        "recover",
+        "four outcomes of every call, starts and kills that fail, cancel, a command: any 2",
+        _command(
+            "recover",
+            begin=("kill shared-0",),
+            deviations=2,
+            recover=True,
+            launch_outcomes=2,
+            kill_outcomes=2,
+            injections=("cancel", "offload", "stop", "kill shared-1"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "cycle, recovering",
+        "everything, any 1, and a death at any time; recovery before, between and after",
+        _command(
+            "recover",
+            "offload",
+            "recover",
+            "onload",
+            "recover",
+            recover=True,
+            launch_outcomes=2,
+            injections=("cancel", "recover", "stop", *_DEATHS),
+        ),
+    ),
+    Plan(
+        "remove and add",
+        "four outcomes of every call, a start that fails, cancel, a death, a step: any 2",
+        _command(
+            "remove shared-1",
+            "add shared-1",
+            deviations=2,
+            launch_outcomes=2,
+            injections=("cancel", "offload", "kill shared-1"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "cycle, lending",
+        "everything, any 1; an engine leaves or sleeps, another command comes between",
+        _command(
+            "lend shared-1",
+            "offload",
+            "onload",
+            "add shared-1",
+            injections=("cancel", "remove apart-0", "add shared-1", "stop", *_DEATHS),
+        ),
+    ),
+    Plan(
+        "two servers",
+        "everything, any 1, in one transaction over a policy and a frozen reference",
+        _command(
+            "all offload",
+            "all onload",
+            frozen={"judge": {"num_engines": 2}},
+            injections=("cancel", "all onload", "all offload", "kill judge-0", *_DEATHS),
+        ),
+    ),
+    Plan(
+        "offload, raising, two servers",
+        "four outcomes of every call, cancel: any 2, where one failure stops a step",
+        _command(
+            "all offload",
+            deviations=2,
+            groups={"shared": {"num_engines": 1}},
+            frozen={"judge": {"num_engines": 1}},
+            lifecycle=_RAISE,
+            injections=("cancel",),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "offload, finishing",
+        "four outcomes of every call, cancel, requests that end late or never: any 2",
+        _command(
+            "offload",
+            deviations=2,
+            lifecycle={"drain": "finish", "drain_timeout_s": 60.0},
+            injections=("cancel", "request"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "cycle, retracting",
+        "everything, any 1, with requests that go on afterwards",
+        _command(
+            "offload",
+            "onload",
+            lifecycle={"drain": "retract"},
+            injections=("cancel", "request", *_DEATHS),
         ),
     ),
     Plan(

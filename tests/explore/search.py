@@ -19,12 +19,20 @@ from tests.explore.world import Settings, World
 # Whatever a training loop would try until it has been down and up again.
 _AND_ON = ("offload", "onload", "serve", "offload", "onload")
 _AND_ON_FROZEN = ("offload", "serve", "offload", "serve")
+_AND_ON_ALL = ("all offload", "all onload", "all serve", "all offload", "all onload")
+_AND_ON_RECOVERING = ("recover", "offload", "onload", "serve", "recover", *_AND_ON, "recover")
 
 
 def _has_gone_on(outcomes: list[tuple[str, str]]) -> bool:
     """Whether the last two commands were a whole step."""
     how, what = [end for _, end in outcomes[-2:]], [command for command, _ in outcomes[-2:]]
-    return how == ["done", "done"] and what in (["offload", "onload"], ["offload", "serve"])
+    downs_and_ups = (["offload", "onload"], ["offload", "serve"], ["all offload", "all onload"])
+    return how == ["done", "done"] and what in downs_and_ups
+
+
+def _has_recovered(outcomes: list[tuple[str, str]]) -> bool:
+    """Whether there was a whole step, and then some time to bring engines back."""
+    return outcomes[-1:] == [("recover", "done")] and _has_gone_on(outcomes[:-1])
 
 
 @dataclass
@@ -150,10 +158,17 @@ class Explorer:
     def _go_on(self, state: State) -> None:
         """A next command can go on from every state: the invariant of whole histories."""
         parts = thaw(state.frozen)
-        is_frozen = parts.server._config.weights.update is WeightUpdate.FROZEN
-        commands = _AND_ON_FROZEN if is_frozen else _AND_ON
-        settings = Settings(commands, num_requests=1, is_over=_has_gone_on)
-        world = World(parts, settings)
+        config, is_over = parts.server._config, _has_gone_on
+        if len(parts.servers) > 1:
+            commands: tuple[str, ...] = _AND_ON_ALL
+        elif config.health.recover:
+            commands, is_over = _AND_ON_RECOVERING, _has_recovered
+        elif config.weights.update is WeightUpdate.FROZEN:
+            commands = _AND_ON_FROZEN
+        else:
+            commands = _AND_ON
+        world = World(parts, Settings(commands, num_requests=1, is_over=is_over))
+        settings = world.settings
         done = run(world, following({}))
         if not done.violation:
             done = replace(done, violation=_did_go_on(world))
@@ -170,10 +185,17 @@ def _did_go_on(world: World) -> str:
         left = [one for one in group._roster.unfenced() if not _is_dead(world, one.engine_id)]
         if len(left) < max(1, group._commands.min_engines()):
             return ""
-    if not _has_gone_on(world.outcomes):
+    is_over = world.settings.is_over
+    if is_over is None or not is_over(world.outcomes):
         return f"nothing goes on from here: {world.outcomes} {world.told}"
-    if parts.router.gate.state is not GateState.OPEN:
-        return f"the gate stays {parts.router.gate.state}"
+    for name, router in parts.routers.items():
+        if router.gate.state is not GateState.OPEN:
+            return f"the gate of {name} stays {router.gate.state}"
+    if is_over is _has_recovered:
+        for group in parts.groups.values():
+            for one in group._roster.members():
+                if one.fenced_because or _is_dead(world, one.engine_id):
+                    return f"{one.engine_id} is not brought back: {one.fenced_because}"
     return ""
 
 

@@ -6,6 +6,8 @@ import copyreg
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from engines.protocol import Endpoint, TensorInfo, WeightsReport
@@ -18,6 +20,8 @@ from rollout.config import (
     ServerConfig,
     WeightsConfig,
 )
+from rollout.deployment import Deployment
+from rollout.health_record import GroupTerms
 from rollout.lifecycle import Traits
 from rollout.policy import ReleasePolicy
 from rollout.routing import Member
@@ -73,6 +77,7 @@ _CONSTANT = (
     GroupConfig,
     GroupSettings,
     GroupStatus,
+    GroupTerms,
     HealthConfig,
     LifecycleConfig,
     Manifest,
@@ -85,6 +90,27 @@ _CONSTANT = (
     WeightsConfig,
     WeightsReport,
 )
+
+
+class _NoTimeline(Timeline):
+    """What happened is no part of a world: nothing of it is kept, nor copied."""
+
+    def span(self, *about: Any, **more: Any) -> Any:
+        return _NOWHERE
+
+    def event(self, *about: Any, **more: Any) -> None:
+        """Not written down."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> Timeline:
+    return _NOTHING
+
+
+_NOWHERE = nullcontext(SimpleNamespace())
+_NOTHING = _NoTimeline("explored", capacity=0)
 
 
 class _Pickler(pickle.Pickler):
@@ -109,53 +135,79 @@ def serving(
     *,
     lifecycle: Mapping[str, Any] | None = None,
     update: str = "full",
+    recover: bool = False,
+    frozen: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> bytes:
-    """A server that has just started, with the gate open."""
-    config = ServerConfig.model_validate(
-        {
-            "model_path": "/nowhere",
-            "groups": groups or TWO_BY_TWO,
-            "lifecycle": {**_LIFECYCLE, **(lifecycle or {})},
-            "weights": {"update": update},
-            "health": {"recover": False},
-        }
-    )
+    """A server that has just started, with the gate open.
+
+    Args:
+        recover: dead engines are replaced when somebody says ``recover``.
+        frozen: groups of a second server, whose model is never updated.
+    """
     launcher = Launcher()
-    made = {
-        name: ServerGroup(
-            GroupSettings(
-                name=name,
-                path=f"servers.policy.groups.{name}",
-                model_path=config.model_path,
-                log_dir="/nowhere",
-                group=group,
-                update=config.weights.update,
-                lifecycle=config.lifecycle,
-            ),
-            [EngineSlot(f"{name}-{index}", name, index) for index in range(group.num_engines)],
-            launcher,
-            launcher.connect,
-            # What happened is no part of a world: nothing of it is kept, nor copied.
-            timeline=Timeline(f"policy/{name}", capacity=0),
-        )
-        for name, group in config.groups.items()
-    }
-    ports = {name: Delayed(name, group) for name, group in made.items()}
-    router = SteeredRouter()
-    server = RolloutServer("policy", config, ports, router, timeline=Timeline("policy", capacity=0))
-    offloading = frozenset(
-        f"{name}-{index}"
-        for name, group in config.groups.items()
-        if group.needs_offload
-        for index in range(group.num_engines)
-    )
-    parts = Parts(server, made, ports, launcher, router, offloading)
+    parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
+    _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
+    if frozen is not None:
+        _add_server(parts, "reference", frozen, lifecycle or {}, "frozen", recover)
+    parts.deployment = Deployment(parts.servers, lock_timeout_s=LOCK_S)
     done = run(_Start(parts), following({}))
     if done.violation:
         raise Violation(done.violation)
     for process in launcher.all:
         process.engine.calls.clear()
     return freeze(parts)
+
+
+def _add_server(
+    parts: Parts,
+    server: str,
+    groups: Mapping[str, Mapping[str, Any]],
+    lifecycle: Mapping[str, Any],
+    update: str,
+    recover: bool,
+) -> None:
+    config = ServerConfig.model_validate(
+        {
+            "model_path": "/nowhere",
+            "groups": groups,
+            "lifecycle": {**_LIFECYCLE, **lifecycle},
+            "weights": {"update": update},
+            # No pause between restarts: whoever asks for one has waited long enough.
+            "health": {"recover": recover, "probe_interval_s": 1e6, "backoff_s": 1e-18},
+        }
+    )
+    made = {
+        name: ServerGroup(
+            GroupSettings(
+                name=name,
+                path=f"servers.{server}.groups.{name}",
+                model_path=config.model_path,
+                log_dir="/nowhere",
+                group=group,
+                update=config.weights.update,
+                lifecycle=config.lifecycle,
+                health=config.health,
+            ),
+            [EngineSlot(f"{name}-{index}", name, index) for index in range(group.num_engines)],
+            parts.launcher,
+            parts.launcher.connect,
+            timeline=_NOTHING,
+        )
+        for name, group in config.groups.items()
+    }
+    ports = {name: Delayed(name, group) for name, group in made.items()}
+    parts.routers[server] = SteeredRouter()
+    parts.servers[server] = RolloutServer(
+        server, config, ports, parts.routers[server], timeline=_NOTHING
+    )
+    parts.groups |= made
+    parts.ports |= ports
+    parts.offloading |= {
+        f"{name}-{index}"
+        for name, group in config.groups.items()
+        if group.needs_offload
+        for index in range(group.num_engines)
+    }
 
 
 def after(frozen: bytes, *commands: str) -> bytes:
@@ -168,11 +220,18 @@ def after(frozen: bytes, *commands: str) -> bytes:
 
 
 class _Start:
+    """All servers start; their recovery goes on only when it is told to."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     def start(self, loop: ExploredLoop) -> None:
-        self._task = loop.create_task(self._parts.server.start())
+        self._task = loop.create_task(self._begin())
+
+    async def _begin(self) -> None:
+        for server in self._parts.servers.values():
+            await server.start()
+            await server._recovery.stop()
 
     def num_options(self) -> int:
         return 0

@@ -18,8 +18,10 @@ from engines.fake.launcher import FakeRunningEngine
 from engines.fake.weights import DEFAULT_TENSORS
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag, SamplingParams
-from rollout.errors import RolloutError
+from rollout.deployment import Deployment
+from rollout.errors import PhaseTimeout, RolloutError
 from rollout.lifecycle import Command
+from rollout.member import Member as RosterMember
 from rollout.router.gate import Gate, GateState, Refusal, Waiter
 from rollout.routing import Member
 from rollout.server import RolloutServer
@@ -34,6 +36,8 @@ BUDGET_S = 60.0
 STOP_S = 15.0
 # From the deadline of a phase to its error: kill, log tail, look at the groups, router.
 SLACK_S = 80.0
+# From the launch of an engine until it is one of the others.
+_START_S = 600.0
 REQUEST_S = 10.0
 CLIENT_S = 3000.0
 LOCK_S = 4000.0
@@ -119,7 +123,8 @@ class SteeredEngine(FakeEngine):
         try:
             fault = await super()._arrive(operation, arguments)
         except asyncio.CancelledError:
-            self._struck(operation)
+            if not world._is_coming(self):
+                self._struck(operation)
             world.check_given_up(self, operation, since)
             raise
         except BaseException:
@@ -170,8 +175,9 @@ class SteeredRouter:
     """The real gate behind calls that may get lost."""
 
     def __init__(self) -> None:
-        self.gate = Gate(clock=_no_clock, on_failure=_pass_over, on_idle=_pass_over)
+        self.gate = Gate(clock=_no_clock, on_failure=_pass_over, on_idle=self._idle)
         self.world: World | None = None
+        self.on_idle: asyncio.Future[None] | None = None
 
     async def start(self) -> Endpoint:
         return Endpoint("127.0.0.1", 1)
@@ -193,11 +199,33 @@ class SteeredRouter:
         self.gate.set_state(GateState(state), reason=reason, phase=phase, weight_version=version)
 
     async def set_members(self, epoch: int, members: list[Member]) -> bool:
+        if self.world is not None:
+            self.world.check_may_route(members)
         await self._ask("members", lambda: self.gate.set_members(epoch, members))
         return True
 
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:
-        """Nobody waits here for requests to end."""
+        """Wait for the requests that are in flight, as the real one does."""
+        gate, loop = self.gate, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while gate.num_on(engine_id) if engine_id else gate.in_flight:
+                    idle: asyncio.Future[None] = loop.create_future()
+                    self.on_idle = idle
+                    await idle
+        except TimeoutError:
+            raise PhaseTimeout(f"router not drained within {timeout_s:g} s") from None
+        finally:
+            self.on_idle = None
+
+    def _idle(self) -> None:
+        if self.on_idle is not None and not self.on_idle.done():
+            self.on_idle.set_result(None)
+
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        """There is nothing to hear: recovery is driven by hand."""
+        await asyncio.get_running_loop().create_future()
+        return []
 
     async def stats(self) -> dict[str, Any]:
         return self.gate.stats()
@@ -264,6 +292,7 @@ class Settings:
         num_requests: requests that are on their way when it begins.
         router_outcomes: of a router call: 1 answers, 2 or lost before, 3 or lost after.
         kill_outcomes: of a kill: 1 works, 2 or fails.
+        launch_outcomes: of a start: 1 works, 2 or fails.
         has_actors: calls of groups may be held up, and go on when their caller has given up.
         is_over: says after each command whether the loop has done what it wanted.
     """
@@ -274,6 +303,7 @@ class Settings:
     num_requests: int = 1
     router_outcomes: int = 1
     kill_outcomes: int = 1
+    launch_outcomes: int = 1
     has_actors: bool = False
     is_over: Callable[[list[tuple[str, str]]], bool] | None = None
 
@@ -292,12 +322,28 @@ class _Pending:
 class Parts:
     """What lasts from run to run; pickled between commands, when nothing is under way."""
 
-    server: RolloutServer
+    servers: dict[str, RolloutServer]
     groups: dict[str, ServerGroup]
     ports: dict[str, Delayed]
     launcher: Launcher
-    router: SteeredRouter
+    routers: dict[str, SteeredRouter]
     offloading: frozenset[str]
+    deployment: Deployment
+    now_s: float = 1000.0
+
+    @property
+    def server(self) -> RolloutServer:
+        """The one that is commanded, and that gets the requests."""
+        return next(iter(self.servers.values()))
+
+    @property
+    def router(self) -> SteeredRouter:
+        return next(iter(self.routers.values()))
+
+    def member(self, engine_id: str) -> RosterMember | None:
+        """What its group knows of an engine; None of one that is lent."""
+        roster = self.groups[engine_id.rpartition("-")[0]]._roster
+        return roster.get(engine_id)
 
 
 class Launcher:
@@ -309,6 +355,11 @@ class Launcher:
         self.world: World | None = None
 
     async def launch(self, spec: EngineSpec) -> SteeredProcess:
+        if self.world is not None:
+            num_outcomes = self.world.settings.launch_outcomes
+            if await self.world.happens(spec.engine_id, "launch", num_outcomes):
+                raise EngineUnreachable("it ended while it started", engine=spec.engine_id)
+            self.world.struck.pop(spec.engine_id, None)
         endpoint = Endpoint("127.0.0.1", len(self.all) + 1)
         engine = SteeredEngine(
             spec.engine_id,
@@ -359,7 +410,11 @@ class World:
     def start(self, loop: ExploredLoop) -> None:
         self._loop = loop
         parts = self.parts
-        parts.router.world = parts.launcher.world = self
+        loop.start_at(parts.now_s)
+        self.now = parts.now_s
+        parts.launcher.world = self
+        for router in parts.routers.values():
+            router.world = self
         for process in parts.launcher.all:
             self.attach(process)
         for port in parts.ports.values():
@@ -374,7 +429,10 @@ class World:
 
     def detach(self) -> Parts:
         parts = self.parts
-        parts.router.world = parts.launcher.world = None
+        parts.now_s = self._loop.time()
+        parts.launcher.world = None
+        for router in parts.routers.values():
+            router.world = None
         for process in parts.launcher.all:
             process.world = process.engine.world = None
             process.engine.director = None
@@ -439,9 +497,9 @@ class World:
         for rid, num_ends in self._clients.items():
             if num_ends != 1:
                 raise Violation(f"request {rid} ended {num_ends} times")
-        gate = self.parts.router.gate
-        if len(gate.in_flight) or gate.num_held:
-            raise Violation("the gate counts requests that have ended")
+        for router in self.parts.routers.values():
+            if len(router.gate.in_flight) or router.gate.num_held:
+                raise Violation("the gate counts requests that have ended")
         self.check()
 
     # -- what happens
@@ -504,7 +562,8 @@ class World:
 
     def _begin(self, command: str, name: str) -> asyncio.Task[Any]:
         self._num_commands += 1
-        self._is_dark = False
+        # Recovery and lending go on beside an offload, and take nothing of what it gave away.
+        self._is_dark &= command.partition(" ")[0] in _BESIDE
         self._is_stopping |= command == "stop"
         task = self._loop.create_task(self._command(command, name))
         self._running[name] = task
@@ -528,13 +587,18 @@ class World:
                 "update_weights": server.update_weights,
             }[command]
             work: Awaitable[Any] = call(push(server.weight_version + 1))
+        elif command in _OF_ALL:
+            work = _OF_ALL[command](self.parts)
+        elif command.startswith("kill "):
+            work = self._kill(command.removeprefix("kill "))
         else:
-            work = _COMMANDS[command](server)
+            verb, _, engine_id = command.partition(" ")
+            work = _COMMANDS[verb](server, *([engine_id] if engine_id else []))
         try:
             try:
                 done = await work
             finally:
-                self._is_dark = False
+                self._is_dark &= command.partition(" ")[0] in _BESIDE
         except asyncio.CancelledError:
             self.outcomes.append((command, "cancelled"))
         except RolloutError as error:
@@ -545,12 +609,16 @@ class World:
             self.violate(f"{command} ended with {type(error).__name__}: {error}")
         else:
             self.outcomes.append((command, "done"))
-            if isinstance(done, StepReport):
-                self.told.extend(one.failure for one in _failures(done))
+            for report in done.values() if isinstance(done, dict) else [done]:
+                if isinstance(report, StepReport):
+                    self.told.extend(one.failure for one in _failures(report))
             self._check_done(command)
         finally:
             self._running.pop(name, None)
         self._check_returned(command, started)
+
+    async def _kill(self, engine_id: str) -> None:
+        self.parts.launcher.processes[engine_id].engine.die("killed -9")
 
     # -- requests
 
@@ -592,23 +660,47 @@ class World:
         self.violation = self.violation or what
 
     def _left_to_serve(self) -> Iterable[SteeredProcess]:
-        """Engines that nobody has fenced, ended or lost."""
-        return (
-            one
-            for one in self.parts.launcher.processes.values()
-            if not (one.num_kills or one.is_stopped or one.engine.is_dead)
-        )
+        """Engines that nobody has fenced, ended, lent or lost, nor started again just now."""
+        for engine_id, one in self.parts.launcher.processes.items():
+            if one.num_kills or one.is_stopped or one.engine.is_dead:
+                continue
+            member = self.parts.member(engine_id)
+            if member is not None and member.process is one and not member.is_stale:
+                yield one
 
     def check_may_continue(self, asked: SteeredEngine) -> None:
         """I2: every engine that will serve is whole, up to date and verified."""
+        if self._is_coming(asked):
+            return
         versions = set()
         for process in self._left_to_serve():
             engine = process.engine
-            versions.add(engine._version)
+            if self._server_of(engine.engine_id) == self._server_of(asked.engine_id):
+                versions.add(engine._version)
             if why := _unfit(engine):
                 self.violate(f"I2: {asked.engine_id} continues while {engine.engine_id} {why}")
         if len(versions) > 1:
             self.violate(f"I2: {asked.engine_id} continues among versions {sorted(versions)}")
+
+    def _is_coming(self, engine: SteeredEngine) -> bool:
+        """It is led to where the others are, or given its weights, and gets no requests."""
+        member = self.parts.member(engine.engine_id)
+        return member is None or member.engine is not engine or member.is_stale
+
+    def _server_of(self, engine_id: str) -> str:
+        group = engine_id.rpartition("-")[0]
+        return next(name for name, one in self.parts.servers.items() if group in one._view.groups)
+
+    def check_may_route(self, members: list[Member]) -> None:
+        """I6: nobody gets requests who is not in a group, or is not proved."""
+        if self._is_stopping:
+            return  # nobody is in a group any more
+        for one in members:
+            member = self.parts.member(one.engine_id)
+            if member is None:
+                self.violate(f"I6: {one.engine_id} is in routing, and lent")
+            elif one.is_choosable and member.is_stale:
+                self.violate(f"I6: {one.engine_id} is in routing, and stale")
 
     def check_may_open(self, gate: Gate, version: int | None) -> None:
         """I2 and I6: whoever gets requests from now on is fit for them."""
@@ -632,6 +724,9 @@ class World:
 
     def check_barrier(self, asked: SteeredEngine, operation: str) -> None:
         """No engine is further than one phase ahead of another."""
+        server = self.parts.servers[self._server_of(asked.engine_id)]
+        if asked.engine_id in server._gate.leaving or self._is_coming(asked):
+            return  # it comes or leaves by itself, while the others serve
         is_release = operation == "release_memory_occupation"
         for process in self._left_to_serve():
             engine = process.engine
@@ -645,25 +740,33 @@ class World:
     def check_given_up(self, engine: SteeredEngine, operation: str, since: float) -> None:
         """I5: nobody's call is cut for a sibling's sake.  I4: nor is it waited for too long."""
         elapsed = self.now - since
-        least = _LEAST_S.get(operation, BUDGET_S)
+        # One that starts, or is given its weights, has a deadline for all of that together.
+        is_coming = self._is_coming(engine)
+        least = 0.0 if is_coming else _LEAST_S.get(operation, BUDGET_S)
         if elapsed < least - 1e-3 and not (self._is_stopping or engine.is_dead):
             self.violate(f"I5: {operation} of {engine.engine_id} was cut after {elapsed:g} s")
-        if elapsed > BUDGET_S + 1e-3:
+        if elapsed > (_START_S if is_coming else BUDGET_S) + 1e-3:
             self.violate(f"I4: {operation} of {engine.engine_id} had {elapsed:g} s")
 
     def _check_done(self, command: str) -> None:
         """What holds after a command that says it has succeeded."""
-        if command == "offload":
+        if command in ("offload", "all offload"):
             self._is_dark = True
             self._check_released("offload is done, and")
         if command in ("onload", "update", "serve") and not self._is_stopping:
             gate = self.parts.router.gate
             if gate.state is not GateState.OPEN:
                 self.violate(f"{command} is done and the gate is {gate.state}")
+        if command == "all onload" and not self._is_stopping:
+            for name, router in self.parts.routers.items():
+                if router.gate.state is not GateState.OPEN:
+                    self.violate(f"{command} is done and the gate of {name} is {router.gate.state}")
 
     def _check_released(self, when: str) -> None:
         """I7: from here until the next command the memory is the trainer's."""
         for engine_id in self.parts.offloading:
+            if self.parts.member(engine_id) is None:
+                continue  # lent: it was measured when it left
             held = self.parts.launcher.processes[engine_id].engine.resident_bytes
             if held:
                 self.violate(f"I7: {when} {engine_id} holds {held} bytes")
@@ -699,11 +802,14 @@ class World:
     def dispose(self) -> None:
         """Break the cycles: a hundred thousand worlds keep the garbage collector busy."""
         parts = self.parts
-        server = parts.server
-        recovery = server._recovery
-        used: list[Any] = [server, server._steps, server._gate, server._view, parts.router]
-        used += [recovery, recovery._repair, recovery._record, parts.launcher]
-        used += [*parts.ports.values(), *parts.groups.values()]
+        used: list[Any] = [parts.deployment, parts.launcher]
+        for server in parts.servers.values():
+            recovery = server._recovery
+            used += [server._steps, server._gate, server._view, server._places, server._window]
+            used += [recovery, recovery._repair, recovery._record, server]
+        for group in parts.groups.values():
+            used += [group._commands, group._mending, group._lending, group._roster, group]
+        used += [*parts.ports.values(), *parts.routers.values()]
         for process in parts.launcher.all:
             used += [process, process.engine]
         for one in used:
@@ -711,27 +817,39 @@ class World:
         vars(self).clear()
 
     def _shown_fenced(self) -> list[str]:
-        """What a look at the groups tells of engines that an earlier phase has fenced."""
-        return [
+        """What a look at the groups, and recovery, tell of engines that failed before."""
+        shown = [
             member.fenced_because
             for group in self.parts.groups.values()
             for member in group._roster.members()
         ]
+        for server in self.parts.servers.values():
+            for engines in server._recovery._record.snapshot().values():
+                shown += [one.because for one in engines.values()]
+        return shown
 
     # -- between runs
 
     def state(self) -> tuple[Any, ...]:
         """All that decides what can happen next; two runs that end alike go on alike."""
         parts = self.parts
-        server = parts.server
-        newest = server.weight_version
-        gate = parts.router.gate
+        newest = parts.server.weight_version
         return (
-            tuple(server.phases().values()),
-            server._gate.state,
-            server._endpoint is None,
-            gate.state,
-            tuple((one.engine_id, one.state) for one in gate.members),
+            tuple(
+                (
+                    tuple(server.phases().values()),
+                    server._gate.state,
+                    server._endpoint is None,
+                    parts.routers[name].gate.state,
+                    tuple((one.engine_id, one.state) for one in parts.routers[name].gate.members),
+                    tuple(
+                        (engine_id, one.state, one.num_restarts, one.is_fenced)
+                        for engines in server._recovery._record._engines.values()
+                        for engine_id, one in engines.items()
+                    ),
+                )
+                for name, server in parts.servers.items()
+            ),
             tuple(
                 (
                     group._commands.phase,
@@ -743,9 +861,11 @@ class World:
                             one.is_proved,
                             bool(one.fenced_because),
                             bool(one.changed),
+                            one.is_stale,
                         )
                         for one in group._roster.members()
                     ),
+                    group._roster.lent(),
                 )
                 for group in parts.groups.values()
             ),
@@ -764,14 +884,37 @@ class World:
         )
 
 
-_COMMANDS: dict[str, Callable[[RolloutServer], Awaitable[Any]]] = {
+async def _recover(server: RolloutServer) -> None:
+    """What the background of a server does in one round: look, then mend."""
+    await server._recovery.look()
+    await server._recovery.mend()
+
+
+_COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
     "offload": RolloutServer.offload,
     "serve": RolloutServer.onload,
     "stop": RolloutServer.stop,
+    "recover": _recover,
+    "remove": RolloutServer.remove_engine,
+    "lend": lambda server, engine_id: server.remove_engine(engine_id, True),
+    "add": RolloutServer.add_engine,
 } | {
-    one.value: lambda server, command=one: server.advance(command)  # type: ignore[misc]
+    one.value: lambda server, command=one: server.advance(command)
     for one in Command
     if one is not Command.UPDATE_WEIGHTS
+}
+_BESIDE = frozenset({"recover", "remove", "lend", "add"})
+
+
+def _onload_all(parts: Parts) -> Awaitable[Any]:
+    name, server = next(iter(parts.servers.items()))
+    return parts.deployment.onload({name: push(server.weight_version + 1)})
+
+
+_OF_ALL: dict[str, Callable[[Parts], Awaitable[Any]]] = {
+    "all offload": lambda parts: parts.deployment.offload(),
+    "all onload": _onload_all,
+    "all serve": lambda parts: parts.deployment.onload({}),
 }
 
 
