@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from engines.embedded import weights as weight_files
 from engines.embedded.batcher import Batcher
 from engines.embedded.config import EngineConfig
 from engines.embedded.errors import Ended, Invalid
+from engines.embedded.files import update_from_disk
 from engines.embedded.gate import Gate, IdleJob
 from engines.embedded.generation import Generation
 from engines.embedded.groups import UpdateGroups
@@ -166,7 +166,7 @@ class Engine:
 
     async def update_from_disk(self, path: str, **how: Any) -> None:
         await self.update(
-            lambda: weight_files.update_from_disk(self.weights, path),
+            lambda: update_from_disk(self.weights, path),
             "update_weights_from_disk",
             **how,
         )

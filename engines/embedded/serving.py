@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +34,7 @@ async def read_json(request: Request, *, is_optional: bool = False) -> dict[str,
     if not content and is_optional:
         return {}
     try:
-        value = json.loads(content)
+        value = orjson.loads(content)
     except ValueError as error:
         raise Invalid(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):

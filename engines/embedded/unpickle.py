@@ -6,7 +6,6 @@ any function; this reader knows only those that rebuild a tensor or an array fro
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import pickle
@@ -77,7 +76,7 @@ def _load_storage(content: bytes) -> Any:
 def read_payload(payload: str, load_format: str | None) -> NamedTensors:
     """The named tensors of one base64 payload; ``Invalid`` if it holds anything else."""
     try:
-        loaded = _Reader(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        loaded = _Reader(io.BytesIO(binascii.a2b_base64(payload, strict_mode=True))).load()
     except Invalid:
         raise
     except (binascii.Error, ValueError) as error:

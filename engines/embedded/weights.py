@@ -6,9 +6,7 @@ of the model changes; parameters keep their storage for the life of the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +95,13 @@ class Weights:
     def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite parameters in place; the caller has checked them."""
         for name, tensor in named:
-            mine = self._find(name)
-            assert mine is not None
-            mine.copy_(tensor)
+            self.find(name).copy_(tensor)
+
+    def find(self, name: str) -> torch.Tensor:
+        """The parameter of this name, which has been checked."""
+        mine = self._find(name)
+        assert mine is not None
+        return mine
 
     def _find(self, name: str) -> torch.Tensor | None:
         tensor = self._tensors.get(name)
@@ -129,54 +131,3 @@ class Weights:
         """Fill every parameter with noise, as a release without backup would."""
         for tensor in self._tensors.values():
             tensor.normal_()
-
-
-def checkpoint_files(path: str) -> list[Path]:
-    """The safetensors files of a checkpoint directory, or the one file."""
-    place_on_disk = Path(path)
-    if place_on_disk.is_file():
-        return [place_on_disk]
-    files = sorted(place_on_disk.glob("*.safetensors")) if place_on_disk.is_dir() else []
-    if not files:
-        raise Invalid(f"no safetensors at {path}")
-    return files
-
-
-def update_from_disk(weights: Weights, path: str) -> None:
-    """Overwrite the model from a checkpoint, tensor by tensor; headers are checked first."""
-    from safetensors import SafetensorError, safe_open
-
-    has_begun = False
-    try:
-        with ExitStack() as stack:
-            files: list[Any] = [
-                stack.enter_context(safe_open(file, framework="pt"))
-                for file in checkpoint_files(path)
-            ]
-            weights.check(_headers(files))
-            has_begun = True
-            weights.apply(
-                (name, file.get_tensor(name))
-                for file in files
-                for name in file.keys()  # noqa: SIM118
-            )
-    except (SafetensorError, OSError) as error:
-        state = "the weights are now a mixture" if has_begun else "nothing was updated"
-        raise Invalid(f"cannot read {path}: {error}; {state}") from error
-
-
-def _headers(files: Sequence[Any]) -> Iterator[Spec]:
-    for file in files:
-        for name in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-            part = file.get_slice(name)
-            yield name, part.get_shape(), _SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
-
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-}

@@ -1,0 +1,126 @@
+"""An engine that only takes weights: the embedded engine's own code for that, without a model.
+
+    python -m benchmarks.weights.receiver MANIFEST.json
+
+It holds the tensors of the manifest, prints its port, and serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+
+from engines.embedded.files import update_from_disk
+from engines.embedded.groups import UpdateGroups
+from engines.embedded.unpickle import read_payload
+from engines.embedded.weights import Weights
+
+
+class Holder(torch.nn.Module):
+    """Parameters under the names of a checkpoint, which torch lets no module's attribute bear."""
+
+    def __init__(self, specs: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._held = {
+            spec["name"]: torch.nn.Parameter(
+                torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"])), requires_grad=False
+            )
+            for spec in specs
+        }
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._held.items())
+
+
+class Receiver:
+    """Answers as an engine does, one call at a time."""
+
+    def __init__(self, specs: list[dict[str, Any]]) -> None:
+        self.weights = Weights(Holder(specs))
+        self.groups = UpdateGroups(torch.device("cpu"))
+        self.version = "0"
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        named = read_payload(body["serialized_named_tensors"][0], body.get("load_format"))
+        self.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        self.weights.apply(named)
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> None:
+        update_from_disk(self.weights, body["model_path"])
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> None:
+        self.groups.join(
+            group_name=body["group_name"],
+            backend=body["backend"],
+            master_address=body["master_address"],
+            master_port=body["master_port"],
+            rank=body["rank_offset"],
+            world_size=body["world_size"],
+        )
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        named = self.groups.receive(
+            body["names"], dtypes, body["shapes"], group_name=body["group_name"], is_bucket=False
+        )
+        self.weights.apply(named)
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
+        self.groups.leave(body["group_name"])
+
+    def begin_weight_update(self, body: dict[str, Any]) -> None:
+        """Nothing to begin."""
+
+    def end_weight_update(self, body: dict[str, Any]) -> None:
+        """Nothing to end."""
+
+    def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        digests, whole = self.weights.checksum()
+        return {"per_engine_checksum": whole, "ranks": [{"checksums": digests}]}
+
+
+def make_app(receiver: Receiver) -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/model_info")
+    async def model_info() -> dict[str, str]:
+        return {"model_path": "", "weight_version": receiver.version}
+
+    @app.post("/{operation}")
+    async def answer(operation: str, request: Request) -> dict[str, Any]:
+
+        body = json.loads(await request.body())
+        more = await asyncio.to_thread(getattr(receiver, operation), body)
+        receiver.version = body.get("weight_version") or receiver.version
+        return {"success": True, "message": "", **(more or {})}
+
+    return app
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    specs = json.loads(Path(sys.argv[1]).read_text())
+    app = make_app(Receiver(specs))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+
+    def end_with_the_parent() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+    print(listener.getsockname()[1], flush=True)
+    server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()
