@@ -205,6 +205,10 @@ class ServerHandle:
             named_tensors, self._next(version), may_stream=False, contents=WeightUpdate.FULL
         )
 
+    def base_differs(self, named_tensors: NamedTensors) -> bool:
+        """Whether these are other weights than those at ``model_path``, tensor by tensor."""
+        return self._pushes.base_differs(named_tensors)
+
     def make_adapter_push(
         self,
         named_tensors: NamedTensors,
@@ -317,6 +321,18 @@ class OffloadWindow:
         self._check_first()
         chosen = self._version if version is None else version
         self._push = self._server.make_adapter_push(named_tensors, config, chosen)
+
+    def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+        """Copy all base weights now, or base and adapter merged (``update: lora``); sent when the
+        block ends.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+            LifecycleError: the block has already pushed.
+        """
+        self._check_first()
+        chosen = self._version if version is None else version
+        self._push = self._server.make_base_push(named_tensors, chosen)
 
     def _check_first(self) -> None:
         if self._push is not None:

@@ -51,6 +51,7 @@ class RolloutDriver:
         request_timeout_s: for one completion.
         max_failed_share: a call whose share of failed samples is over this raises; where
             ``options`` are given, theirs counts.
+        lora_path: name of the LoRA adapter that everything is generated with; None: the base.
         max_prompt_tokens: a longer prompt in a list raises before anything is generated.
         patience: how much one sample may go through before it fails.
         on_metrics: told the figures of every rollout and evaluation.
@@ -69,6 +70,7 @@ class RolloutDriver:
         request_timeout_s: float = 600.0,
         max_failed_share: float = 0.0,
         max_prompt_tokens: int | None = None,
+        lora_path: str | None = None,
         patience: Patience | None = None,
         on_metrics: OnMetrics | None = None,
         door: Door | None = None,
@@ -83,7 +85,7 @@ class RolloutDriver:
         self._adapt_every_s = adapt_every_s
         self._most = max_prompt_tokens
         self._on_metrics = on_metrics
-        door = door or HttpDoor(url, timeout_s=request_timeout_s)
+        door = door or HttpDoor(url, timeout_s=request_timeout_s, lora_path=lora_path)
         limiter = Limiter(max_in_flight, clock=clock or asyncio.get_running_loop().time)
         completer = Completer(door, limiter, patience or Patience(), on_version=self._saw_version)
         self._engines = Engines(door, limiter, completer)

@@ -29,9 +29,11 @@ class HttpDoor:
     Args:
         url: base URL of a router or of one engine.
         timeout_s: for one whole completion, time parked at the gate included.
+        lora_path: name of the LoRA adapter that all completions are made with; None: the base.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, lora_path: str | None = None) -> None:
+        self._more = {} if lora_path is None else {"lora_path": lora_path}
         self._url = url.rstrip("/")
         self._generate_url = self._url + "/generate"
         self._timeout_s = timeout_s
@@ -59,6 +61,7 @@ class HttpDoor:
             "input_ids": ask.input_ids,
             "sampling_params": ask.sampling.to_wire(),
             "return_logprob": True,
+            **self._more,
         }
         if self._session.closed:
             raise DoorError("the driver was closed")
