@@ -64,6 +64,7 @@ ROW_OF = {
     "rollout.types": "words",
     "rollout.weights.store.commit": "decisions",
     "rollout.weights.store.limits": "decisions",
+    "rollout.weights.choice": "decisions",
     "rollout.weights.fingerprint": "decisions",
 }
 # Clocks, sockets, threads and processes: a decision is a plain function of its arguments.
