@@ -92,14 +92,12 @@ class Pushes:
         Raises:
             WeightMismatch: it does not fit the model, or the server takes no adapters.
         """
-        from rollout.weights.tensors.adapters import make_adapter_push
+        from rollout.weights.tensors.adapters import make_adapter_push, own_manifest
 
         settings = self._config.weights
         if settings.update is not WeightUpdate.LORA:
             raise WeightMismatch(f"weights.update is {settings.update}: adapters need lora")
         push = make_adapter_push(named_tensors, config, name=settings.adapter, version=version)
-        from rollout.weights.tensors.adapters import own_manifest
-
         check_adapter(config, own_manifest(push, settings.adapter), self._expected_manifest())
         return push
 
