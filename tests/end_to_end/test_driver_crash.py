@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.support.builders import push
 
 folder = Path(sys.argv[1])
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[2]))
-deployment = rollout.launch(config, backend="local")
+deployment = rollout.launch(config, backend=sys.argv[3])
 policy = deployment["policy"]
 print("up", flush=True)
 
@@ -81,6 +82,12 @@ class Crash:
 
 @pytest.fixture
 def crash(tmp_path: Path) -> Iterator[Crash]:
+    with driven(tmp_path, "local") as found:
+        yield found
+
+
+@contextmanager
+def driven(tmp_path: Path, backend: str) -> Iterator[Crash]:
     with reserve_port() as reserved:
         port = reserved.port
     with program("-m", "engines.fake", "--port", str(port)) as engine:
@@ -96,8 +103,8 @@ def crash(tmp_path: Path) -> Iterator[Crash]:
             "page": {"enabled": False},
         }
         config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
-        with program("-c", DRIVER, str(tmp_path), json.dumps(config)) as driver:
-            driver.wait_for("up", TIMEOUT_S)
+        with program("-c", DRIVER, str(tmp_path), json.dumps(config), backend) as driver:
+            driver.wait_for("up", 2 * TIMEOUT_S)
             found = Crash(tmp_path, driver, url)
             try:
                 yield found
@@ -213,3 +220,24 @@ def test_people_are_told_in_words(crash: Crash) -> None:
     assert "server policy of run run, launched by local" in done.output
     assert "own serving, theirs serving; gate open, weight version 0" in done.output
     assert "engine: {kind: attached, urls: [http://127.0.0.1:" in done.output
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+def test_over_ray_too_the_engines_end_with_the_driver_and_the_journal_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Short, because sockets are made in it and their paths are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rr", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        with driven(tmp_path, "ray") as crash:
+            own = crash.own()
+            crash.kill()
+            assert wait_until(lambda: not is_running(own), 2 * TIMEOUT_S)
+            (server,) = crash.attach()["servers"]
+            assert (server["backend"], server["driver_is"]) == ("ray", "ended")
+            assert server["driver"]["pid"] == crash.driver.process.pid
+            assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
+            assert crash.attach("--adopt")["adopted"] == [crash.engines()["theirs"]["url"]]
