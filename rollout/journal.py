@@ -117,21 +117,25 @@ class Journal:
     def __reduce__(self) -> tuple[Any, ...]:
         return Journal, (self.path, self._first)
 
-    async def write(self, **now: Any) -> None:
+    async def write(self, *, durable: bool = True, **now: Any) -> None:
         """Write down what is so now; what is not named is as at the first.
 
         A file that cannot be written is told once and hinders nothing.
+
+        Args:
+            durable: it outlives a power failure too.  Around every command that is not worth the
+                disk's time: when the machine has gone down, so have the engines.
         """
         self._num_asked += 1
         record = replace(self._first, written_at_s=time.time(), **now)
-        await asyncio.to_thread(self._write, record, self._num_asked)
+        await asyncio.to_thread(self._write, record, self._num_asked, durable)
 
-    def _write(self, record: Record, number: int) -> None:
+    def _write(self, record: Record, number: int, durable: bool) -> None:
         with self._lock:
             if number < self._num_written:  # a thread was slow: a newer one is there already
                 return
             try:
-                _replace(self.path, json.dumps(asdict(record), indent=1) + "\n")
+                _replace(self.path, json.dumps(asdict(record), indent=1) + "\n", durable)
                 self._num_written, self._is_broken = number, False
             except OSError as error:
                 if not self._is_broken:
@@ -139,15 +143,18 @@ class Journal:
                 self._is_broken = True
 
 
-def _replace(path: Path, text: str) -> None:
-    """The file has the new contents or the old ones, also after a power failure."""
+def _replace(path: Path, text: str, durable: bool) -> None:
+    """The file has the new contents or the old ones; if ``durable``, after a power failure too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with part.open("w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
+    if not durable:
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -363,10 +363,11 @@ class RolloutServer:
         await self._gate.publish_members()
         await self._note()
 
-    async def _note(self) -> None:
+    async def _note(self, durable: bool = True) -> None:
         """Write down where things are."""
         if self._journal is not None:
             await self._journal.write(
+                durable=durable,
                 phases={name: phase.value for name, phase in self._view.phases.items()},
                 doing=self._steps.doing,
                 gate=self._gate.state,

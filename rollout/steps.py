@@ -49,12 +49,13 @@ class Steps:
         recovery: Recovery,
         timeline: Timeline,
         store: WeightStore | None = None,
-        note: Callable[[], Awaitable[None]] | None = None,
+        note: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         """Nothing is done.
 
         Args:
-            note: writes down where things are, before and after each command.
+            note: writes down where things are, before and after each command; told whether
+                that must outlive a power failure.
         """
         self.weight_version = 0
         self.doing = ""
@@ -165,7 +166,7 @@ class Steps:
         """All engines are fit to serve: let requests in."""
         await self._gate.open(self.weight_version)
         self._has_failed = False
-        await self._note()
+        await self._note(True)
         pushed, self._pushed = self._pushed, None
         if self._store is not None and pushed is not None:
             # Proved and serving, so worth keeping; and nobody waits for that.
@@ -186,7 +187,7 @@ class Steps:
         started = asyncio.get_running_loop().time()
         budget_s = self._budget_s(command)
         try:
-            await self._note()
+            await self._note(False)
             with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
                 span.weight_version = weight_version or self.weight_version
                 reports = await barrier(
@@ -197,7 +198,7 @@ class Steps:
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)
             self.doing = ""
-            await self._note()
+            await self._note(True)
             raise
         for name, report in reports.items():
             self._view.phases[name] = Phase(report.phase)
@@ -205,7 +206,7 @@ class Steps:
             await self._gate.publish_members()
             self._recovery.look_soon()
         self.doing = ""
-        await self._note()
+        await self._note(False)
         return StepReport(
             phase_s={command.value: asyncio.get_running_loop().time() - started},
             freed_bytes=sum(report.freed_bytes for report in reports.values()),
@@ -253,5 +254,5 @@ class Steps:
         }[command]
 
 
-async def _nothing() -> None:
+async def _nothing(durable: bool) -> None:
     """Nobody keeps a journal."""

@@ -69,6 +69,7 @@ def test_each_node_runs_one_process_with_its_rank_and_gpus_and_where_they_meet(
 
 
 @pytest.mark.ray
+@pytest.mark.chaos
 def test_the_end_of_one_node_is_the_end_of_the_engine_and_it_comes_back_whole(
     ray_cluster: RayWorld, tmp_path: Path
 ) -> None:
@@ -96,9 +97,10 @@ def with_health(whole: RolloutConfig, health: Mapping[str, Any]) -> RolloutConfi
     return RolloutConfig.from_dict(values)
 
 
-def test_a_wide_engine_needs_a_launcher_that_can_and_says_so(world: World, tmp_path: Path) -> None:
+def test_a_wide_engine_needs_a_launcher_that_can_and_says_so(tmp_path: Path) -> None:
     groups = {"main": {"engine": {"kind": "fake", "nodes": 2}}}
     with (
+        stub_world() as world,
         pytest.raises(PhaseFailed, match="HttpFakeLauncher cannot start an engine over several"),
         launched(world.load("launch").launch_ray, tmp_path, groups),
     ):
