@@ -275,7 +275,7 @@ def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         spec.engine_id,
         endpoint=endpoint,
         model_path=spec.model_path,
-        token_s=0.002,
+        token_s=0.001,
         vocab_size=VOCABULARY,
         context_length=CONTEXT_LENGTH,
     )
