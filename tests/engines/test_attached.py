@@ -32,6 +32,8 @@ def config(url: str, model: Path, folder: Path, **group: Any) -> rollout.Rollout
                 "policy": {
                     "model_path": str(model),
                     "groups": {"theirs": {"engine": engine, **group}},
+                    # In a session, which somebody else may have opened; files need none.
+                    "weights": {"transport": "tensor"},
                 }
             },
         }

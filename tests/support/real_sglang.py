@@ -64,9 +64,13 @@ class _Client(EngineClient):
             await super().flush_cache(timeout_s)
 
     async def update_weights_from_tensor(self, *args: Any, **settings: Any) -> None:
-        if self._sabotage.flush:
-            settings["flush_cache"] = False
-        await super().update_weights_from_tensor(*args, **settings)
+        await super().update_weights_from_tensor(*args, **self._left_out(settings))
+
+    async def update_weights_from_disk(self, *args: Any, **settings: Any) -> None:
+        await super().update_weights_from_disk(*args, **self._left_out(settings))
+
+    def _left_out(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return settings | {"flush_cache": False} if self._sabotage.flush else settings
 
 
 @dataclass
