@@ -13,7 +13,7 @@ TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 RUN_EXTRAS := ray,embedded,bench,data
-DEV_EXTRAS := $(RUN_EXTRAS),dev
+DEV_EXTRAS := $(RUN_EXTRAS),otel,dev
 # What is installed is remembered in a stamp inside the environment, and done again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
@@ -79,7 +79,7 @@ clean: ## remove caches and what builds leave; the virtual environment stays
 constraints: CONSTRAINTS ?= constraints.txt
 constraints: TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 constraints: build/pins/bin/python ## take the newest versions that pyproject.toml admits
-	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS),docs,otel]'
+	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS),docs]'
 	{ sed -n '/^#/p' constraints.txt; \
 	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)

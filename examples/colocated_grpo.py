@@ -22,7 +22,6 @@ from typing import Any
 
 import rollout
 import torch
-from rollout.driver.evaluation import eval_metrics
 from transformers.utils import logging as transformers_logging
 
 from arithmetic import (
@@ -80,9 +79,9 @@ def judge(sample: rollout.Sample) -> float:
 def train(args: argparse.Namespace, model_path: Path, report: Report) -> None:
     """Steps of rollout, training and push, with an evaluation after each."""
     splits = make_splits(args.seed)
-    held_out = prompts(splits.held_out)
     sampling = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
     greedy = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+    held_out = {"addition": rollout.EvalDataset(prompts(splits.held_out), greedy)}
     trainer = GrpoTrainer(model_path, seed=args.seed)
     trainer.offload()
     torch.manual_seed(args.seed)
@@ -94,8 +93,7 @@ def train(args: argparse.Namespace, model_path: Path, report: Report) -> None:
         policy = deployment["policy"]
 
         def evaluate(step: int) -> dict[str, float]:
-            groups = driver.rollout(step, held_out, group_size=1, sampling=greedy).result()
-            return eval_metrics("addition", [group.samples[0] for group in groups])
+            return driver.evaluate(step, held_out).result().metrics
 
         report.begin(evaluate(0))
         for step in range(1, args.steps + 1):

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.driver.evaluation import eval_metrics
 from rollout.weights.tensors.adapters import merged
 from transformers.utils import logging as transformers_logging
 
@@ -127,9 +126,9 @@ def judge(sample: rollout.Sample) -> float:
 def train(args: argparse.Namespace, model_path: Path) -> None:
     """Steps of rollout, training of the adapter, and a push of the adapter alone."""
     splits = make_splits(args.seed)
-    held_out = prompts(splits.held_out)
     sampling = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
     greedy = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+    held_out = {"addition": rollout.EvalDataset(prompts(splits.held_out), greedy)}
     torch.manual_seed(args.seed)
     trainer = LoraTrainer(model_path, args.rank, GrpoConfig(learning_rate=2e-3), args.seed)
     adapter_bytes = sum(one.nbytes for one in trainer.adapter().values())
@@ -153,8 +152,7 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")
 
         def evaluate(step: int) -> float:
-            groups = driver.rollout(step, held_out, group_size=1, sampling=greedy).result()
-            return eval_metrics("addition", [one.samples[0] for one in groups])["eval/addition"]
+            return driver.evaluate(step, held_out).result().metrics["eval/addition"]
 
         before = accuracy = evaluate(0)
         print(f"before training: accuracy {before:.1%} on held-out sums")
