@@ -5,7 +5,9 @@ Always true:
 - Never more tokens than the request's budget, and a finish reason only from an engine that gave
   it for the last token there is.
 - What a continuation starts from is *safe*: its text ends neither within a character nor with
-  the beginning of a stop string, so the engine that continues sees every stop string whole.
+  the beginning of a stop string, so the engine that continues sees every stop string whole.  A
+  request that has lost several engines goes on within a character too, which then shows as two
+  replacement characters: it would never end if its text is seldom whole.
 
 Pure: events in, bodies and payloads out.  Not exact across a seam: a seeded sampler starts anew,
 and penalties on repeated tokens see earlier ones as prompt.
@@ -23,6 +25,8 @@ Payload = dict[str, Any]
 _DEFAULT_BUDGET = 128
 # An engine's event tells all tokens so far, so the cost of looking grows with their square.
 _MOST_LOOKS = 64
+# Seams after which a request goes on also where a character may be cut in two.
+_STRICT_SEAMS = 2
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _STARTS_ANEW = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params")
 
@@ -149,7 +153,11 @@ class Transcript:
             return False  # the finish reason of the last token has to come from an engine
         has_text = bool(self._base.text + now.text)
         return not has_text or is_whole(
-            self._base.text + now.text, self._stops, has_grown=has_grown
+            self._base.text + now.text,
+            self._stops,
+            has_grown=has_grown,
+            # Its tokens count more than one character of its text: a request must get on.
+            is_strict=self.num_seams < _STRICT_SEAMS,
         )
 
     @property
@@ -269,13 +277,13 @@ def join_spans(one: list[Payload], other: list[Payload], at: int) -> list[Payloa
     return spans
 
 
-def is_whole(text: str, stops: Sequence[str], *, has_grown: bool) -> bool:
+def is_whole(text: str, stops: Sequence[str], *, has_grown: bool, is_strict: bool = True) -> bool:
     """Nothing of the tokens that made ``text`` is held back, so another engine may go on after it.
 
     An engine holds back what may become another character, and SGLang then also what stands
     between it and the last space; a client's stop string must not be cut in two.
     """
-    if not has_grown or text.endswith(("\ufffd", " ")):
+    if is_strict and (not has_grown or text.endswith(("\ufffd", " "))):
         return False
     return not any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
