@@ -25,7 +25,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help quickstart test check format bench workflows constraints clean \
-	test-sglang test-chaos explore docs audit
+	test-slow test-sglang test-chaos explore docs audit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO
 
 test: $(DEV_STAMP) ## install, then run the default test suite
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(PYTEST_ARGS)
+
+test-slow: $(DEV_STAMP) ## the tests of whole programs and clusters, which CI runs too
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run the suite over it
 	$(BIN)/rollout sglang-cpu install

@@ -42,7 +42,7 @@ def version(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"version": rollout.__version__})
     else:
-        console.print(rollout.__version__)
+        console().print(rollout.__version__)
 
 
 app.command()(planning.validate)

@@ -98,7 +98,7 @@ def journals_of(run: str) -> list[Path]:
 
 def _say(text: str) -> None:
     """In words: not wrapped, and what is in brackets is no markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _show(found: Found) -> None:
@@ -134,7 +134,7 @@ def _show(found: Found) -> None:
                 ),
             )
         )
-    console.print(table)
+    console().print(table)
     if found.driver is Remains.RUNS:
         _say("  its driver runs: nothing is to be done here")
 

@@ -43,9 +43,9 @@ def bench(
     for name, value in told.items():
         if name != "errors":
             table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    console.print(table)
+    console().print(table)
     for error in told["errors"][:3]:
-        console.print(f"[red]{error}[/red]")
+        console().print(f"[red]{error}[/red]")
 
 
 async def _bench(

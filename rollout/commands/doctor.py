@@ -110,20 +110,20 @@ def _show(told: dict[str, Any]) -> None:
             text.append("\nDo: " if not index else "\n    ", style="bold")
             text.append(line)
         title = f"{told['server']}: {Weight(finding.weight).name}" if not number else None
-        console.print(Panel(text, title=title, title_align="left", border_style=color))
+        console().print(Panel(text, title=title, title_align="left", border_style=color))
     for engine_id, known in told["engines"].items():
-        console.print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
+        console().print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
         if known.get("stack"):
-            console.print(Text(_indented(known["stack"])))
-        console.print("[dim]end of its log:[/dim]")
+            console().print(Text(_indented(known["stack"])))
+        console().print("[dim]end of its log:[/dim]")
         tail = known["log_tail"].splitlines()[-_TAIL_LINES:]
-        console.print(Text(_indented("\n".join(tail) or "(empty)"), style="dim"))
+        console().print(Text(_indented("\n".join(tail) or "(empty)"), style="dim"))
     process = told.get("server_process")
     if process:
-        console.print(f"[bold]the server[/bold]  {escape(process['state'])}")
-        console.print(Text(_indented(process["stack"])))
+        console().print(f"[bold]the server[/bold]  {escape(process['state'])}")
+        console().print(Text(_indented(process["stack"])))
     for line in told["gpu_memory"]:
-        console.print(f"[bold]GPU memory[/bold]  {escape(line)}")
+        console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
 
 
 def _indented(text: str) -> str:

@@ -8,8 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-console = Console()
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def console() -> Console:
+    """Where tables go; as wide as the terminal is now."""
+    return Console()
 
 
 def print_json(told: Any) -> None:

@@ -34,7 +34,7 @@ def validate(config: ConfigPath, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"config": str(config), "servers": list(loaded.servers), "is_valid": True})
     else:
-        console.print(f"{config}: {len(loaded.servers)} server(s), nothing wrong")
+        console().print(f"{config}: {len(loaded.servers)} server(s), nothing wrong")
 
 
 def plan(config: ConfigPath, as_json: AsJson = False) -> None:
@@ -217,17 +217,17 @@ def _show(told: dict[str, Any]) -> None:
             one["weights_from"],
             gib(one["host_bytes"]),
         )
-    console.print(table)
+    console().print(table)
     for one in told["servers"]:
-        console.print(
+        console().print(
             f"{one['server']}: router {one['router']}, page {one['page']}, weights "
             f"{gib(one['weight_bytes'])}, {_store_text(one['store_bytes_per_node'])}"
         )
     needs = ", ".join(f"{amount:g} {name}" for name, amount in told["needs"].items()) or "nothing"
-    console.print(
+    console().print(
         f"needs {needs}; the trainer shares the first {told['shared_gpu_bundles']} GPU bundles"
     )
     for note in told["notes"]:
-        console.print(f"[yellow]note[/yellow] {note}")
+        console().print(f"[yellow]note[/yellow] {note}")
     for refusal in told["refusals"]:
-        console.print(f"[red]refused[/red] {refusal}")
+        console().print(f"[red]refused[/red] {refusal}")

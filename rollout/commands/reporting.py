@@ -58,7 +58,7 @@ def report(
     if as_json:
         print_json(told)
     else:
-        console.print(
+        console().print(
             f"{target}: {len(found)} steps, {told['lost_s']:.1f} s lost at their boundaries, "
             f"{told['num_failures']} failures"
         )

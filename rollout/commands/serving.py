@@ -47,8 +47,8 @@ def _show(config: rollout.RolloutConfig, urls: dict[str, str]) -> None:
     folder = RunFolder.of(config).path
     try:
         for source in find(str(folder)):
-            console.print(picture(source.state(), source.where))
+            console().print(picture(source.state(), source.where))
     except RolloutError:  # without a page, or with a key: the routers are what matters
         for name, url in urls.items():
-            console.print(f"{name}: router {url}")
-    console.print(f"serving; files in {folder}; Ctrl-C ends it")
+            console().print(f"{name}: router {url}")
+    console().print(f"serving; files in {folder}; Ctrl-C ends it")

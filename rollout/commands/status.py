@@ -36,7 +36,7 @@ def status(
         print_json(states)
         return
     for source in found:
-        console.print(picture(states[source.name], source.where))
+        console().print(picture(states[source.name], source.where))
 
 
 def top(
@@ -52,7 +52,7 @@ def top(
     """Watch a run in the terminal."""
     found = sources.find(run, key=key, ray=ray, address=address, namespace=namespace)
     looks = 0
-    with Live(console=console, auto_refresh=False, screen=False) as live:
+    with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:
             looks += 1
             if as_json:

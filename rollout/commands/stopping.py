@@ -44,7 +44,7 @@ def stop(
     if as_json:
         print_json({"stopped": [one.name for one in found]})
     else:
-        console.print(f"stopped: {what}")
+        console().print(f"stopped: {what}")
 
 
 def _terminate(pid: int) -> None:

@@ -37,11 +37,11 @@ def trace(
     if otel:
         from rollout.timeline.otel import export
 
-        console.print(f"sent {export(spans)} spans")
+        console().print(f"sent {export(spans)} spans")
     if as_json:
         print_json({"trace": str(target), "num_spans": len(spans), "steps": _told(found)})
         return
-    console.print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
+    console().print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
     _show(found, spans)
 
 
@@ -91,7 +91,7 @@ def _show(found: list[Step], spans: list[Span]) -> None:
             ", ".join(f"{name} {took:.2f}" for name, took in longest),
         )
     if found:
-        console.print(table)
+        console().print(table)
     slow = Table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
     for phase, who in slowest_engines(spans).items():
         slow.add_row(
@@ -101,4 +101,4 @@ def _show(found: list[Step], spans: list[Span]) -> None:
             f"{who.median_s:.2f}",
             f"{who.waited_s:.2f}",
         )
-    console.print(slow)
+    console().print(slow)

@@ -14,3 +14,14 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     else:
         with stub_world() as stub:
             yield stub
+
+
+# Files of which only what runs over the stub is quick enough for the default run.
+SLOW_ON_RAY = ("lost_actors", "wide_engines", "recovery", "placement", "attached")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {f"test_{name}" for name in SLOW_ON_RAY}
+    for item in items:
+        if item.path.stem in slow and item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.slow)

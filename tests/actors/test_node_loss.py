@@ -27,7 +27,7 @@ from tests.support.processes import wait_until
 from tests.support.ray_worlds import NUM_GPUS, RayWorld
 from tests.support.served_fakes import TIMEOUT_S, ServedEngine
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
 
 HEALTH = {
     "probe_interval_s": 0.5,

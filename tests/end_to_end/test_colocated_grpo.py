@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import program, wait_until
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
 EXAMPLE = "examples/colocated_grpo.py"
 MIB = 1024 * 1024
 

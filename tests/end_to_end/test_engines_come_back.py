@@ -59,7 +59,9 @@ def deployment(
 
 
 on_either = pytest.mark.parametrize(
-    "deployment", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True
+    "deployment",
+    ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])],
+    indirect=True,
 )
 on_this_machine = pytest.mark.parametrize("deployment", ["local"], indirect=True)
 

@@ -150,6 +150,7 @@ mistake(**{{"model.norm.weight": None}})
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.embedded
 @pytest.mark.parametrize(
     "message",

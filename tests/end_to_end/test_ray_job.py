@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processes import ROOT, Program, program, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(240)]
 
 
 def free_ports(num: int) -> list[int]:

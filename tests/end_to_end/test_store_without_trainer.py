@@ -89,6 +89,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
     assert not list(Path("/dev/shm").glob(f"rollout-store-*/{run_id}.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.embedded
 @pytest.mark.timeout(240)
