@@ -19,11 +19,14 @@ import rollout
 from rollout.driver.options import RolloutOptions
 from rollout.driver.sources import PromptData
 from rollout.samples import all_samples
+from tests.support.contract import CPU_OPTIONS
 
-pytestmark = [pytest.mark.embedded, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_PROMPTS = 4000
-NUM_STEPS, NUM_CRASHES, NUM_DEATHS = 8, 2, 4
+NUM_STEPS, NUM_CRASHES = 8, 2
+NUM_DEATHS = {"embedded": 4, "sglang": 2}
+ON_EMBEDDED = (pytest.mark.embedded, pytest.mark.chaos)
 LENGTH = 40
 BATCH: dict[str, Any] = {
     "num_groups": 8,
@@ -71,16 +74,18 @@ class Killer:
 
 
 @pytest.fixture
-def policy(tmp_path: Path):
+def policy(kind: str, tmp_path: Path):
     from engines.embedded.tiny import make_tiny_model
 
+    python = "sglang-cpu" if kind == "sglang" else ""
+    engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
     config = rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(tmp_path),
             "servers": {
                 "policy": {
                     "model_path": str(make_tiny_model(tmp_path / "model")),
-                    "groups": {"main": {"num_engines": 2, "engine": {"cpus": 0.5}}},
+                    "groups": {"main": {"num_engines": 2, "engine": engine}},
                     "health": {**HEALTH, "max_restarts": 100},
                     "router": {"token_failover": "on"},
                 }
@@ -96,8 +101,18 @@ def source() -> PromptData:
     return PromptData(rows, seed=3, num_epochs=1)
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_ahead", "async"])
-def test_every_prompt_reaches_the_trainer_once(policy, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param("embedded", "sync", marks=ON_EMBEDDED),
+        pytest.param("embedded", "one_ahead", marks=ON_EMBEDDED),
+        pytest.param("embedded", "async", marks=ON_EMBEDDED),
+        pytest.param("sglang", "async", marks=pytest.mark.sglang),
+    ],
+)
+def test_every_prompt_reaches_the_trainer_once(
+    policy, tmp_path: Path, kind: str, mode: str
+) -> None:
     from safetensors.torch import load_file
 
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -127,7 +142,7 @@ def test_every_prompt_reaches_the_trainer_once(policy, tmp_path: Path, mode: str
                     num_deaths = killer.num_killed + killer.num_frozen
                     is_over = (
                         step >= NUM_STEPS
-                        and num_deaths >= NUM_DEATHS
+                        and num_deaths >= NUM_DEATHS[kind]
                         and num_crashes == NUM_CRASHES
                     )
                     if step % 2 == 0:
@@ -138,6 +153,6 @@ def test_every_prompt_reaches_the_trainer_once(policy, tmp_path: Path, mode: str
             num_crashes += 1
     assert len(trained) == len(set(trained))
     print(
-        f"{mode}: {step} steps, {len(trained)} groups, {num_crashes - 1} crashes, "
+        f"{kind}, {mode}: {step} steps, {len(trained)} groups, {num_crashes - 1} crashes, "
         f"{killer.num_killed} killed, {killer.num_frozen} frozen"
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import program, wait_until
+from tests.support.processes import program, shared_memory_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
 EXAMPLE = "examples/colocated_grpo.py"
 MIB = 1024 * 1024
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def arguments(model: Path, out: Path, *more: str) -> list[str]:
@@ -62,12 +63,15 @@ def test_sigkill_of_the_driver_leaves_no_engine(
 def test_ctrl_c_ends_everything_with_one_line(
     backend: str, warm_started: Path, tmp_path: Path
 ) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
     with program(*arguments(warm_started, tmp_path, "--backend", backend)) as example:
         example.wait_for("step  2", 120)
+        pushed = f"rollout-push-{example.process.pid}-*"
+        mapped = shared_memory_of(example.process.pid)
+        assert list(SHARED_MEMORY.glob(pushed))
         os.killpg(example.process.pid, signal.SIGINT)
         assert example.finish(60) != 0
         assert "Traceback" not in example.output
         assert "interrupted" in example.output
         assert wait_until(lambda: not example.descendants(), 20), example.descendants()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert not list(SHARED_MEMORY.glob(pushed))
+    assert not [path for path in mapped if path.exists()]
