@@ -72,6 +72,21 @@ class _Part:
             join_spans(self.spans, other.spans, self.num),
         )
 
+    def mark(self) -> _Mark:
+        """Where it ends now."""
+        lengths = {name: len(values) for name, values in self.logprobs.items()}
+        return _Mark(len(self.text), self.num, len(self.ids), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A place in a part that grows: marking each event costs less than a copy of all before it."""
+
+    text: int = 0
+    num: int = 0
+    ids: int = 0
+    logprobs: Mapping[str, int] = field(default_factory=dict)
+
 
 class OpenAITranscript:
     """What one request has got so far.
@@ -99,9 +114,9 @@ class OpenAITranscript:
         self._version: int | None = None
         self._base = _Part()
         self._now = _Part()
-        self._safe = _Part()
+        self._safe = _Mark()
         self._is_safe = True
-        self._told = _Part()
+        self._told = _Mark()
         self._has_told_role = False
         self._head: Payload = {}
         self._prompt_ids: list[int] | None = _ids(raw.get("prompt"))
@@ -182,13 +197,14 @@ class OpenAITranscript:
             self._prompt_ids = list(choice["prompt_token_ids"])
             self.can_continue = True
         now = self._now
-        num = len(now.ids) + len(ids) if not self._is_chat else self._num_told(text)
-        logprobs = dict(now.logprobs)
+        now.num = len(now.ids) + len(ids) if not self._is_chat else self._num_told(text)
+        now.text += text
+        now.ids += ids
         for name, values in (choice.get("logprobs") or {}).items():
             if isinstance(values, list):
-                logprobs[name] = logprobs.get(name, []) + values
-        self._now = _Part(now.text + text, num, now.ids + ids, logprobs, self._spans(num))
-        total = self._base.num + num
+                now.logprobs.setdefault(name, []).extend(values)
+        now.spans = self._spans(now.num)
+        total = self._base.num + now.num
         if self._budget is not None and total > self._budget:
             raise ValueError(f"{total} tokens, {self._budget} asked for")
         if choice.get("finish_reason"):
@@ -199,7 +215,7 @@ class OpenAITranscript:
         elif text or ids:
             self._is_safe = self._may_end_here(has_grown=bool(text))
             if self._is_safe:
-                self._safe = self._now
+                self._safe = now.mark()
 
     def _trim(self, stop: str) -> None:
         """End the text before what stopped it; one before the minimum did not count."""
@@ -246,26 +262,30 @@ class OpenAITranscript:
     def lose_engine(self) -> None:
         """Go back to the last safe token, or to none if this request starts from nothing."""
         had = self._base.num + self._now.num
-        safe = self._safe
-        if self._wants_logprobs and any(len(one) != safe.num for one in safe.logprobs.values()):
+        now, safe = self._now, self._safe
+        if self._wants_logprobs and any(length != safe.num for length in safe.logprobs.values()):
             self.can_continue = False
         if self.can_continue:
-            self._base = self._base.plus(safe)
+            logprobs = {name: now.logprobs[name][:end] for name, end in safe.logprobs.items()}
+            ids = now.ids[: safe.ids]
+            self._base = self._base.plus(
+                _Part(now.text[: safe.text], safe.num, ids, logprobs, self._spans(safe.num))
+            )
             self.num_kept += safe.num
         else:
             self._base, self._reasoning = _Part(), ""
             self._first_usage = {}
         self.num_recomputed += had - self._base.num
         self.num_seams += 1
-        self._now, self._safe, self._is_safe = _Part(), _Part(), True
+        self._now, self._safe, self._is_safe = _Part(), _Mark(), True
         self._usage, self._finish = {}, None
 
     # -- to the client ----------------------------------------------------------------------
 
     def news(self) -> list[Payload]:
         """The chunks that tell a streaming client what is new."""
-        whole = self._base.plus(self._now)
-        told, self._told = self._told, whole
+        is_told = self._told.num > 0
+        new = self._new()
         chunks: list[Payload] = []
         choice: Payload
         if self._is_chat and not self._has_told_role:
@@ -274,15 +294,9 @@ class OpenAITranscript:
         if thought := self._reasoning[self._num_reasoning_told :]:
             self._num_reasoning_told = len(self._reasoning)
             chunks.append(self._chunk({"delta": {"reasoning_content": thought}}))
-        new = _Part(
-            whole.text[len(told.text) :],
-            whole.num - told.num,
-            whole.ids[told.num :],
-            {name: one[len(told.logprobs.get(name, [])) :] for name, one in whole.logprobs.items()},
-        )
         if new.text or new.ids:
             choice = self._choice_of(new, "delta")
-            if "token_ids" in choice and not told.num:
+            if "token_ids" in choice and not is_told:
                 choice["prompt_token_ids"] = self._prompt_ids
             chunks.append(self._chunk(choice))
         if self._finish is not None:
@@ -291,8 +305,33 @@ class OpenAITranscript:
             choice["matched_stop"] = self._finish["matched"]
             chunks.append(self._chunk(choice))
             if (self._raw.get("stream_options") or {}).get("include_usage"):
-                chunks.append({**self._chunk(None), "usage": self._usage_of(whole)})
+                chunks.append({**self._chunk(None), "usage": self._whole_usage()})
         return chunks
+
+    def _new(self) -> _Part:
+        """What came since this was last asked, which is never before a seam that was told."""
+        base, now, told = self._base, self._now, self._told
+        end, before = now.mark(), base.mark()
+        names = before.logprobs.keys() | end.logprobs.keys()
+        self._told = _Mark(
+            before.text + end.text,
+            before.num + end.num,
+            before.ids + end.ids,
+            {name: before.logprobs.get(name, 0) + end.logprobs.get(name, 0) for name in names},
+        )
+        return _Part(
+            _after(base.text, now.text, told.text),
+            self._told.num - told.num,
+            _after(base.ids, now.ids, told.ids),
+            {
+                name: _after(
+                    base.logprobs.get(name, []),
+                    now.logprobs.get(name, []),
+                    told.logprobs.get(name, 0),
+                )
+                for name in names
+            },
+        )
 
     def _chunk(self, choice: Payload | None) -> Payload:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
@@ -325,7 +364,7 @@ class OpenAITranscript:
             **self._head,
             "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": [choice],
-            "usage": self._usage_of(whole),
+            "usage": self._whole_usage(),
             "metadata": {
                 "weight_version": str(self._version),
                 "weight_versions": whole.spans,
@@ -334,16 +373,15 @@ class OpenAITranscript:
             },
         }
 
-    def _usage_of(self, whole: _Part) -> Payload:
-        # The last chunk counts tokens that no text came for, such as the end of the sequence.
-        done = self._base.num + max(self._now.num, self._usage.get("completion_tokens") or 0)
+    def _whole_usage(self) -> Payload:
+        now = self._now.num
+        if self._is_chat:
+            # The last chunk counts tokens that no text came for, such as the end of the sequence.
+            now = max(now, self._usage.get("completion_tokens") or 0)
+        done = self._base.num + now
         prompt = self._first_usage.get("prompt_tokens") or 0
-        return {
-            **self._usage,
-            "prompt_tokens": prompt,
-            "completion_tokens": done if self._is_chat else whole.num,
-            "total_tokens": prompt + (done if self._is_chat else whole.num),
-        }
+        counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
+        return {**self._usage, **counts}
 
     def turn(self) -> Payload:
         """The finished completion as a recorded turn.
@@ -364,6 +402,13 @@ class OpenAITranscript:
             "weight_versions": whole.spans,
             "finish_reason": self._finish,
         }
+
+
+def _after(before: Any, now: Any, start: int) -> Any:
+    """What stands from ``start`` on in two texts or lists that follow each other."""
+    if start >= len(before):
+        return now[start - len(before) :]
+    return before[start:] + now
 
 
 def _budget_of(raw: Payload, *, is_chat: bool) -> int | None:
