@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 
+import rollout
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
@@ -102,6 +103,19 @@ def reward(prompt: str, completion: str | Sequence[int], answer: str) -> float:
     """
     expected = answer if isinstance(completion, str) else [*encode(answer), EOS_ID]
     return float((completion if isinstance(completion, str) else list(completion)) == expected)
+
+
+def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
+    """Problems as the driver takes them; the answer is the judge's."""
+    return [
+        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
+        for problem in problems
+    ]
+
+
+def judge(sample: rollout.Sample) -> float:
+    """The reward of a completion, as the driver wants it."""
+    return reward("", sample.output_ids, sample.metadata["answer"])
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

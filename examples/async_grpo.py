@@ -21,7 +21,7 @@ from rollout.driver.dump import Replay, save_groups
 from rollout.driver.options import RolloutOptions
 from rollout.driver.sources import PromptData
 
-from arithmetic import MAX_NEW_TOKENS, encode, make_splits, make_warm_started_model, reward
+from arithmetic import MAX_NEW_TOKENS, encode, judge, make_splits, make_warm_started_model
 from grpo import GrpoTrainer
 
 SAMPLING = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
@@ -36,10 +36,6 @@ def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
     return rollout.RolloutConfig.from_dict(
         {"log_dir": str(args.out / "logs"), "servers": {"policy": server}}
     )
-
-
-def judge(sample: rollout.Sample) -> float:
-    return reward("", sample.output_ids, sample.metadata["answer"])
 
 
 def learn(trainer: GrpoTrainer, step: int, groups: Sequence[rollout.SampleGroup]) -> None:

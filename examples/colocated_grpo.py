@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from transformers.utils import logging as transformers_logging
 
 from arithmetic import (
     MAX_NEW_TOKENS,
-    Problem,
-    encode,
+    judge,
     make_splits,
     make_warm_started_model,
-    reward,
+    prompts,
 )
 from grpo import GrpoTrainer
 from report import Report
@@ -63,17 +61,6 @@ def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
             },
         }
     )
-
-
-def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
-    return [
-        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
-        for problem in problems
-    ]
-
-
-def judge(sample: rollout.Sample) -> float:
-    return reward("", sample.output_ids, sample.metadata["answer"])
 
 
 def train(args: argparse.Namespace, model_path: Path, report: Report) -> None:

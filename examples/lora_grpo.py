@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import rollout
@@ -23,11 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 from arithmetic import (
     MAX_NEW_TOKENS,
-    Problem,
-    encode,
+    judge,
     make_splits,
     make_warm_started_model,
-    reward,
+    prompts,
 )
 from grpo import GrpoConfig, GrpoTrainer
 
@@ -110,17 +108,6 @@ def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
             },
         }
     )
-
-
-def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
-    return [
-        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
-        for problem in problems
-    ]
-
-
-def judge(sample: rollout.Sample) -> float:
-    return reward("", sample.output_ids, sample.metadata["answer"])
 
 
 def train(args: argparse.Namespace, model_path: Path) -> None:

@@ -21,9 +21,9 @@ from rollout.driver.session import Session
 
 from arithmetic import (
     MAX_NEW_TOKENS,
-    encode,
     make_splits,
     make_warm_started_model,
+    prompts,
     reward,
 )
 
@@ -69,16 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model_path = args.model or args.out / "model"
     if args.model is None:
         make_warm_started_model(model_path, seed=1)
-    prompts = [
-        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
-        for problem in make_splits(1).train[: args.prompts]
-    ]
+    asked = prompts(make_splits(1).train[: args.prompts])
     hooks = Hooks(generate=answer_until_right, reward=judge)
     with (
         rollout.launch(config(args.out / "logs", model_path), backend=args.backend) as deployment,
         rollout.Driver(deployment["policy"].url, hooks=hooks) as driver,
     ):
-        groups = driver.rollout(0, prompts, group_size=args.group_size, sampling=WHOLE).result()
+        groups = driver.rollout(0, asked, group_size=args.group_size, sampling=WHOLE).result()
     samples = [sample for group in groups for sample in group.samples]
     for attempt in (1, 2, 0):
         share = sum(s.metadata["right_at"] == attempt for s in samples) / len(samples)
