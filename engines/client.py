@@ -277,14 +277,22 @@ class EngineClient:
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         rid: str | None = None,
         return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        lora_path: str | None = None,
     ) -> GenerateReply:
         """One completion.
+
+        Args:
+            logprob_start_len: with ``return_logprob``, from which prompt token on it tells the
+                log-probabilities of the prompt as well.
+            lora_path: name of a loaded adapter.
 
         Raises:
             ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion
                 asked for.
         """
         body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
+        body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
         call, response = await self._post("generate", body, self.deadlines.generate_s)
         return call.read(response, lambda r: wire.read_generate(r.json()))
 

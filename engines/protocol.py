@@ -158,6 +158,8 @@ class GenerateReply:
         text: the completion's text so far.
         output_ids: its token ids, shape ``[completion_tokens]``.
         output_logprobs: natural-log probability of each output id, same length; None unless asked.
+        input_logprobs: of each prompt token after the one at ``logprob_start_len``, which has none;
+            NaN where the engine computed none.  None unless asked.
         finish_reason: None while a stream goes on.
         weight_version: version that produced the last token, as text.
         weight_versions: spans that cover all output tokens, where the engine reports them.
@@ -173,6 +175,7 @@ class GenerateReply:
     cached_tokens: int = 0
     weight_version: str | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
+    input_logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +319,8 @@ class Engine(Protocol):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         rid: str | None = None,
         return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        lora_path: str | None = None,
     ) -> GenerateReply: ...
     def stream_generate(
         self,

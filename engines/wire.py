@@ -43,6 +43,7 @@ def read_generate(answer: Any) -> GenerateReply:
     meta = answer["meta_info"]
     reason = meta.get("finish_reason")
     logprobs = meta.get("output_token_logprobs")
+    of_prompt = meta.get("input_token_logprobs")
     version = meta.get("weight_version")
     return GenerateReply(
         rid=str(meta["id"]),
@@ -58,6 +59,8 @@ def read_generate(answer: Any) -> GenerateReply:
             VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
             for span in meta.get("weight_versions") or ()
         ),
+        # Nothing is before the first: SGLang tells null for it.
+        input_logprobs=tuple(_logprob(one[0]) for one in of_prompt[1:]) if of_prompt else None,
     )
 
 

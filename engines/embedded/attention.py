@@ -125,7 +125,16 @@ def forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface; ``cache`` is a ``RegionCache`` with this step's plan."""
+    """transformers' attention interface; ``cache`` is a ``RegionCache`` with this step's plan.
+
+    Without one it is a single fresh prompt by itself, which leaves nothing in the cache.
+    """
+    if cache is None:
+        is_grouped = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+        )
+        return out.transpose(1, 2), None
     layer: Any = module.layer_idx
     cache.update(key, value, layer, kwargs)  # writes; the reading is ours, see ``Runner``
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))

@@ -8,6 +8,7 @@ and receives reports; there is no lock.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -135,6 +136,26 @@ class Batcher(ContinuousBatchingManager):
         self.batch_processor.scheduler.add_waiting_request(
             BatchState.start(generation, self._journal)
         )
+
+    @property
+    def can_score(self) -> bool:
+        """Whether ``score`` is right: our attention alone does without a cache."""
+        return bool(self.model.config._attn_implementation == attention.NAME)
+
+    def score(self, generation: Generation) -> None:
+        """Log-probabilities of a prompt's tokens, each after those before it, in a pass of its own:
+        the batch computes what comes after a prompt, and none of it for tokens in the cache."""
+        ids, start = generation.prompt_ids, generation.logprob_start_len
+        self._plan_adapters([(generation.adapter, len(ids))])
+        tokens = torch.tensor([ids], device=self._memory.device)
+        model: Any = self.model
+        with torch.inference_mode():
+            logits = model(input_ids=tokens, use_cache=False).logits[0, start:-1].float()
+            wanted = tokens[0, start + 1 :].unsqueeze(1)
+            chosen = logits.gather(1, wanted).squeeze(1) - logits.logsumexp(dim=-1)
+        generation.input_logprobs = [
+            value if math.isfinite(value) else None for value in chosen.tolist()
+        ]
 
     def abort(self, rid: str | None, message: str) -> None:
         """End one request, or with None all, with the tokens they have."""

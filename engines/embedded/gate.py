@@ -75,11 +75,23 @@ class Gate:
             generation.refusal = refusal
             self._journal.touched.append(generation)
         else:
-            if generation.params.max_new_tokens == 0:
+            if not self._scored(generation):
+                self._journal.touched.append(generation)
+            elif generation.params.max_new_tokens == 0:
                 generation.finish_reason = {"type": "length", "length": 0}
                 self._journal.touched.append(generation)
             else:
                 self._batcher.admit(generation)
+
+    def _scored(self, generation: Generation) -> bool:
+        """It has the log-probabilities of its prompt, if it wants them; else it ends here."""
+        if 0 <= generation.logprob_start_len < len(generation.prompt_ids) - 1:
+            try:
+                self._batcher.score(generation)
+            except RuntimeError as error:  # no memory for it: this request's loss alone
+                generation.abort(f"log-probabilities of the prompt: {error}")
+                return False
+        return True
 
     def abort(self, rid: str) -> None:
         """End one request, held or in flight.  Unknown ids are ignored, as SGLang does."""

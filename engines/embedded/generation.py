@@ -31,6 +31,9 @@ class Generation:
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object; None while running.
         refusal: why it was never admitted.
+        logprob_start_len: from which prompt token on the prompt's log-probabilities are wanted; -1
+            for none.
+        input_logprobs: of the prompt's tokens after that one, None for a value that is no number.
     """
 
     __slots__ = (
@@ -40,7 +43,9 @@ class Generation:
         "changed",
         "find_stop",
         "finish_reason",
+        "input_logprobs",
         "is_streamed",
+        "logprob_start_len",
         "logprobs",
         "output_ids",
         "params",
@@ -63,6 +68,7 @@ class Generation:
         find_stop: StopFinder | None = None,
         seed: int | None = None,
         return_logprob: bool = False,
+        logprob_start_len: int = -1,
         is_streamed: bool = False,
         adapter: Adapter | None = None,
     ) -> None:
@@ -74,6 +80,8 @@ class Generation:
         self.find_stop = find_stop
         self.random = random.Random(seed).random if seed is not None else random.random
         self.return_logprob = return_logprob
+        self.logprob_start_len = logprob_start_len if return_logprob else -1
+        self.input_logprobs: list[float | None] = []
         self.is_streamed = is_streamed
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -140,12 +148,20 @@ class Generation:
             ],
         }
         if self.return_logprob:
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = self._of_prompt()
             meta["output_token_logprobs"] = [
                 [logprob, token_id, None]
                 for logprob, token_id in zip(self.logprobs, ids, strict=False)
             ]
         return meta
+
+    def _of_prompt(self) -> list[list[Any]]:
+        """SGLang's ``input_token_logprobs``: nothing is before the first of them."""
+        if not 0 <= self.logprob_start_len < len(self.prompt_ids):
+            return []
+        ids = self.prompt_ids[self.logprob_start_len :]
+        values = [None, *self.input_logprobs]
+        return [[value, token_id, None] for value, token_id in zip(values, ids, strict=False)]
 
     async def wait(self) -> None:
         """Return at the next change (for a stream) or at the end."""

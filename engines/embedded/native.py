@@ -52,13 +52,12 @@ def read(engine: Engine, raw: dict[str, Any]) -> Job:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise Unsupported(f"{name} is not supported by the embedded engine")
-    if raw.get("return_logprob") and raw.get("logprob_start_len") not in (None, -1):
-        raise Unsupported("logprob_start_len: log-probabilities of prompts are not computed")
     prompts, is_batch = _prompts(engine, raw)
     count = len(prompts)
     rids = _per_prompt(raw.get("rid"), count, is_batch, "rid")
     samplings = _per_prompt(raw.get("sampling_params"), count, is_batch, "sampling_params")
     logprobs = _per_prompt(raw.get("return_logprob"), count, is_batch, "return_logprob")
+    starts = _per_prompt(raw.get("logprob_start_len"), count, is_batch, "logprob_start_len")
     lora_names = _per_prompt(raw.get("lora_path"), count, is_batch, "lora_path")
     is_streamed = bool(raw.get("stream"))
     generations: list[Generation] = []
@@ -75,10 +74,22 @@ def read(engine: Engine, raw: dict[str, Any]) -> Job:
             ids,
             params,
             return_logprob=bool(logprobs[index]),
+            logprob_start_len=_start(engine, starts[index], len(ids)),
             is_streamed=is_streamed,
             lora_name=lora_names[index],
         )
     return Job(generations, is_list, is_streamed)
+
+
+def _start(engine: Engine, value: Any, num_tokens: int) -> int:
+    """From which prompt token on its log-probabilities are wanted; -1 for none."""
+    if value is None:
+        return -1
+    if type(value) is not int or not -1 <= value <= num_tokens:
+        raise Invalid(f"logprob_start_len must be a whole number, -1 to {num_tokens}: {value!r}")
+    if value >= 0 and not engine.batcher.can_score:
+        raise Unsupported("logprob_start_len: not computed for a model with sliding windows")
+    return value
 
 
 def _prompts(engine: Engine, raw: dict[str, Any]) -> tuple[list[list[int]], bool]:

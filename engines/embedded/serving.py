@@ -77,6 +77,7 @@ def make_generations(
     params: Params,
     *,
     return_logprob: bool = False,
+    logprob_start_len: int = -1,
     is_streamed: bool = False,
     lora_name: str | None = None,
 ) -> list[Generation]:
@@ -100,6 +101,7 @@ def make_generations(
             find_stop=engine.text.stop_finder(params),
             seed=None if seed is None else seed + index,
             return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
             is_streamed=is_streamed,
             adapter=adapter,
         )

@@ -21,7 +21,7 @@ from typing import Any
 from engines.errors import EngineRejected, EngineUnreachable
 from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate, lose
 from engines.fake.requests import Request
-from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, unpack_tensors
+from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, digest_of, unpack_tensors
 from engines.protocol import (
     Endpoint,
     GenerateReply,
@@ -357,7 +357,8 @@ class FakeEngine:
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
     ) -> None:
         async with self._call("load_lora_adapter_from_tensors", name=name):
-            self._load_adapter("load_lora_adapter_from_tensors", name, "tensors")
+            content = digest_of(tuple(serialized_named_tensors))
+            self._load_adapter("load_lora_adapter_from_tensors", name, content)
 
     async def unload_lora_adapter(self, name: str) -> None:
         async with self._call("unload_lora_adapter", name=name):
@@ -407,9 +408,16 @@ class FakeEngine:
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         rid: str | None = None,
         return_logprob: bool = False,
+        logprob_start_len: int | None = None,
+        lora_path: str | None = None,
     ) -> GenerateReply:
         prompt = _prompt_ids(input_ids, text)
+        if lora_path is not None and lora_path not in self.adapters:
+            raise self._rejected("generate", f"no adapter {lora_path!r} is loaded")
         async with self._admitted(prompt, sampling_params, rid, return_logprob) as request:
+            if return_logprob and logprob_start_len is not None and logprob_start_len >= 0:
+                adapter = self.adapters.get(lora_path or "", "")
+                request.input_logprobs = self.weights.logprobs(prompt[logprob_start_len:], adapter)
             while not request.is_over:
                 await self._step(request)
             return request.reply()

@@ -217,7 +217,8 @@ class FakeFace:
         )
 
     async def _generate(self, body: Mapping[str, Any]) -> Any:
-        return _generate_answer(await self.engine.generate(**_generate_arguments(body)))
+        asked = _generate_arguments(body) | _only_whole(body)
+        return _generate_answer(await self.engine.generate(**asked))
 
     async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
         """Server-sent events: all so far each time, and ``[DONE]``; a broken engine just ends."""
@@ -316,6 +317,11 @@ def _generate_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _only_whole(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stream is not asked for here."""
+    return {"logprob_start_len": body.get("logprob_start_len"), "lora_path": body.get("lora_path")}
+
+
 def _seconds(text: str | None) -> float | None:
     return None if text is None else float(text)
 
@@ -341,4 +347,6 @@ def _generate_answer(reply: GenerateReply) -> dict[str, Any]:
     if reply.output_logprobs is not None:
         pairs = zip(reply.output_logprobs, reply.output_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if reply.input_logprobs is not None:
+        meta["input_token_logprobs"] = [[one, 0, None] for one in (None, *reply.input_logprobs)]
     return {"text": reply.text, "output_ids": list(reply.output_ids), "meta_info": meta}

@@ -16,6 +16,7 @@ class Request:
         versions: weight version of each output token, same length as ``output_ids``.
         is_aborted: it ends before its next token.
         fault: what is to go wrong with it on its way.
+        input_logprobs: those of its prompt, if they were asked for.
     """
 
     rid: str
@@ -26,6 +27,7 @@ class Request:
     versions: list[str] = field(default_factory=list)
     is_aborted: bool = False
     fault: Fault | None = None
+    input_logprobs: tuple[float, ...] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -58,6 +60,7 @@ class Request:
             completion_tokens=len(self.output_ids),
             weight_version=self.versions[-1] if self.versions else None,
             weight_versions=tuple(self._spans()),
+            input_logprobs=self.input_logprobs,
         )
 
     def _spans(self) -> list[VersionSpan]:

@@ -142,6 +142,16 @@ class FakeWeights:
             self.digests[name] = digest_of(tensor)
             self.lost.discard(name)
 
+    def logprobs(self, prompt: Sequence[int], adapter: str) -> tuple[float, ...]:
+        """Log-probabilities of the tokens after the first: a function of all weights, of the
+        adapter's contents and of the tokens up to each."""
+        state = f"{self.checksum()} {adapter}"
+        found = []
+        for token in prompt:
+            state = digest_of((state, token))
+            found.append(-12.0 * (int(state[:8], 16) / 2**32) - 0.01)
+        return tuple(found[1:])
+
     def checksum(self) -> str:
         """One digest of everything."""
         return digest_of(sorted(self.digests.items()))

@@ -220,6 +220,21 @@ GENERATIONS = [
         },
         COMPLETION,
     ),
+    Case(
+        "generate_logprobs_of_the_prompt",
+        lambda c: c.generate(
+            input_ids=(1, 2), return_logprob=True, logprob_start_len=0, lora_path="mine"
+        ),
+        "/generate",
+        {
+            "input_ids": [1, 2],
+            "sampling_params": {"max_new_tokens": 128},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "lora_path": "mine",
+        },
+        COMPLETION,
+    ),
 ]
 QUESTIONS = [
     Case(

@@ -77,6 +77,28 @@ async def test_a_completion_has_all_that_a_trainer_needs(bench: Bench) -> None:
     assert [(one.version, one.start, one.end) for one in reply.weight_versions] == [("0", 0, 8)]
 
 
+async def test_the_logprobs_of_a_prompt_tell_one_set_of_weights_from_another(
+    bench: Bench,
+) -> None:
+    async def ask() -> tuple[float, ...]:
+        reply = await bench.engine.generate(
+            input_ids=PROMPT,
+            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        assert reply.input_logprobs is not None
+        return reply.input_logprobs
+
+    before = await ask()
+    assert len(before) == len(PROMPT) - 1
+    assert all(value < 0 for value in before)
+    assert await ask() == pytest.approx(before, abs=1e-4)
+    await bench.push("second", "1")
+    after = await ask()
+    assert max(abs(one - other) for one, other in zip(before, after, strict=True)) > 0.1
+
+
 async def test_a_stream_is_cumulative_and_ends_like_the_whole_answer(bench: Bench) -> None:
     whole = await bench.greedy()
     seen: list[tuple[int, ...]] = []

@@ -173,10 +173,28 @@ async def test_a_wrong_request_is_a_400_that_says_why(
     assert (await engine.generate(rid="a"))["output_ids"]
 
 
-@pytest.mark.parametrize(
-    "body", [{"return_logprob": True, "logprob_start_len": 0}, {"top_logprobs_num": 2}]
-)
-async def test_what_is_not_supported_is_a_501_and_not_ignored(
-    engine: Asker, body: dict[str, Any]
+async def test_what_is_not_supported_is_a_501_and_not_ignored(engine: Asker) -> None:
+    assert await engine.refused(501, "/generate", input_ids=PROMPT, top_logprobs_num=2)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+async def test_logprobs_of_a_prompt_are_those_of_a_forward_pass(
+    engine: Asker, models: dict[str, Path], start: int
 ) -> None:
-    assert await engine.refused(501, "/generate", input_ids=PROMPT, **body)
+    # The second time the prompt is in the cache, and is computed all the same.
+    for _ in range(2):
+        reply = await engine.generate(
+            max_new_tokens=1, temperature=0, return_logprob=True, logprob_start_len=start
+        )
+        triples = reply["meta_info"]["input_token_logprobs"]
+        assert [triple[1] for triple in triples] == PROMPT[start:]
+        assert triples[0][0] is None
+        before, after = PROMPT[: start + 1], PROMPT[start + 1 :]
+        expected = reference.logprobs(models["first"], before, after, 1.0)
+        assert [triple[0] for triple in triples[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_logprobs_of_a_prompt_from_beyond_its_end_are_refused(engine: Asker) -> None:
+    body = {"return_logprob": True, "logprob_start_len": len(PROMPT) + 1}
+    words = await engine.refused(400, "/generate", input_ids=PROMPT, **body)
+    assert "logprob_start_len" in words
