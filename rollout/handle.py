@@ -226,8 +226,12 @@ class ServerHandle:
         """
         return self._pushes.adapter(named_tensors, config, self._next(version))
 
-    def prepare(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
-        """``make_push``, shipped: ready to be given to the server."""
+    def prepare(
+        self, named_tensors: NamedTensors | WeightPush, version: int | None = None
+    ) -> WeightPush:
+        """``make_push``, or a push that was made before, shipped: ready for the server."""
+        if isinstance(named_tensors, WeightPush):
+            return self._shipped(named_tensors)
         return self._shipped(self.make_push(named_tensors, version))
 
     def end_push(self, push: WeightPush) -> None:
@@ -405,7 +409,7 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         return self._loop.submit(self._deployment.offload())
 
     def onload(
-        self, weights: Mapping[str, NamedTensors] | None = None
+        self, weights: Mapping[str, NamedTensors | WeightPush] | None = None
     ) -> Pending[dict[str, StepReport]]:
         """Onload all servers as one transaction, pushing ``weights`` by server name."""
         pushes = {

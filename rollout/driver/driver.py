@@ -52,6 +52,8 @@ class RolloutDriver:
         max_failed_share: a call whose share of failed samples is over this raises; where
             ``options`` are given, theirs counts.
         lora_path: name of the LoRA adapter that everything is generated with; None: the base.
+        key: the router's ``client_key``, where it has one.
+        control_key: the router's, for aborts and figures; left out: ``key``.
         max_prompt_tokens: a longer prompt in a list raises before anything is generated.
         patience: how much one sample may go through before it fails.
         on_metrics: told the figures of every rollout and evaluation.
@@ -71,6 +73,8 @@ class RolloutDriver:
         max_failed_share: float = 0.0,
         max_prompt_tokens: int | None = None,
         lora_path: str | None = None,
+        key: str = "",
+        control_key: str = "",
         patience: Patience | None = None,
         on_metrics: OnMetrics | None = None,
         door: Door | None = None,
@@ -85,7 +89,13 @@ class RolloutDriver:
         self._adapt_every_s = adapt_every_s
         self._most = max_prompt_tokens
         self._on_metrics = on_metrics
-        door = door or HttpDoor(url, timeout_s=request_timeout_s, lora_path=lora_path)
+        door = door or HttpDoor(
+            url,
+            timeout_s=request_timeout_s,
+            lora_path=lora_path,
+            key=key,
+            control_key=control_key,
+        )
         limiter = Limiter(max_in_flight, clock=clock or asyncio.get_running_loop().time)
         completer = Completer(door, limiter, patience or Patience(), on_version=self._saw_version)
         self._engines = Engines(door, limiter, completer)

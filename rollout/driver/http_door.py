@@ -30,10 +30,23 @@ class HttpDoor:
         url: base URL of a router or of one engine.
         timeout_s: for one whole completion, time parked at the gate included.
         lora_path: name of the LoRA adapter that all completions are made with; None: the base.
+        key: the router's ``client_key``; empty for none.
+        control_key: the router's, for aborts, loads and figures; empty: ``key``.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, lora_path: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        lora_path: str | None = None,
+        key: str = "",
+        control_key: str = "",
+    ) -> None:
         self._more = {} if lora_path is None else {"lora_path": lora_path}
+        self._headers = _JSON | _bearer(key)
+        # Not of the whole session: it also asks engines, whose business no key is.
+        self._steering = _bearer(control_key or key)
         self._url = url.rstrip("/")
         self._generate_url = self._url + "/generate"
         self._timeout_s = timeout_s
@@ -65,7 +78,9 @@ class HttpDoor:
         }
         if self._session.closed:
             raise DoorError("the driver was closed")
-        headers = _JSON | {"x-session-id": ask.session_id} if ask.session_id else _JSON
+        headers = self._headers
+        if ask.session_id:
+            headers = headers | {"x-session-id": ask.session_id}
         try:
             async with self._session.post(
                 self._generate_url, data=json.dumps(body).encode(), headers=headers
@@ -95,7 +110,7 @@ class HttpDoor:
             async with slots:
                 try:
                     async with self._control.post(
-                        f"{self._url}/abort_request", json={"rid": rid}
+                        f"{self._url}/abort_request", json={"rid": rid}, headers=self._steering
                     ) as response:
                         await response.read()
                 except (aiohttp.ClientError, OSError, TimeoutError):
@@ -105,7 +120,7 @@ class HttpDoor:
 
     async def load(self) -> Load | None:
         """From the router's ``/engines`` and, where they can be reached, ``/v1/loads`` of each."""
-        told = await self._read(f"{self._url}/engines")
+        told = await self._read(f"{self._url}/engines", self._steering)
         if not isinstance(told, Mapping) or "engines" not in told:
             return None
         serving = [one for one in told["engines"] if one.get("state") == "serving"]
@@ -130,17 +145,23 @@ class HttpDoor:
     async def report(self, told: Mapping[str, Any]) -> None:
         """To the router's ``/figures``; a single engine has none, and that is no error."""
         try:
-            async with self._control.post(f"{self._url}/figures", json=told) as response:
+            async with self._control.post(
+                f"{self._url}/figures", json=told, headers=self._steering
+            ) as response:
                 await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             return
 
-    async def _read(self, url: str) -> Any:
+    async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
         try:
-            async with self._control.get(url) as response:
+            async with self._control.get(url, headers=headers) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _refusal(status: int, answer: bytes, retry_after: str) -> DoorError:

@@ -175,13 +175,6 @@ def test_a_plan_without_refusals_ends_well(tmp_path: Path) -> None:
     assert told("validate", str(file))["is_valid"] is True
 
 
-def test_bench_tells_tokens_a_second_and_what_failed(deployment: DeploymentHandle) -> None:
-    url = deployment["policy"].url
-    figures = told("bench", url, "--requests", "8", "--max-new-tokens", "4")
-    assert figures["num_done"] == 8
-    assert figures["tokens_per_s"] > 0
-
-
 def test_serve_runs_until_it_is_stopped_by_name(
     tmp_path: Path, deployment: DeploymentHandle
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.driver.driver import RolloutDriver
 from rollout.driver.options import RolloutOptions
+from rollout.errors import RolloutError
 from rollout.router import Member, RouterHost
 from rollout.samples import all_samples
 from tests.support.driving import SAMPLING, always, numbers, prompts, source
@@ -30,6 +31,8 @@ def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 @asynccontextmanager
 async def routed(
     *names: str,
+    keys: Mapping[str, str] | None = None,
+    **shown: str,
 ) -> AsyncIterator[tuple[RolloutDriver, RouterHost, dict[str, FakeEngine]]]:
     async with AsyncExitStack() as stack:
         engines = {}
@@ -37,13 +40,13 @@ async def routed(
             running = await HttpFakeLauncher(make).launch(EngineSpec(name, "fake", "/m", ""))
             stack.push_async_callback(running.kill)
             engines[name] = running.engine
-        host = RouterHost(RouterConfig(max_connections=64))
+        host = RouterHost(RouterConfig(max_connections=64, **(keys or {})))
         url = (await host.start()).url
         stack.push_async_callback(host.stop, 1.0)
         members = [Member(name, engine.endpoint) for name, engine in engines.items()]
         await host.set_members(1, members)
         await host.set_gate("open", weight_version=3)
-        driver = await stack.enter_async_context(RolloutDriver(url, always(1.0)))
+        driver = await stack.enter_async_context(RolloutDriver(url, always(1.0), **shown))
         yield driver, host, engines
         await driver.close()
         assert (await host.stats())["num_in_flight"] == 0
@@ -128,3 +131,16 @@ async def test_the_router_keeps_what_a_driver_tells_of_a_step() -> None:
         (told,) = (await host.stats())["figures"]
         assert told["step"] == 3
         assert told["metrics"]["rollout/num_samples"] == 2.0
+
+
+async def test_a_driver_shows_its_keys_to_the_router_and_to_no_engine() -> None:
+    keys = {"client_key": "tell", "control_key": "steer"}
+    async with routed("e0", keys=keys, key="tell", control_key="steer") as (driver, host, _):
+        assert len(await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)) == 2
+        load = await driver._engines.door.load()
+        assert load is not None
+        assert load.weight_version == 3
+        await until(lambda told: bool(told["figures"]), host)
+    async with routed("e0", keys=keys) as (driver, _, _):
+        with pytest.raises(RolloutError, match="401"):
+            await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)
