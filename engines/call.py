@@ -9,11 +9,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import httpx
+import aiohttp
+from aiohttp.http_exceptions import ContentEncodingError
 
 from engines.errors import EngineHung, EngineRejected, EngineUnreachable
+from engines.http import Answer
 from engines.observe import watched
 
 T = TypeVar("T")
@@ -34,18 +36,21 @@ class Call:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
-    async def send(self, sending: Awaitable[httpx.Response]) -> httpx.Response:
+    async def send(self, sending: Awaitable[Answer], *, num_bytes: int = 0) -> Answer:
         """The answer, within the deadline; told to whoever watches.
+
+        Args:
+            num_bytes: what is sent, for whoever watches.
 
         Raises:
             EngineRejected: its status is not 2xx.
         """
         with watched(self.engine, self.operation, self.budget_s) as seen:
+            seen.num_bytes = num_bytes
             async with self.bounded():
-                response = await sending
-            seen.num_bytes = int(response.request.headers.get("content-length", 0))
-            self.accept(response)
-        return response
+                answer = await sending
+            self.accept(answer)
+        return answer
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
@@ -62,30 +67,27 @@ class Call:
                 operation=self.operation,
                 budget_s=self.budget_s,
             ) from error
-        except httpx.ConnectError as error:
+        except aiohttp.ClientConnectorError as error:
             raise self.unreachable(f"cannot connect: {error}", maybe_executed=False) from error
-        except httpx.TransportError as error:
+        except aiohttp.ClientPayloadError as error:
+            if isinstance(error.__cause__, ContentEncodingError):
+                raise self.rejected(f"sent an unreadable body: {error.__cause__}") from error
             raise self.unreachable(f"connection broke: {_describe(error)}") from error
-        except httpx.DecodingError as error:
-            raise self.rejected(f"sent an unreadable body: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.unreachable(f"connection broke: {_describe(error)}") from error
 
-    def accept(self, response: httpx.Response) -> None:
+    def accept(self, answer: Answer) -> None:
         """Raises ``EngineRejected`` unless the status is 2xx."""
-        if not response.is_success:
-            raise self.rejected(
-                f"answered {response.status_code}", status=response.status_code, body=response.text
-            )
+        if not answer.is_success:
+            raise self.rejected(f"answered {answer.status}", status=answer.status, body=answer.text)
 
-    def read(self, response: httpx.Response, read: Callable[[httpx.Response], T]) -> T:
-        """``read(response)``; an answer it does not understand is a rejection."""
-        return self.understand(lambda: read(response), response.status_code, response.text)
-
-    def understand(self, read: Callable[[], T], status: int, body: str) -> T:
+    def read(self, answer: Answer, read: Callable[[Any], T]) -> T:
+        """What ``read`` makes of its JSON; an answer it does not understand is a rejection."""
         try:
-            return read()
+            return read(answer.json())
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             what = f"gave an answer that was not understood ({_describe(error)})"
-            raise self.rejected(what, status=status, body=body) from error
+            raise self.rejected(what, status=answer.status, body=answer.text) from error
 
     def rejected(self, what: str, *, status: int = 0, body: str = "") -> EngineRejected:
         if len(body) > _BODY_CHARACTERS:

@@ -7,17 +7,17 @@ elapsed time.  The only file that knows endpoint paths.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from http import HTTPStatus
+from typing import Any, TypeVar
 
-import httpx
 import orjson
 
 from engines import wire
 from engines.call import Call
+from engines.http import Answer, Connections
 from engines.protocol import (
     Endpoint,
     GenerateReply,
@@ -34,7 +34,6 @@ from engines.protocol import (
 T = TypeVar("T")
 
 _DEFAULT_SAMPLING = SamplingParams()
-_JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,6 @@ class EngineClient:
     Args:
         engine_id: names the engine in errors; its URL does where there is none.
         api_key: sent as a bearer token.
-        transport: replaces the network, for tests.
     """
 
     def __init__(
@@ -85,16 +83,15 @@ class EngineClient:
         engine_id: str = "",
         deadlines: Deadlines = _DEFAULT_DEADLINES,
         api_key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.engine_id = engine_id
         self.deadlines = deadlines
         self._engine = engine_id or endpoint.url
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._control = _open_client(endpoint, headers, transport)
+        self._control = Connections(endpoint, headers)
         # A probe must not wait behind the calls it is to judge, so it has its own connections.
-        self._probes = _open_client(endpoint, headers, transport)
+        self._probes = Connections(endpoint, headers)
 
     async def aclose(self) -> None:
         await self._control.aclose()
@@ -216,10 +213,10 @@ class EngineClient:
         return (await self.model_info()).weight_version
 
     async def weights_checker(self, action: str = "checksum") -> WeightsReport:
-        call, response = await self._change(
+        call, answer = await self._change(
             "weights_checker", {"action": action}, self.deadlines.check_s
         )
-        return call.read(response, lambda r: wire.read_weights_report(r.json()))
+        return call.read(answer, wire.read_weights_report)
 
     async def weights_manifest(self) -> tuple[TensorInfo, ...]:
         """The engine's tensors.  Only the embedded engine can say."""
@@ -293,8 +290,8 @@ class EngineClient:
         """
         body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
         body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
-        call, response = await self._post("generate", body, self.deadlines.generate_s)
-        return call.read(response, lambda r: wire.read_generate(r.json()))
+        call, answer = await self._post("generate", body, self.deadlines.generate_s)
+        return call.read(answer, wire.read_generate)
 
     async def stream_generate(
         self,
@@ -311,21 +308,19 @@ class EngineClient:
         An engine started with ``--incremental-streaming-output`` is not understood.
         """
         body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
-        request = self._control.build_request("POST", "/generate", json=body | {"stream": True})
         call = Call(self._engine, "generate", self.deadlines.generate_s)
-        async with call.bounded():
-            response = await self._control.send(request, stream=True)
-        # httpx types it as an iterator, but it is a generator and wants closing.
-        chunks = cast(AsyncGenerator[bytes, None], response.aiter_bytes())
-        async with aclosing(response), aclosing(chunks):
-            if not response.is_success:
-                async with call.bounded():
-                    await response.aread()
-                call.accept(response)
-            async with aclosing(wire.sse_payloads(chunks)) as payloads:
-                # Bounded piece by piece: the deadline must not strike in the consumer's code.
-                while (payload := await self._next(call, payloads)) != wire.DONE:
-                    yield _read_streamed(call, payload)
+        async with AsyncExitStack() as stack:
+            content = orjson.dumps(body | {"stream": True})
+            async with call.bounded():
+                status, pieces = await stack.enter_async_context(
+                    self._control.post_for_stream("/generate", content)
+                )
+                if status != HTTPStatus.OK:
+                    call.accept(Answer(status, b"".join([piece async for piece in pieces])))
+            payloads = await stack.enter_async_context(aclosing(wire.sse_payloads(pieces)))
+            # Bounded piece by piece: the deadline must not strike in the consumer's code.
+            while (payload := await self._next(call, payloads)) != wire.DONE:
+                yield _read_streamed(call, payload)
 
     @staticmethod
     async def _next(call: Call, payloads: AsyncGenerator[bytes, None]) -> bytes:
@@ -341,63 +336,41 @@ class EngineClient:
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
     ) -> None:
         """POSTs where any 2xx means done: the answers are empty, text, or JSON nobody needs."""
-        call, response = await self._post(operation, body, budget_s, query=query)
-        if _said_failure(response):
-            raise call.rejected("failed", status=response.status_code, body=response.text)
+        call, answer = await self._post(operation, body, budget_s, query=query)
+        if _said_failure(answer):
+            raise call.rejected("failed", status=answer.status, body=answer.text)
 
     async def _change(
         self, operation: str, body: Mapping[str, Any], budget_s: float
-    ) -> tuple[Call, httpx.Response]:
+    ) -> tuple[Call, Answer]:
         """POSTs where only ``{"success": true}`` means done."""
-        call, response = await self._post(operation, body, budget_s)
-        if call.read(response, lambda r: r.json()["success"]) is not True:
-            raise call.rejected("failed", status=response.status_code, body=response.text)
-        return call, response
+        call, answer = await self._post(operation, body, budget_s)
+        if call.read(answer, lambda said: said["success"]) is not True:
+            raise call.rejected("failed", status=answer.status, body=answer.text)
+        return call, answer
 
     async def _post(
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
-    ) -> tuple[Call, httpx.Response]:
+    ) -> tuple[Call, Answer]:
         call = Call(self._engine, operation, budget_s)
         # orjson: weights by value are hundreds of megabytes of text, which json escapes slowly.
-        content = orjson.dumps(dict(body))
-        response = await call.send(
-            self._control.post(f"/{operation}{query}", content=content, headers=_JSON)
-        )
-        return call, response
+        content = orjson.dumps(body)
+        sending = self._control.post(f"/{operation}{query}", content)
+        return call, await call.send(sending, num_bytes=len(content))
 
     async def _ask(self, operation: str, read: Callable[[Any], T], *, path: str = "") -> T:
         call = Call(self._engine, operation, self.deadlines.control_s)
-        response = await call.send(self._control.get(path or f"/{operation}"))
-        return call.read(response, lambda r: read(r.json()))
+        answer = await call.send(self._control.get(path or f"/{operation}"))
+        return call.read(answer, read)
 
     async def _probe(self, operation: str, path: str, budget_s: float) -> bool:
         call = Call(self._engine, operation, budget_s)
         async with call.bounded():
-            response = await self._probes.get(path)
-        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            answer = await self._probes.get(path)
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return False
-        call.accept(response)
+        call.accept(answer)
         return True
-
-
-def _open_client(
-    endpoint: Endpoint, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport | None
-) -> httpx.AsyncClient:
-    if transport is None:
-        transport = httpx.AsyncHTTPTransport(
-            # Idle connections go before the engine's server closes them (uvicorn: 5 s); a call
-            # that meets a closing connection fails without anybody knowing whether it was made.
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
-            trust_env=False,
-            verify=False,  # engines speak plain HTTP; spares reading the CA bundle
-        )
-    return httpx.AsyncClient(
-        base_url=endpoint.url,
-        headers=headers,
-        transport=transport,
-        timeout=None,  # every call has its own deadline
-        trust_env=False,
-    )
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -420,23 +393,25 @@ def _generate_body(
     return body | {"return_logprob": True} if return_logprob else body
 
 
-def _said_failure(response: httpx.Response) -> bool:
+def _said_failure(answer: Answer) -> bool:
     try:
-        answer = response.json()
+        said = answer.json()
     except ValueError:
         return False
-    return isinstance(answer, dict) and answer.get("success") is False
+    return isinstance(said, dict) and said.get("success") is False
 
 
 def _read_streamed(call: Call, payload: bytes) -> GenerateReply:
-    body = payload.decode(errors="replace")
-    event = call.understand(lambda: json.loads(payload), httpx.codes.OK, body)
-    if isinstance(event, dict) and "error" in event:
-        error = event["error"]
-        status = error.get("code") if isinstance(error, dict) else None
-        raise call.rejected(
-            "failed while streaming",
-            status=status if isinstance(status, int) else httpx.codes.OK,
-            body=body,
-        )
-    return call.understand(lambda: wire.read_generate(event), httpx.codes.OK, body)
+    def read(event: Any) -> GenerateReply:
+        if isinstance(event, dict) and "error" in event:
+            error = event["error"]
+            status = error.get("code") if isinstance(error, dict) else None
+            raise call.rejected(
+                "failed while streaming",
+                status=status if isinstance(status, int) else HTTPStatus.OK,
+                body=answer.text,
+            )
+        return wire.read_generate(event)
+
+    answer = Answer(HTTPStatus.OK, payload)
+    return call.read(answer, read)

@@ -241,8 +241,8 @@ class Actor:
     def _run(self, parcel: Parcel) -> None:
         self._serving = self._loop.create_task(self._serve(parcel), context=self._context.copy())
         self._loop.run_forever()
-        self.instance = None
         self._loop.close()
+        self.instance = None
 
     async def _serve(self, parcel: Parcel) -> None:
         try:

@@ -1,12 +1,14 @@
 """Every method against the path, method and body SGLang 0.5.23 expects, and its answers."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from engines.client import EngineClient
 from engines.errors import EngineRejected
@@ -21,7 +23,6 @@ from engines.protocol import (
     VersionSpan,
 )
 
-ENDPOINT = Endpoint("127.0.0.1", 20000)
 DONE = {"success": True, "message": ""}
 COMPLETION = {
     "text": " four",
@@ -39,20 +40,34 @@ COMPLETION = {
 }
 
 
-@dataclass
-class Recorder:
-    """Answers every request with one answer and keeps the requests."""
-
-    answer: httpx.Response
-    requests: list[httpx.Request] = field(default_factory=list)
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.requests.append(request)
-        return self.answer
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    content: bytes
 
 
-def client_for(recorder: Recorder, **options: Any) -> EngineClient:
-    return EngineClient(ENDPOINT, transport=httpx.MockTransport(recorder), **options)
+@asynccontextmanager
+async def asking(
+    answer: Any = "", *, status: int = 200, **options: Any
+) -> AsyncIterator[tuple[EngineClient, list[Request]]]:
+    """A client of an engine that answers everything alike, and what it was asked."""
+    requests: list[Request] = []
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        content = await request.content.read()
+        requests.append(Request(request.method, request.path_qs, request.headers, content))
+        return web.Response(status=status, text=text)
+
+    async with RawTestServer(handle, host="127.0.0.1") as server:
+        assert server.port is not None
+        client = EngineClient(Endpoint("127.0.0.1", server.port), **options)
+        try:
+            yield client, requests
+        finally:
+            await client.aclose()
 
 
 @dataclass
@@ -270,55 +285,47 @@ def named(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-def answer_of(case: Case) -> httpx.Response:
-    if isinstance(case.answer, str):
-        return httpx.Response(200, text=case.answer)
-    return httpx.Response(200, json=case.answer)
-
-
 @named(ORDERS + CHANGES + GENERATIONS)
 async def test_what_changes_something_is_posted_with_a_json_body(case: Case):
-    recorder = Recorder(answer_of(case))
-    await case.call(client_for(recorder))
-    (request,) = recorder.requests
-    assert request.method == "POST"
-    assert str(request.url) == ENDPOINT.url + case.path
+    async with asking(case.answer) as (client, requests):
+        await case.call(client)
+    (request,) = requests
+    assert (request.method, request.path) == ("POST", case.path)
     assert json.loads(request.content) == case.body
     assert request.headers["content-type"] == "application/json"
 
 
 @named(QUESTIONS)
 async def test_a_question_is_a_get_and_its_answer_is_read(case: Case):
-    recorder = Recorder(answer_of(case))
-    assert await case.call(client_for(recorder)) == case.result
-    (request,) = recorder.requests
-    assert request.method == "GET"
-    assert str(request.url) == ENDPOINT.url + case.path
+    async with asking(case.answer) as (client, requests):
+        assert await case.call(client) == case.result
+    (request,) = requests
+    assert (request.method, request.path) == ("GET", case.path)
 
 
 @named(ORDERS + CHANGES + GENERATIONS + QUESTIONS)
 async def test_an_error_status_is_a_rejection_that_quotes_the_engine(case: Case):
-    recorder = Recorder(httpx.Response(400, text="not now\n"))
-    with pytest.raises(EngineRejected, match=r"answered 400 after 0\.0 s: not now") as caught:
-        await case.call(client_for(recorder, engine_id="decode-1"))
+    async with asking("not now\n", status=400, engine_id="decode-1") as (client, _):
+        with pytest.raises(EngineRejected, match=r"answered 400 after 0\.\d s: not now") as caught:
+            await case.call(client)
     assert (caught.value.status, caught.value.engine) == (400, "decode-1")
     assert str(caught.value).startswith(f"engine decode-1: {caught.value.operation} ")
 
 
 @named(ORDERS + CHANGES)
 async def test_a_200_that_says_failure_is_a_rejection(case: Case):
-    recorder = Recorder(httpx.Response(200, json={"success": False, "message": "bad shape"}))
-    with pytest.raises(EngineRejected, match="bad shape") as caught:
-        await case.call(client_for(recorder))
+    async with asking({"success": False, "message": "bad shape"}) as (client, _):
+        with pytest.raises(EngineRejected, match="bad shape") as caught:
+            await case.call(client)
     assert caught.value.status == 200
 
 
 @named(CHANGES + GENERATIONS + QUESTIONS[:3])
 @pytest.mark.parametrize("answer", ["<html>", "null", "7", "[]x"])
 async def test_an_answer_of_another_shape_is_a_rejection(case: Case, answer: str):
-    recorder = Recorder(httpx.Response(200, text=answer))
-    with pytest.raises(EngineRejected, match="not understood"):
-        await case.call(client_for(recorder))
+    async with asking(answer) as (client, _):
+        with pytest.raises(EngineRejected, match="not understood"):
+            await case.call(client)
 
 
 def test_the_tables_hold_every_method_of_the_protocol():
@@ -331,12 +338,13 @@ def test_the_tables_hold_every_method_of_the_protocol():
 
 
 def test_the_client_is_an_engine():
-    engine: Engine = EngineClient(ENDPOINT)
+    engine: Engine = EngineClient(Endpoint("127.0.0.1", 20000))
     assert engine is not None
 
 
 async def test_a_completion_is_read_with_all_its_accounting():
-    reply = await client_for(Recorder(httpx.Response(200, json=COMPLETION))).generate(text="2+2")
+    async with asking(COMPLETION) as (client, _):
+        reply = await client.generate(text="2+2")
     assert (reply.rid, reply.text, reply.output_ids) == ("r-1", " four", (3116,))
     assert reply.output_logprobs == (-0.5,)
     assert reply.finish_reason == FinishReason("stop", matched=2)
@@ -348,14 +356,16 @@ async def test_a_completion_is_read_with_all_its_accounting():
 async def test_an_aborted_completion_without_tokens_is_read():
     reason = {"type": "abort", "message": "Aborted"}
     answer = {"text": "", "meta_info": {"id": "r-1", "finish_reason": reason}}
-    reply = await client_for(Recorder(httpx.Response(200, json=answer))).generate(text="2+2")
+    async with asking(answer) as (client, _):
+        reply = await client.generate(text="2+2")
     assert reply.finish_reason == FinishReason("abort", message="Aborted")
     assert (reply.output_ids, reply.output_logprobs) == ((), None)
 
 
 async def test_server_info_tells_whether_memory_is_really_released():
     answer = {"version": "0.5.23", "enable_memory_saver": True, "tp_size": 2}
-    info = await client_for(Recorder(httpx.Response(200, json=answer))).server_info()
+    async with asking(answer) as (client, _):
+        info = await client.server_info()
     assert (info.version, info.engine) == ("0.5.23", "sglang")
     assert (info.enable_memory_saver, info.enable_weights_cpu_backup) == (True, False)
     assert info.raw["tp_size"] == 2
@@ -363,37 +373,38 @@ async def test_server_info_tells_whether_memory_is_really_released():
 
 async def test_loads_are_summed_over_ranks():
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 3}
-    loads = await client_for(Recorder(httpx.Response(200, json={"loads": [rank, rank]}))).loads()
+    async with asking({"loads": [rank, rank]}) as (client, _):
+        loads = await client.loads()
     assert (loads.num_running_reqs, loads.num_waiting_reqs) == (4, 6)
 
 
 async def test_a_weights_report_holds_the_digests_of_every_rank():
     ranks = [{"checksums": {"w": "ab"}, "per_gpu_checksum": "cd"}]
-    answer = DONE | {"ranks": ranks, "per_engine_checksum": "ef"}
-    report = await client_for(Recorder(httpx.Response(200, json=answer))).weights_checker()
+    async with asking(DONE | {"ranks": ranks, "per_engine_checksum": "ef"}) as (client, _):
+        report = await client.weights_checker()
     assert (report.checksum, report.tensors) == ("ef", ({"w": "ab"},))
 
 
 @pytest.mark.parametrize("probe", ["is_ready", "is_healthy"])
 async def test_a_503_is_a_no_and_anything_else_unknown_is_an_error(probe: str):
-    client = client_for(Recorder(httpx.Response(503)))
-    assert await getattr(client, probe)() is False
-    with pytest.raises(EngineRejected, match="404"):
-        await getattr(client_for(Recorder(httpx.Response(404))), probe)()
+    async with asking(status=503) as (client, _):
+        assert await getattr(client, probe)() is False
+    async with asking(status=404) as (client, _):
+        with pytest.raises(EngineRejected, match="404"):
+            await getattr(client, probe)()
 
 
 async def test_an_api_key_goes_with_control_and_probes():
-    recorder = Recorder(httpx.Response(200, json={}))
-    client = client_for(recorder, api_key="secret")
-    await client.continue_generation()
-    await client.is_ready()
-    assert {r.headers.get("authorization") for r in recorder.requests} == {"Bearer secret"}
+    async with asking({}, api_key="secret") as (client, requests):
+        await client.continue_generation()
+        await client.is_ready()
+    assert [one.headers.get("authorization") for one in requests] == ["Bearer secret"] * 2
 
 
 async def test_without_an_api_key_nothing_is_sent():
-    recorder = Recorder(httpx.Response(200, json={}))
-    await client_for(recorder).continue_generation()
-    assert "authorization" not in recorder.requests[0].headers
+    async with asking({}) as (client, requests):
+        await client.continue_generation()
+    assert "authorization" not in requests[0].headers
 
 
 @pytest.mark.parametrize(
@@ -401,14 +412,25 @@ async def test_without_an_api_key_nothing_is_sent():
     [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": SamplingParams(n=2)}],
 )
 async def test_a_request_that_has_no_single_completion_is_refused_unsent(prompt: dict[str, Any]):
-    recorder = Recorder(httpx.Response(200, json=COMPLETION))
-    with pytest.raises(ValueError, match="generate"):
-        await client_for(recorder).generate(**prompt)
-    assert recorder.requests == []
+    async with asking(COMPLETION) as (client, requests):
+        with pytest.raises(ValueError, match="generate"):
+            await client.generate(**prompt)
+    assert requests == []
 
 
 async def test_a_long_body_is_cut_for_the_log():
-    with pytest.raises(EngineRejected) as caught:
-        await client_for(Recorder(httpx.Response(500, text="x" * 9000))).flush_cache()
+    async with asking("x" * 9000, status=500) as (client, _):
+        with pytest.raises(EngineRejected) as caught:
+            await client.flush_cache()
     assert len(caught.value.body) < 520
     assert len(str(caught.value)) < 700
+
+
+async def test_a_body_of_many_pieces_arrives_whole_and_with_its_length():
+    payload = "x" * 5_000_001
+    async with asking(DONE) as (client, requests):
+        await client.update_weights_from_tensor([payload])
+    (request,) = requests
+    assert json.loads(request.content)["serialized_named_tensors"] == [payload]
+    assert request.headers["content-length"] == str(len(request.content))
+    assert "transfer-encoding" not in request.headers

@@ -1,10 +1,13 @@
 """What records itself, what is kept, and what running spans look like from outside."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from engines.client import EngineClient
 from engines.errors import EngineRejected
@@ -23,21 +26,29 @@ class Clock:
         return self.now_s
 
 
-def client_of(answer: httpx.Response) -> EngineClient:
-    transport = httpx.MockTransport(lambda request: answer)
-    return EngineClient(Endpoint("engine", 1), engine_id="main-0", transport=transport)
+@asynccontextmanager
+async def client_told(text: str, status: int = 200) -> AsyncIterator[EngineClient]:
+    """A client of an engine that answers everything so."""
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.Response(status=status, text=text)
+
+    async with RawTestServer(answer, host="127.0.0.1") as server:
+        assert server.port is not None
+        client = EngineClient(Endpoint("127.0.0.1", server.port), engine_id="main-0")
+        yield client
+        await client.aclose()
 
 
 async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> None:
     timeline = Timeline("policy/main")
-    client = client_of(httpx.Response(200, json={"success": True}))
+    async with client_told('{"success": true}') as client:
 
-    async def update() -> None:
-        await client.update_weights_from_tensor(["x" * 100])
+        async def update() -> None:
+            await client.update_weights_from_tensor(["x" * 100])
 
-    with timeline.span(Kind.PHASE, "update_weights"):
-        await fan_out({"main-0": update}, operation="update_weights", budget_s=5.0)
-    await client.aclose()
+        with timeline.span(Kind.PHASE, "update_weights"):
+            await fan_out({"main-0": update}, operation="update_weights", budget_s=5.0)
     call, engine, phase = timeline.since().spans
     assert (call.kind, call.name, call.parent) == (
         Kind.CALL,
@@ -55,10 +66,9 @@ async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> No
 
 async def test_an_engine_that_refuses_is_a_failed_call_with_its_words() -> None:
     timeline = Timeline("policy/main")
-    client = client_of(httpx.Response(502, text="no such luck"))
-    with timeline.span(Kind.ENGINE, "pause", engine_id="main-0"), pytest.raises(EngineRejected):
-        await client.pause_generation()
-    await client.aclose()
+    async with client_told("no such luck", status=502) as client:
+        with timeline.span(Kind.ENGINE, "pause", engine_id="main-0"), pytest.raises(EngineRejected):
+            await client.pause_generation()
     call = timeline.since().spans[0]
     assert call.outcome is Outcome.FAILED
     assert "no such luck" in call.said

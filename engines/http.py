@@ -1,0 +1,126 @@
+"""Connections to one engine, and one exchange on them.
+
+aiohttp, not httpx: a cycle makes a dozen calls to each engine, and httpx costs about six times the
+CPU of aiohttp for each.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from engines.protocol import Endpoint
+
+# Idle connections go before the engine's server closes them (uvicorn: 5 s); a call that meets a
+# closing connection fails without anybody knowing whether it was made.
+_KEEPALIVE_S = 2.0
+_FOR_EVER = aiohttp.ClientTimeout(total=None, sock_connect=None)  # every call has its own deadline
+_JSON = {"content-type": "application/json"}
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine answered, whole."""
+
+    status: int
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return HTTPStatus.OK <= self.status < HTTPStatus.MULTIPLE_CHOICES
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+    def json(self) -> Any:
+        """Raises ``ValueError`` where the body is no JSON."""
+        return json.loads(self.body)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Closed with its loop: whoever was killed with its loop has forgotten to close nothing."""
+
+    @property
+    def closed(self) -> bool:
+        return super().closed or self._loop.is_closed()
+
+    def __del__(self, _warnings: Any = warnings) -> None:
+        if not self._loop.is_closed():
+            super().__del__(_warnings)
+
+
+class Connections:
+    """Keep-alive connections to an engine, opened as they are needed, in any number.
+
+    Belongs to the event loop that first sends.
+
+    Raises (all that sends): ``aiohttp.ClientError``, which says what broke.
+    """
+
+    def __init__(self, endpoint: Endpoint, headers: Mapping[str, str]) -> None:
+        self._url = endpoint.url
+        self._headers = headers
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str) -> Answer:
+        async with self._opened().get(self._url + path) as response:
+            return Answer(response.status, await response.read())
+
+    async def post(self, path: str, content: bytes) -> Answer:
+        """POST JSON, and wait for the whole answer."""
+        async with self._posting(path, content) as response:
+            return Answer(response.status, await response.read())
+
+    @asynccontextmanager
+    async def post_for_stream(
+        self, path: str, content: bytes
+    ) -> AsyncIterator[tuple[int, AsyncGenerator[bytes, None]]]:
+        """POST JSON; the status, and the pieces of the body as they come.
+
+        Left early, it closes the connection.
+        """
+        async with self._posting(path, content) as response:
+            yield response.status, _pieces_of(response)
+
+    def _posting(
+        self, path: str, content: bytes
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        # aiohttp writes a body of bytes in one go, and would hold the loop for a large one.
+        data = content if len(content) <= _PIECE_BYTES else _pieces(content)
+        headers = _JSON | {"content-length": str(len(content))}
+        return self._opened().post(self._url + path, data=data, headers=headers)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                timeout=_FOR_EVER,
+                trust_env=False,
+            )
+        return self._session
+
+
+async def _pieces(content: bytes) -> AsyncGenerator[memoryview, None]:
+    view = memoryview(content)
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield view[start : start + _PIECE_BYTES]
+
+
+async def _pieces_of(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    async for piece in response.content.iter_any():
+        yield piece
