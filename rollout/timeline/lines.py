@@ -5,9 +5,10 @@ Always true: whole lines only; the file and its predecessor together stay under 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
+
+import orjson
 
 from rollout.run_folder import SPANS_SUFFIX
 from rollout.timeline.recorder import Sink, Timeline
@@ -37,7 +38,7 @@ class SpanFile:
     def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._num_bytes = 0
         self._worker = Worker("spans", self._write, self._flush)
 
@@ -53,9 +54,9 @@ class SpanFile:
     def _write(self, span: Span) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab")
             self._num_bytes = self._file.tell()
-        self._num_bytes += self._file.write(json.dumps(span.to_dict()) + "\n")
+        self._num_bytes += self._file.write(orjson.dumps(span.to_dict()) + b"\n")
         if self._num_bytes >= self._max_bytes:
             self._file.close()
             self._file = None
