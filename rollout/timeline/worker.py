@@ -1,7 +1,7 @@
 """A thread that does something with every span.
 
-Always true: spans are taken in order; giving one never waits, and does not wake the thread for each:
-two threads that hand each other the interpreter cost more than what is written.  What goes wrong is
+Always true: spans are taken in order; giving one never waits, nor wakes the thread for each: two
+threads that hand each other the interpreter cost more than what is written.  What goes wrong is
 said once, and stops nobody.
 """
 
