@@ -41,7 +41,7 @@ test-slow: $(DEV_STAMP) ## the tests of whole programs and clusters, which CI ru
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run the suite over it
 	$(BIN)/rollout sglang-cpu install
-	$(BIN)/python -m pytest -m sglang $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "sglang and not chaos" $(PYTEST_ARGS)
 
 check: $(DEV_STAMP) ## the gate: format, lint, strict types, import arrow
 	$(BIN)/ruff format --check .
@@ -59,7 +59,8 @@ bench: $(DEV_STAMP) ## run the benchmarks, quickly; BENCH_ARGS= for real figures
 		echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); \
 	done
 
-test-chaos: $(DEV_STAMP) ## what kills processes for minutes
+test-chaos: $(DEV_STAMP) ## what kills processes for minutes, real SGLang on CPU among them
+	$(BIN)/rollout sglang-cpu install
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
 explore: $(DEV_STAMP) ## the long searches of the lifecycle explorer; EXPLORE_ARGS= for the default ones

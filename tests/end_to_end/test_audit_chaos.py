@@ -21,12 +21,11 @@ from rollout.driver.sources import PromptData
 from rollout.samples import all_samples
 from tests.support.contract import CPU_OPTIONS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 NUM_PROMPTS = 4000
 NUM_STEPS, NUM_CRASHES = 8, 2
 NUM_DEATHS = {"embedded": 4, "sglang": 2}
-ON_EMBEDDED = (pytest.mark.embedded, pytest.mark.chaos)
 LENGTH = 40
 BATCH: dict[str, Any] = {
     "num_groups": 8,
@@ -104,9 +103,9 @@ def source() -> PromptData:
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
-        pytest.param("embedded", "sync", marks=ON_EMBEDDED),
-        pytest.param("embedded", "one_ahead", marks=ON_EMBEDDED),
-        pytest.param("embedded", "async", marks=ON_EMBEDDED),
+        pytest.param("embedded", "sync", marks=pytest.mark.embedded),
+        pytest.param("embedded", "one_ahead", marks=pytest.mark.embedded),
+        pytest.param("embedded", "async", marks=pytest.mark.embedded),
         pytest.param("sglang", "async", marks=pytest.mark.sglang),
     ],
 )
