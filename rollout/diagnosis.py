@@ -7,8 +7,10 @@ means, and what to do.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import IntEnum
 from typing import Any
 
@@ -112,18 +114,22 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
         name, elapsed_s = phase["name"], phase["elapsed_s"]
         budget_s = phase.get("budget_s", 0.0)
         usual_s = _usual_s(now, name)
-        is_long = elapsed_s > max(long_s, _SLOWER * usual_s) or (
-            budget_s and elapsed_s > budget_s / 2
-        )
+        # Past half of its deadline too, unless that is what it always takes.
+        stuck_s = max(long_s, _SLOWER * usual_s)
+        if budget_s:
+            stuck_s = min(stuck_s, max(budget_s / 2, usual_s))
+        is_long = elapsed_s > stuck_s
         who = tuple(one["engine_id"] for one in of_phase)
         because = [_lateness(one, engines, spans) for one in of_phase[:5]]
         if len(of_phase) > 5:
             because.append(f"... and {len(of_phase) - 5} more engines")
         if who:
             because.append(
-                f"{len(engines) - len(set(who))} of {len(engines)} engines have done it or have "
-                f"no part in it; {_MEANING.get(of_phase[0]['name'], 'it waits for them')}"
+                f"the other {len(engines) - len(set(who))} of {len(engines)} engines are through, "
+                "or have no part in it"
             )
+            if meaning := _MEANING.get(of_phase[0]["name"]):
+                because.append(f"in {of_phase[0]['name']}, {meaning}")
         else:
             because.append(
                 "no engine is being asked at the moment: the server prepares the phase, or a "
@@ -131,10 +137,15 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
             )
         if usual_s:
             because.append(f"it usually takes {usual_s:.1f} s")
-        waits_for = f", waiting for {_named(who)}" if who else ""
+        if not is_long:
+            because.append(f"it is called stuck when it takes longer than {stuck_s:.1f} s")
+        if held := now.get("gate", {}).get("num_held", 0):
+            because.append(f"meanwhile {held} requests wait at the router's gate; none is lost")
+        waits_for = f" for {_named(who)}" if who else " for no engine"
+        since = f"{datetime.fromtimestamp(phase['start_s']):%H:%M:%S}"
         yield Finding(
             Weight.STUCK if is_long else Weight.WATCH,
-            f"{name} runs for {elapsed_s:.1f} s{_of_budget(budget_s)}{waits_for}",
+            f"{name} has waited {elapsed_s:.1f} s{waits_for}, since {since}{_of_budget(budget_s)}",
             tuple(because),
             tuple(_what_to_do(name, who, engines, elapsed_s, budget_s)) if is_long else (),
             who,
@@ -170,18 +181,18 @@ def _what_to_do(
         left_s = max(0.0, budget_s - elapsed_s)
         then = "ended, and recovery starts another" if pids else "left to whoever launched it"
         yield (
-            f"wait: at its deadline, in {left_s:.0f} s, an engine that is late is fenced and "
-            f"{then}; the rest goes on (on_failure: raise stops instead)"
+            f"wait: in {left_s:.0f} s, at the deadline, an engine that is late is fenced (taken "
+            f"out of everything) and {then}; {_outcome(who, engines)}"
         )
     if pids:
         yield (
             f"or end it now: kill -9 {', '.join(pids[:8])}; its guard clears up what it leaves, "
-            "and the phase goes on without it"
+            "and the phase need not wait for its deadline"
         )
     elif who:
         yield (
-            "or end it now, where it was launched: it is attached, so nobody here may end it; the "
-            "phase then goes on without it"
+            "or end it now, where it was launched: it is attached, so this run never ends it; the "
+            "phase then need not wait for its deadline"
         )
     if name == "flush":
         yield "see who sends requests past the router: the engine's log names them"
@@ -190,6 +201,24 @@ def _what_to_do(
     yield (
         f"if this is only slow, not stuck, raise lifecycle.{_budget_name(name)}; "
         "`rollout trace` shows how long it took before"
+    )
+
+
+def _outcome(who: tuple[str, ...], engines: Mapping[str, Mapping[str, Any]]) -> str:
+    """What becomes of the step when these are out."""
+    late = set(who)
+    left = Counter(
+        one.get("group") for one in engines.values() if not one.get("fenced_because")
+    ) - Counter(engines[one].get("group") for one in late if one in engines)
+    emptied = sorted({str(engines[one].get("group")) for one in late if one in engines} - set(left))
+    if emptied:
+        return (
+            f"group {', '.join(emptied)} has no other engine, so the step then fails, and can be "
+            "repeated when one is back"
+        )
+    return (
+        "the rest goes on, unless fewer than min_engines are left or on_failure is raise: then the "
+        "step fails, and can be repeated"
     )
 
 

@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from rollout.commands import evidence, sources
@@ -102,15 +104,18 @@ def _show(told: dict[str, Any]) -> None:
     findings = [Finding(**one) for one in told["findings"]]
     for number, finding in enumerate(findings):
         color = _COLORS[Weight(finding.weight)]
-        text = Text()
-        text.append(finding.what, style=f"bold {color}")
-        for line in finding.because:
-            text.append(f"\n  {line}")
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column()
+        for index, line in enumerate(finding.because):
+            grid.add_row("Why:" if not index else "", Text(line))
         for index, line in enumerate(finding.advice):
-            text.append("\nDo: " if not index else "\n    ", style="bold")
-            text.append(line)
+            grid.add_row(
+                Text("Do:" if not index else "", style="bold"), Text(f"{index + 1}. {line}")
+            )
+        parts = Group(Text(finding.what, style=f"bold {color}"), grid)
         title = f"{told['server']}: {Weight(finding.weight).name}" if not number else None
-        console().print(Panel(text, title=title, title_align="left", border_style=color))
+        console().print(Panel(parts, title=title, title_align="left", border_style=color))
     for engine_id, known in told["engines"].items():
         console().print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
         if known.get("stack"):

@@ -20,6 +20,8 @@ from rollout.config import is_loopback
 _TIMEOUT_S = 10.0
 _STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP): kill -CONT {pid} lets it go on",
+    psutil.STATUS_SLEEPING: "waiting for something (sleeping)",
+    psutil.STATUS_RUNNING: "computing (running)",
     psutil.STATUS_ZOMBIE: "dead, and not yet reaped by its parent",
     psutil.STATUS_DISK_SLEEP: "in the kernel and not to be interrupted, as in a disk or GPU driver",
 }

@@ -1,5 +1,6 @@
 """What a snapshot says to somebody who has never seen one."""
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rollout.diagnosis import Weight, diagnose
 def engine(engine_id: str, **more: Any) -> dict[str, Any]:
     return {
         "engine_id": engine_id,
+        "group": "main",
         "url": f"http://10.0.0.1/{engine_id}",
         "pid": 4711,
         "weight_version": 3,
@@ -63,12 +65,25 @@ def test_a_server_that_serves_is_fine() -> None:
 def test_a_stuck_phase_names_engine_call_and_since_when() -> None:
     finding = diagnose(stuck())[0]
     assert finding.weight is Weight.STUCK
-    assert finding.what == "release runs for 40.0 s (deadline 120 s), waiting for engine main-1"
+    since = time.strftime("%H:%M:%S", time.localtime(100.0))
+    assert finding.what == (
+        f"release has waited 40.0 s for engine main-1, since {since} (deadline 120 s)"
+    )
     assert "HTTP call release_memory_occupation without an answer for 40.0 s" in finding.because[0]
-    assert "1 of 2 engines have done it" in finding.because[1]
-    assert "in 80 s" in finding.advice[0]
+    assert "the other 1 of 2 engines are through" in finding.because[1]
+    assert finding.because[2].startswith("in release, the engine gives its memory back")
+    assert "in 80 s, at the deadline" in finding.advice[0]
     assert "kill -9 4711" in finding.advice[1]
     assert finding.engine_ids == ("main-1",)
+
+
+def test_a_group_without_another_engine_is_said_to_fail() -> None:
+    assert "the rest goes on" in diagnose(stuck())[0].advice[0]
+    engines = [engine("main-0"), engine("main-1", group="judges")]
+    assert "group judges has no other engine" in diagnose(stuck(engines=engines))[0].advice[0]
+    engines = [engine("main-0", fenced_because="it hangs"), engine("main-1")]
+    told = [one for one in diagnose(stuck(engines=engines)) if one.weight is Weight.STUCK]
+    assert "group main has no other engine" in told[0].advice[0]
 
 
 def test_an_attached_engine_is_not_to_be_killed_here() -> None:
@@ -85,6 +100,24 @@ def test_a_process_elsewhere_is_named_with_its_node() -> None:
 
 def test_a_phase_that_has_just_begun_is_watched_not_stuck() -> None:
     assert diagnose(stuck(2.0))[0].weight is Weight.WATCH
+
+
+def test_what_is_not_yet_stuck_says_when_it_would_be() -> None:
+    assert "stuck when it takes longer than 10.0 s" in " ".join(diagnose(stuck(2.0))[0].because)
+
+
+def test_requests_that_wait_meanwhile_are_counted() -> None:
+    now = stuck() | {"gate": {"state": "holding", "num_held": 7}}
+    assert "7 requests wait at the router's gate" in " ".join(diagnose(now)[0].because)
+
+
+@pytest.mark.parametrize(("elapsed_s", "weight"), [(70.0, Weight.WATCH), (91.0, Weight.STUCK)])
+def test_a_phase_whose_deadline_is_short_for_what_it_takes_is_given_what_it_takes(
+    elapsed_s: float, weight: Weight
+) -> None:
+    """Half of its deadline is 60 s, and it always takes 90."""
+    now = stuck(elapsed_s, steps=[{"phase_s": {"release": 90.0}}])
+    assert diagnose(now)[0].weight is weight
 
 
 def test_a_phase_that_always_takes_long_is_not_stuck_at_once() -> None:

@@ -1,6 +1,9 @@
 """The commands against a running deployment, as somebody types them."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,10 +89,44 @@ def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
         pending.result(30)
         policy.continue_generation().result(30)
     assert "STUCK" in output
-    assert "waiting for engine shared-1" in output
+    assert "s for engine shared-1, since" in output.splitlines()[1]
     assert "HTTP call pause_generation without an answer" in output
     assert "end of its log" in output
     assert "Do: " in output
+
+
+def in_release(status: str) -> bool:
+    running = json.loads(status)["policy"]["running"] if status.startswith("{") else []
+    return any(one["name"] == "release" and one["elapsed_s"] > 0.5 for one in running)
+
+
+def test_a_newcomer_finds_the_stuck_engine_with_what_the_documentation_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs/how-to/watch.md"
+    (config,) = re.findall(r"```yaml\n(run_id: stuck\n.*?)```", page.read_text(), re.DOTALL)
+    (shell,) = re.findall(r"```sh\n(mkdir .*?)```", page.read_text(), re.DOTALL)
+    first, *commands = [line.partition("#")[0].strip() for line in shell.splitlines()]
+    assert commands == ["rollout bench stuck.yaml", "rollout doctor"]
+    (tmp_path / "stuck.yaml").write_text(config)
+    subprocess.run(first, shell=True, cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    root = {**os.environ, "PYTHONPATH": str(page.parents[2])}
+    bench = [sys.executable, "-m", "rollout", "bench", "stuck.yaml", "--seconds", "0.2"]
+    now = ("doctor", "--patience", "0.5")
+    with subprocess.Popen(bench, env=root, stderr=subprocess.DEVNULL) as running:
+        try:
+            until(lambda: in_release(looked("status", "--json").output), "its first offload hangs")
+            output = typed(*now, status=3).splitlines()
+        finally:
+            running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+    assert "STUCK" in output[0]
+    assert "release has waited" in output[1]
+    assert "for engines ill-0, ill-1, since" in output[1]
+    assert "HTTP call release_memory_occupation without an answer for" in output[2]
+    assert "in release, the engine gives its memory back" in "".join(output)
+    assert "1. wait: in 1" in next(line for line in output if "Do:" in line)
 
 
 def test_a_server_is_found_by_folder_by_page_and_by_the_place_one_stands_in(
