@@ -225,8 +225,15 @@ class LifecycleConfig(_Slice):
     """Until one engine holds all of a push."""
     verify_timeout_s: Seconds = 60.0
     """Until every engine has shown its weight version and fingerprints."""
-    verify_by: Literal["fingerprint", "version"] = "fingerprint"
-    """``fingerprint`` reads all weights once per step; ``version`` only asks for the number."""
+    verify_by: Literal["fingerprint", "canary", "version"] = "fingerprint"
+    """``fingerprint`` reads all weights once per step, and has those that it cannot compare tell a
+    canary; ``canary`` compares log-probabilities of fixed prompts in its place; ``version`` only
+    asks for the number."""
+    canary_prompts: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = ()
+    """Token ids of those prompts; left out: two, drawn from the middle of the vocabulary."""
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
+    """Nats by which they may differ on average, and ten times that at one token; equal weights
+    do on other kernels and layouts, lost ones by whole nats."""
     continue_timeout_s: Seconds = 60.0
     """Until every engine generates again."""
     stop_timeout_s: Seconds = 15.0

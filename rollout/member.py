@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from engines.launch import RunningEngine
 from engines.protocol import Engine, MemoryTag, TensorInfo, WeightsReport
+from rollout.canary import Canary
 from rollout.types import EngineSlot, EngineStatus
 from rollout.verification import ADAPTER_PREFIX
 from rollout.weights.manifest import Manifest, TensorSpec
@@ -29,6 +30,10 @@ class Member:
         tells_memory: it can tell how much memory each tag has.
         tensors: what it says its weights are; empty where it cannot tell.
         pushed: fingerprints of what it was given, as the trainer took them; its dtypes beside it.
+        base_version: the version that brought what is no adapter; None where nobody knows.
+        adapter: name of the adapter that it was given; empty for none.
+        canary: what it told of fixed prompts when it was last proved so, see ``hearing``.
+        owes_canary: fingerprints have left open what it holds, so it has to tell before it serves.
         is_stale: it was started again and lacks what was pushed before: it goes through every
             phase with the others, but no request may reach it.
         is_gone: fenced, it has been ended for certain.
@@ -50,6 +55,10 @@ class Member:
     tensors: tuple[TensorInfo, ...] = ()
     pushed: dict[str, str] = field(default_factory=dict)
     pushed_dtypes: dict[str, str] = field(default_factory=dict)
+    base_version: int | None = None
+    adapter: str = ""
+    canary: dict[str, Canary] = field(default_factory=dict)
+    owes_canary: bool = False
     is_stale: bool = False
     is_gone: bool = False
 

@@ -14,6 +14,7 @@ from engines.protocol import MemoryTag, WeightsReport
 from rollout.errors import EngineFailure
 from rollout.group_commands import GroupCommands
 from rollout.health import LOOKS
+from rollout.hearing import Hearing
 from rollout.lifecycle import Phase
 from rollout.member import Member
 from rollout.roster import Roster
@@ -28,6 +29,7 @@ class Mending:
         commands: whoever commands the engines.
         tags: what the group releases when it is offloaded; empty if it keeps its GPUs.
         sources: of weights for a restarted engine, in the order in which they are tried.
+        hearing: asks for what fingerprints leave open.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class Mending:
         commands: GroupCommands,
         tags: Sequence[MemoryTag],
         sources: Sequence[WeightSource],
+        hearing: Hearing,
     ) -> None:
         self._roster = roster
         self._commands = commands
         self.tags = tags
         self._sources = sources
+        self._hearing = hearing
         self._num_going_on = 0
         self._door = asyncio.Lock()
 
@@ -90,7 +94,15 @@ class Mending:
         member = self._roster[engine_id]
         if member.fenced_because or not member.is_stale:
             return not member.fenced_because
-        return await adopt(member, version, self._sources, self._proof_of(version, member))
+
+        async def ask(left_open: str) -> str:
+            self._hearing.owe(member, left_open)
+            if not member.owes_canary or self._commands.phase is not Phase.SERVING:
+                return ""  # nobody can be asked, or it is asked with the others when they go on
+            peers = [one for one in self._roster.unfenced() if _is_proved_at(version, one)]
+            return await self._hearing.why_unlike(member, peers)
+
+        return await adopt(member, version, self._sources, self._proof_of(version, member), ask)
 
     def _proof_of(self, version: int, asked: Member) -> WeightsReport | None:
         """Fingerprints of an engine that was proved at ``version``; ``asked`` itself, if it was."""
@@ -102,3 +114,8 @@ class Mending:
             and not member.changed
         )
         return next(proofs, None)
+
+
+def _is_proved_at(version: int, member: Member) -> bool:
+    is_whole = member.is_proved and not member.owes_canary and not member.is_stale
+    return is_whole and member.weight_version == version

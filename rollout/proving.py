@@ -1,7 +1,7 @@
 """Proof that the engines of a group hold the weights they should.
 
 Always true: an engine that is stale goes along and proves nothing; what is compared with what is
-decided in ``verification.py``.
+decided in ``verification.py``; what that leaves open the engine owes, see ``hearing.py``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import Any
 from engines.protocol import WeightsReport
 from rollout.errors import LifecycleError
 from rollout.fanout import Answer
+from rollout.hearing import Hearing
 from rollout.member import Member
 from rollout.roster import Roster
-from rollout.verification import Evidence, judge
+from rollout.verification import Evidence, judge, left_open
+
+_SAYS_NOTHING = "it tells no fingerprints"
 
 
 async def testify(member: Member, version: int) -> WeightsReport | None:
@@ -33,23 +36,26 @@ async def testify(member: Member, version: int) -> WeightsReport | None:
     return await member.fingerprints()
 
 
-def compare(answers: dict[str, Answer[Any]], roster: Roster) -> dict[str, Answer[Any]]:
+def compare(
+    answers: dict[str, Answer[Any]], roster: Roster, hearing: Hearing
+) -> dict[str, Answer[Any]]:
     """Refuse the answers of engines whose weights are not what they should be; prove the others."""
     reports = {name: one.value for name, one in answers.items() if one.failure is None}
-    wrong = judge(
-        {
-            name: Evidence(
-                report, roster[name].record, roster[name].changed, roster[name].comparable()
-            )
-            for name, report in reports.items()
-            if report is not None
-        }
-    )
+    evidence = {
+        name: Evidence(report, roster[name].record, roster[name].changed, roster[name].comparable())
+        for name, report in reports.items()
+        if report is not None
+    }
+    wrong = judge(evidence)
+    passed = {name: one for name, one in evidence.items() if name not in wrong}
     for name, report in reports.items():
         if name in wrong:
             answers[name] = answers[name].refused("verify", name, wrong[name])
         elif not roster[name].is_stale:
             roster[name].prove(report)
+            because = left_open(passed[name], len(passed) - 1) if name in passed else _SAYS_NOTHING
+            if because:
+                hearing.owe(roster[name], because)
     return answers
 
 

@@ -19,12 +19,14 @@ from collections.abc import Mapping, Sequence
 
 from engines.launch import EngineLauncher, RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
+from rollout.config import Drain
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
 from rollout.errors import EngineFailure
 from rollout.fanout import describe, finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
+from rollout.hearing import Canaries, Hearing
 from rollout.lending import Lending
 from rollout.lifecycle import Command, Phase
 from rollout.member import Member
@@ -73,10 +75,12 @@ class ServerGroup:
         self._policy = release_policy(settings.path, settings.group, settings.update)
         self._traits = group_traits(settings.path, settings.group, settings.update)
         self._slots = {slot.engine_id: slot for slot in slots}
+        self._hearing = Hearing(settings)
         starter = self._starter = Starter(
             settings,
             launcher,
             connect or connect_http(settings.lifecycle, settings.health),
+            hearing=self._hearing,
             memory_saver=self._traits.needs_offload,
             weights_cpu_backup=self._policy.weights_cpu_backup,
         )
@@ -89,6 +93,7 @@ class ServerGroup:
             self._commands,
             self._policy.tags if self._traits.needs_offload else (),
             (*settings.all_sources, self._updating.adapters.over(settings.all_sources)),
+            self._hearing,
         )
         self._lending = Lending(
             settings, self._roster, self._commands, self._policy, self._checkpoint_bytes
@@ -137,7 +142,7 @@ class ServerGroup:
         budget_s = self._settings.lifecycle.pause_timeout_s
 
         async def stop_generating(member: Member) -> None:
-            await pause(member, self._settings.lifecycle.drain, budget_s)
+            await pause(member, self._drain_of(member), budget_s)
 
         return await self._commands.command(Command.PAUSE, stop_generating, budget_s, order)
 
@@ -146,9 +151,15 @@ class ServerGroup:
         budget_s = self._settings.lifecycle.flush_timeout_s
 
         async def empty(member: Member) -> None:
-            await flush(member, self._settings.lifecycle.drain, budget_s)
+            await flush(member, self._drain_of(member), budget_s)
 
         return await self._commands.command(Command.FLUSH, empty, budget_s, order)
+
+    def _drain_of(self, member: Member) -> Drain:
+        drain = self._settings.lifecycle.drain
+        if drain is Drain.RETRACT and self._hearing.alone_proves(member):
+            return Drain.ABORT  # what is retracted would go on before a canary can be asked
+        return drain
 
     async def release(self, order: int | None = None) -> PhaseReport:
         """Give the memory back, and measure that it came free."""
@@ -195,7 +206,7 @@ class ServerGroup:
             self._settings.lifecycle.verify_timeout_s,
             order,
             why_not=lambda: reached_nobody(version, self._roster),
-            review=lambda answers: compare(answers, self._roster),
+            review=lambda answers: compare(answers, self._roster, self._hearing),
         )
 
     async def resume_kv(self, order: int | None = None) -> PhaseReport:
@@ -205,10 +216,15 @@ class ServerGroup:
         )
 
     async def continue_generation(self, order: int | None = None) -> PhaseReport:
-        """Let the engines generate again."""
+        """Let the engines generate again; the gate is still shut.
 
-        async def go_on(member: Member) -> None:
+        Only now can they tell a canary, and those do of whom the fingerprints left something open.
+        """
+        is_due = self._hearing.is_due(self._roster.unfenced())
+
+        async def go_on(member: Member) -> Canaries | None:
             await member.engine.continue_generation()
+            return await self._hearing.ask(member) if is_due and not member.is_stale else None
 
         return await self._commands.command(
             Command.CONTINUE,
@@ -216,6 +232,7 @@ class ServerGroup:
             self._settings.lifecycle.continue_timeout_s,
             order,
             why_not=self._unfit_to_serve,
+            review=lambda answers: self._hearing.review(answers, self._roster.members()),
         )
 
     def _unfit_to_serve(self) -> str:

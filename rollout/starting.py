@@ -16,6 +16,7 @@ from rollout.admission import unfit
 from rollout.config import HealthConfig, LifecycleConfig
 from rollout.errors import ConfigError
 from rollout.group_settings import GroupSettings
+from rollout.hearing import Hearing, keep
 from rollout.member import Member
 from rollout.types import EngineSlot
 
@@ -52,9 +53,11 @@ class Starter:
         launcher: EngineLauncher,
         connect: Connect,
         *,
+        hearing: Hearing,
         memory_saver: bool,
         weights_cpu_backup: bool,
     ) -> None:
+        self._hearing = hearing
         self._settings = settings
         self._launcher = launcher
         self._connect = connect
@@ -126,6 +129,7 @@ class Starter:
             has_session=features.has_weight_session,
             num_payloads=features.num_payloads,
             weight_version=int(version) if version.isdigit() else None,
+            base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             tells_memory=bool(info.resident_bytes),
             tensors=tuple(await engine.weights_manifest())
@@ -135,6 +139,8 @@ class Starter:
         if self._weights_cpu_backup:
             # Some of these weights must outlive a release: what they are now is what to expect.
             member.record = await member.fingerprints()
+            if self._hearing.alone_proves(member):
+                keep(member, await self._hearing.ask(member))
         return member
 
     def _spec(self, slot: EngineSlot) -> EngineSpec:

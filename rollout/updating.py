@@ -19,6 +19,7 @@ from rollout.verification import ALL_TENSORS
 from rollout.weights.manifest import Manifest, check_push
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 from rollout.weights.source import AdapterSource
+from rollout.weights.transports.as_adapter import AsAdapter
 
 
 class Updating:
@@ -77,6 +78,10 @@ class Updating:
         kept = {name: one for name, one in known.items() if name not in push.manifest.tensors}
         member.pushed = kept | dict(sent)
         member.pushed_dtypes |= {name: one.dtype for name, one in push.manifest.tensors.items()}
+        if contents is not WeightUpdate.LORA:
+            member.base_version = push.version
+        elif isinstance(push.carrier, AsAdapter):
+            member.adapter = push.carrier.name
         is_whole = contents is WeightUpdate.FULL or (
             # The base on disk is the one under the adapter unless another was pushed.
             contents is WeightUpdate.LORA and self.adapters.base_version == 0

@@ -53,6 +53,24 @@ def judge(evidence: Mapping[str, Evidence]) -> dict[str, str]:
     return wrong | _outvoted(left)
 
 
+def left_open(one: Evidence, num_others: int) -> str:
+    """What fingerprints could not tell of an engine that has passed; empty if nothing is left.
+
+    Args:
+        num_others: engines that passed with it, which were given the same.
+    """
+    told = frozenset(name for rank in one.report.tensors for name in rank)
+    adapter = (name for name in one.changed if name.startswith(ADAPTER_PREFIX))
+    if unheard := sorted(name for name in adapter if name not in told):
+        return f"it tells no fingerprint of {unheard[0]!r}"
+    if not one.changed or num_others:
+        return ""
+    pushed = told if one.changed == ALL_TENSORS else one.changed
+    if alone := sorted(name for name in pushed if not _is_vouched_for(name, one)):
+        return f"nobody can say what its tensor {alone[0]!r} should be"
+    return ""
+
+
 def first_difference(one: WeightsReport, other: WeightsReport) -> str:
     """Name of the first tensor, by rank and name, in which two reports differ; empty if none."""
     for mine, theirs in zip(one.tensors, other.tensors, strict=False):
@@ -84,19 +102,22 @@ def _lost(one: Evidence) -> str:
 
 def _not_as_sent(one: Evidence) -> str:
     """The first tensor that is not what the trainer sent; empty if all that can be told are."""
-    if len(one.report.tensors) != 1:  # sharded: no tensor is whole anywhere
-        return ""
-    held = one.report.tensors[0]
     return next(
         (
             name
             for name in sorted(one.sent)
-            if name in held
-            and _way(held[name]) == _way(one.sent[name])
-            and held[name] != one.sent[name]
+            if _is_vouched_for(name, one) and one.report.tensors[0][name] != one.sent[name]
         ),
         "",
     )
+
+
+def _is_vouched_for(name: str, one: Evidence) -> bool:
+    """Whether the trainer's fingerprint of this tensor can be held against the engine's."""
+    if len(one.report.tensors) != 1:  # sharded: no tensor is whole anywhere
+        return False
+    held = one.report.tensors[0]
+    return name in held and name in one.sent and _way(held[name]) == _way(one.sent[name])
 
 
 def _way(fingerprint: str) -> str:

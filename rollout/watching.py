@@ -7,7 +7,7 @@ gets the same calls, in the same order, that led its siblings to their phase.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.launch import RunningEngine
@@ -17,7 +17,7 @@ from rollout.fanout import describe
 from rollout.health import Finding, Look
 from rollout.lifecycle import Phase
 from rollout.member import Member
-from rollout.verification import ALL_TENSORS, Evidence, first_difference, judge
+from rollout.verification import ALL_TENSORS, Evidence, first_difference, judge, left_open
 from rollout.weights.source import Restored, WeightSource
 
 
@@ -127,13 +127,22 @@ def released_in(phase: Phase, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
     return []
 
 
+Ask = Callable[[str], Awaitable[str]]
+"""Has an engine tell a canary; told what fingerprints leave open, it says why that is wrong."""
+
+
 async def adopt(
-    member: Member, version: int, sources: Sequence[WeightSource], expected: WeightsReport | None
+    member: Member,
+    version: int,
+    sources: Sequence[WeightSource],
+    expected: WeightsReport | None,
+    ask: Ask,
 ) -> bool:
     """Let a stale engine serve if it holds ``version``, or a source gives it that; True if so.
 
     Args:
         expected: fingerprints of an engine that was proved at ``version``; None if there is none.
+        ask: for what they leave open.
 
     Raises:
         WeightMismatch: a source gave it something else.
@@ -147,6 +156,8 @@ async def adopt(
         if restored is None:
             return False
         given = restored.manifest
+        member.adapter = restored.adapter
+        member.base_version = version if restored.base_version is None else restored.base_version
         member.pushed = dict(given.fingerprints)
         member.pushed_dtypes = {name: one.dtype for name, one in given.tensors.items()}
     held = await member.engine.weight_version()
@@ -156,6 +167,7 @@ async def adopt(
             engine_id=member.engine_id,
         )
     report = await member.fingerprints()
+    open_still = "it tells no fingerprints"
     tensor = "" if report is None or expected is None else first_difference(expected, report)
     if tensor:
         raise WeightMismatch(
@@ -173,7 +185,13 @@ async def adopt(
                 f"{wrong[member.engine_id]}",
                 engine_id=member.engine_id,
             )
+        open_still = left_open(evidence, 0 if expected is None else 1)
     member.weight_version = version
+    if open_still and (why := await ask(open_still)):
+        raise WeightMismatch(
+            f"engine {member.engine_id} was given weight version {version}, but {why}",
+            engine_id=member.engine_id,
+        )
     member.prove(report)
     member.is_stale = False
     return True

@@ -31,6 +31,7 @@ ROW_OF = {
     "rollout.__main__": "doors",
     "rollout.actors": "ray",
     "rollout.admission": "decisions",
+    "rollout.canary": "decisions",
     "rollout.cli": "doors",
     "rollout.commands": "doors",
     "rollout.config": "words",

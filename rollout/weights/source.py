@@ -16,6 +16,7 @@ from rollout.config import WeightUpdate
 from rollout.types import EngineSlot
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import PushTarget, WeightPush, push_weights
+from rollout.weights.transports.as_adapter import AsAdapter
 
 _ADAPTER_TIMEOUT_S = 120.0
 
@@ -26,9 +27,13 @@ class Restored:
 
     Attributes:
         manifest: what that was, with its fingerprints; empty where the source has taken none.
+        adapter: name of the adapter among it; empty for none.
+        base_version: the version of what is under the adapter; None: it is all of one version.
     """
 
     manifest: Manifest = field(default_factory=lambda: Manifest({}))
+    adapter: str = ""
+    base_version: int | None = None
 
 
 class WeightSource(Protocol):
@@ -101,7 +106,8 @@ class AdapterSource:
         failure = answers["restored"].failure
         if failure is not None:
             raise failure
-        return Restored()
+        name = push.carrier.name if isinstance(push.carrier, AsAdapter) else ""
+        return Restored(adapter=name, base_version=self.base_version)
 
     async def _restored_base(self, engine: Engine, slot: EngineSlot) -> bool:
         for source in self._bases:

@@ -15,6 +15,7 @@ from rollout import fanout, gatekeeper, group_commands, lifecycle
 from rollout.deployment import Deployment
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_commands import GroupCommands
+from rollout.hearing import Hearing
 from rollout.lending import Lending
 from rollout.lifecycle import Command, Phase
 from rollout.repair import Repair
@@ -24,6 +25,7 @@ from rollout.server import RolloutServer
 from rollout.server_group import ServerGroup
 from rollout.steps import Steps
 from rollout.types import StepReport
+from tests.explore.plans import BY_CANARY
 from tests.explore.search import Explorer, State
 from tests.explore.snapshots import after, serving
 from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, Settings
@@ -51,10 +53,13 @@ class Mutation:
     settings: dict[str, Any] | None = None
     recover: bool = False
     frozen: dict[str, dict[str, Any]] | None = None
+    update: str = "full"
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
-        start = serving(lifecycle=self.lifecycle, recover=self.recover, frozen=self.frozen)
+        start = serving(
+            lifecycle=self.lifecycle, recover=self.recover, frozen=self.frozen, update=self.update
+        )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
         explorer = Explorer()
@@ -299,7 +304,35 @@ def _one_server_after_the_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Deployment, "_advance", advance)
 
 
+def _believe_the_canary(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hearing, "review", lambda self, answers, members: answers)
+
+
+def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hearing, "is_due", lambda self, members: False)
+
+
+_LOST = ("offload", "resume_weights", "lose shared-0", "verify", "resume_kv")
+
 MUTATIONS = (
+    Mutation(
+        "believe whatever a canary tells",
+        _believe_the_canary,
+        "I2: the gate opens while shared-0 has lost its weights",
+        ("continue",),
+        _LOST,
+        lifecycle=BY_CANARY,
+        update="frozen",
+    ),
+    Mutation(
+        "ask for no canary",
+        _ask_no_canary,
+        "I2: the gate opens while shared-0 has lost its weights",
+        ("continue",),
+        _LOST,
+        lifecycle=BY_CANARY,
+        update="frozen",
+    ),
     Mutation(
         "serve an engine that was only started again",
         _serve_the_stale,

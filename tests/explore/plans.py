@@ -97,6 +97,7 @@ def _command(
 
 
 _RAISE = {"on_failure": "raise"}
+BY_CANARY = {"verify_by": "canary", "canary_prompts": ((1, 2),)}
 _FEW = {"outcomes": FEW_OUTCOMES}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
 _KILLABLE = Settings((), ("cancel", "stop", *_DEATHS), FEW_OUTCOMES)
@@ -136,6 +137,19 @@ DEFAULT: tuple[Plan, ...] = (
         "cycle, frozen",
         "everything, any 1, of a model that is never updated",
         _command("offload", "serve", update="frozen", injections=("cancel", "stop", *_DEATHS)),
+    ),
+    Plan(
+        "continue, lost weights",
+        "four outcomes of every call, cancel, stop: any 2, where only a canary tells garbage",
+        _command(
+            "continue",
+            begin=("offload", "resume_weights", "lose shared-0", "verify", "resume_kv"),
+            deviations=2,
+            update="frozen",
+            lifecycle=BY_CANARY,
+            injections=("cancel", "stop"),
+            **_FEW,
+        ),
     ),
     Plan(
         "cycle, lost router",

@@ -20,6 +20,7 @@ from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag, SamplingParams
 from rollout.deployment import Deployment
 from rollout.errors import PhaseTimeout, RolloutError
+from rollout.hearing import RID_PREFIX
 from rollout.lifecycle import Command
 from rollout.member import Member as RosterMember
 from rollout.router.gate import Gate, GateState, Refusal, Waiter
@@ -55,6 +56,7 @@ CONTROL = frozenset(
         "weight_version",
         "weights_checker",
         "continue_generation",
+        "canary",
     }
 )
 _UPDATES = frozenset({"begin_weight_update", "update_weights_from_tensor", "end_weight_update"})
@@ -62,7 +64,8 @@ _MANIFEST = Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in DE
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 # A push shares its budget out; a pause is tried twice.
-_LEAST_S = dict.fromkeys(_UPDATES, 5.0) | {"pause_generation": BUDGET_S / 2}
+# A canary has what is left of the continue before it.
+_LEAST_S = dict.fromkeys(_UPDATES, 5.0) | {"pause_generation": BUDGET_S / 2, "canary": 0.0}
 
 # What may become of a call of an engine; the first is the ordinary course.
 OUTCOMES: tuple[tuple[str, faults.Fault | None], ...] = (
@@ -100,7 +103,8 @@ class SteeredEngine(FakeEngine):
         super().die(because)
 
     def _admit(self, *request: Any) -> Any:
-        if self.world is not None and (self.weights.lost or not self.is_proved):
+        is_canary = request[2] is not None and request[2].startswith(RID_PREFIX)
+        if self.world is not None and not is_canary and (self.weights.lost or not self.is_proved):
             self.world.violate(f"I1: {self.engine_id} generates with weights nobody has verified")
         return super()._admit(*request)
 
@@ -111,8 +115,9 @@ class SteeredEngine(FakeEngine):
 
     async def _arrive(self, operation: str, arguments: Any) -> faults.Fault | None:
         world = self.world
+        asked, operation = operation, _told_apart(operation, arguments)
         if world is None or operation not in CONTROL:
-            return await super()._arrive(operation, arguments)
+            return await super()._arrive(asked, arguments)
         since = world.now
         if operation == "continue_generation":
             world.check_may_continue(self)
@@ -121,7 +126,7 @@ class SteeredEngine(FakeEngine):
         elif operation in _UPDATES or MemoryTag.WEIGHTS in arguments.get("tags", ()):
             self.is_proved = False
         try:
-            fault = await super()._arrive(operation, arguments)
+            fault = await super()._arrive(asked, arguments)
         except asyncio.CancelledError:
             if not world._is_coming(self):
                 self._struck(operation)
@@ -526,8 +531,9 @@ class World:
         num_outcomes = len(outcomes)
 
         async def direct(call: faults.Call) -> faults.Fault | None:
-            if call.operation in CONTROL:
-                return outcomes[await self.happens(engine_id, call.operation, num_outcomes)][1]
+            operation = _told_apart(call.operation, call.arguments)
+            if operation in CONTROL:
+                return outcomes[await self.happens(engine_id, operation, num_outcomes)][1]
             if call.operation == "generate":
                 await self.happens(engine_id, "generate", 1)
             return None
@@ -591,6 +597,8 @@ class World:
             work = _OF_ALL[command](self.parts)
         elif command.startswith("kill "):
             work = self._kill(command.removeprefix("kill "))
+        elif command.startswith("lose "):
+            work = self._lose(command.removeprefix("lose "))
         else:
             verb, _, engine_id = command.partition(" ")
             work = _COMMANDS[verb](server, *([engine_id] if engine_id else []))
@@ -619,6 +627,10 @@ class World:
 
     async def _kill(self, engine_id: str) -> None:
         self.parts.launcher.processes[engine_id].engine.die("killed -9")
+
+    async def _lose(self, engine_id: str) -> None:
+        """Its weights have come back as garbage, and nobody was told."""
+        self.parts.launcher.processes[engine_id].engine.weights.lose()
 
     # -- requests
 
@@ -677,6 +689,9 @@ class World:
             engine = process.engine
             if self._server_of(engine.engine_id) == self._server_of(asked.engine_id):
                 versions.add(engine._version)
+            member = self.parts.member(engine.engine_id)
+            if engine.weights.lost and member is not None and member.owes_canary:
+                continue  # which it can tell only when it has gone on, with the gate shut
             if why := _unfit(engine):
                 self.violate(f"I2: {asked.engine_id} continues while {engine.engine_id} {why}")
         if len(versions) > 1:
@@ -862,6 +877,7 @@ class World:
                             bool(one.fenced_because),
                             bool(one.changed),
                             one.is_stale,
+                            one.owes_canary,
                         )
                         for one in group._roster.members()
                     ),
@@ -916,6 +932,12 @@ _OF_ALL: dict[str, Callable[[Parts], Awaitable[Any]]] = {
     "all onload": _onload_all,
     "all serve": lambda parts: parts.deployment.onload({}),
 }
+
+
+def _told_apart(operation: str, arguments: Any) -> str:
+    """A canary is no request: it is a call of ours, and anything may become of it."""
+    rid = arguments.get("rid") if operation == "generate" else None
+    return "canary" if rid is not None and rid.startswith(RID_PREFIX) else operation
 
 
 def _age(version: int | None, newest: int) -> int | None:

@@ -35,6 +35,18 @@ class GivingSource:
         return self._restored
 
 
+class Asked:
+    """Stands for an engine's canary; remembers what it was asked for."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.about: list[str] = []
+        self._wrong = wrong
+
+    async def __call__(self, left_open: str) -> str:
+        self.about.append(left_open)
+        return self._wrong
+
+
 def stale_member() -> Member:
     return Member(
         slot=EngineSlot("main-0", "main", 0),
@@ -49,17 +61,28 @@ def stale_member() -> Member:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fingerprint"), [("float32", "xxh3:held"), ("bfloat16", "xxh3:not comparable")]
+    ("dtype", "fingerprint", "is_left_open"),
+    [("float32", "xxh3:held", False), ("bfloat16", "xxh3:not comparable", True)],
 )
-def test_an_engine_that_holds_what_it_was_given_serves(dtype: str, fingerprint: str) -> None:
-    member = stale_member()
-    assert asyncio.run(adopt(member, 1, [GivingSource(dtype, fingerprint)], None))
+def test_an_engine_that_holds_what_it_was_given_serves(
+    dtype: str, fingerprint: str, is_left_open: bool
+) -> None:
+    member, asked = stale_member(), Asked()
+    assert asyncio.run(adopt(member, 1, [GivingSource(dtype, fingerprint)], None, asked))
     assert member.is_proved
     assert not member.is_stale
+    assert bool(asked.about) is is_left_open
 
 
 def test_the_only_engine_that_holds_something_else_than_it_was_given_does_not_serve() -> None:
-    member = stale_member()
+    member, sources = stale_member(), [GivingSource("float32", "xxh3:another")]
     with pytest.raises(WeightMismatch, match="given weight version 1, but tensor 'w' is not what"):
-        asyncio.run(adopt(member, 1, [GivingSource("float32", "xxh3:another")], None))
+        asyncio.run(adopt(member, 1, sources, None, Asked()))
+    assert member.is_stale
+
+
+def test_an_engine_whose_canary_is_wrong_does_not_serve() -> None:
+    member, sources = stale_member(), [GivingSource("bfloat16", "xxh3:not comparable")]
+    with pytest.raises(WeightMismatch, match="given weight version 1, but it sings of others"):
+        asyncio.run(adopt(member, 1, sources, None, Asked("it sings of others")))
     assert member.is_stale

@@ -1,0 +1,167 @@
+"""Engines without fingerprints tell a canary before the gate opens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine, FakeTensor
+from engines.protocol import PauseMode
+from rollout.config import LifecycleConfig
+from rollout.errors import PhaseFailed, WeightMismatch
+from rollout.server_group import ServerGroup
+from tests.support.builders import TENSOR_NAMES, push, started_group, started_server
+
+BY_CANARY = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]]}
+NAME = TENSOR_NAMES[1]
+
+
+async def frozen_group(num: int, **lifecycle: Any) -> tuple[ServerGroup, list[FakeEngine]]:
+    """Engines that release their weights, and get them back from a backup."""
+    return await started_group(num, update="frozen", lifecycle=BY_CANARY | lifecycle)
+
+
+async def offload(group: ServerGroup) -> None:
+    await group.pause()
+    await group.flush()
+    await group.release()
+
+
+async def up_to_continue(group: ServerGroup, version: int) -> None:
+    await group.verify(version)
+    await group.resume_kv()
+
+
+async def give(group: ServerGroup, version: int) -> None:
+    await offload(group)
+    await group.resume_weights()
+    await group.update_weights(push(version))
+    await up_to_continue(group, version)
+
+
+def scribble(engine: FakeEngine, name: str = NAME) -> None:
+    """One tensor is wrong, and nothing says so."""
+    tensor = engine.weights.tensors[name]
+    engine.weights.write([(name, FakeTensor(tensor.shape, -1.0))])
+
+
+async def states(group: ServerGroup) -> dict[str, str]:
+    return {one.engine_id: one.state for one in (await group.status()).engines}
+
+
+async def test_weights_that_come_back_as_garbage_are_found_without_any_fingerprint() -> None:
+    group, engines = await frozen_group(2)
+    await offload(group)
+    await group.resume_weights()
+    for engine in engines:  # both: nobody could be outvoted
+        engine.weights.lose()
+    await up_to_continue(group, 0)
+    with pytest.raises(PhaseFailed, match=r"canary prompt \d, token \d has log-prob") as failed:
+        await group.continue_generation()
+    assert failed.value.phase == "continue"
+    assert "when the weights were the same" in str(failed.value)
+    assert set((await states(group)).values()) == {"fenced"}
+    assert all(engine.is_dead for engine in engines)
+    assert all("weights_checker" not in engine.operations() for engine in engines)
+
+
+async def test_weights_that_come_back_whole_serve() -> None:
+    group, engines = await frozen_group(1)
+    for _ in range(2):
+        await offload(group)
+        await group.resume_weights()
+        await up_to_continue(group, 0)
+        await group.continue_generation()
+    assert set((await states(group)).values()) == {"serving"}
+    (engine,) = engines
+    # Only when it generates again, for a paused SGLang never answers.
+    assert engine.operations()[-3:] == ["continue_generation", "generate", "generate"]
+    assert engine.calls[-1].arguments["rid"].startswith("canary-")
+
+
+async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None:
+    group, engines = await started_group(3, lifecycle=BY_CANARY)
+    await give(group, 1)
+    scribble(engines[1])
+    report = await group.continue_generation()
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    assert "on engine main-0 and 1 more" in report.failures[0].failure
+    assert await states(group) == {"main-0": "serving", "main-1": "fenced", "main-2": "serving"}
+
+
+async def test_a_canary_is_not_asked_where_nothing_has_changed() -> None:
+    group, (engine,) = await started_group(1, lifecycle=BY_CANARY)
+    await group.pause()
+    await group.continue_generation()
+    assert "generate" not in engine.operations()
+
+
+async def test_an_engine_that_does_not_answer_it_is_fenced() -> None:
+    group, engines = await started_group(2, lifecycle=BY_CANARY)
+    await give(group, 1)
+    engines[0].die("it died")
+    report = await group.continue_generation()
+    assert [one.engine_id for one in report.failures] == ["main-0"]
+
+
+async def test_without_fingerprints_nothing_is_retracted_that_would_run_unproved() -> None:
+    for lifecycle, mode in ((BY_CANARY, PauseMode.ABORT), ({}, PauseMode.RETRACT)):
+        group, (engine,) = await started_group(1, lifecycle=lifecycle | {"drain": "retract"})
+        await group.pause()
+        assert engine.calls[-1].arguments == {"mode": mode}
+
+
+async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_numbers() -> None:
+    prompts = {"canary_prompts": BY_CANARY["canary_prompts"]}
+    group, (engine,) = await started_group(1, lifecycle=prompts)
+    await give(group, 1)
+    await group.continue_generation()
+    assert engine.operations().count("weights_checker") == 1
+    assert engine.operations()[-2:] == ["generate", "generate"]
+    two, engines = await started_group(2, lifecycle=prompts)
+    await give(two, 1)
+    await two.continue_generation()  # they vouch for one another
+    assert all("generate" not in one.operations() for one in engines)
+
+
+async def test_a_server_opens_its_gate_only_after_the_canary(tmp_path: Path) -> None:
+    groups = {"shared": {"num_engines": 1}}
+    bench = await started_server(tmp_path, groups, lifecycle=BY_CANARY)
+    await bench.server.offload()
+    gate = bench.engines[0].hold("generate")
+    onload = asyncio.create_task(bench.server.onload(push(1)))
+    await gate.entered.wait()
+    assert bench.engines[0].paused is None
+    assert bench.router.gate == "holding"
+    gate.open()
+    await onload
+    assert bench.router.gate == "open"
+    await bench.server.stop()
+
+
+async def test_an_engine_that_comes_back_is_held_against_one_that_serves() -> None:
+    group, _ = await frozen_group(2)
+    await group.fence("main-1", "for the test")
+    await group.restart("main-1")
+    assert await group.adopt("main-1", 0)
+    assert (await states(group))["main-1"] == "serving"
+
+
+async def test_an_engine_that_comes_back_with_other_weights_does_not_serve() -> None:
+    group, _ = await frozen_group(2)
+    await group.fence("main-1", "for the test")
+    await group.restart("main-1")
+    member = group._roster["main-1"]
+    scribble(member.engine)  # type: ignore[arg-type]
+    member.canary = {}  # it has told nothing before
+    with pytest.raises(WeightMismatch, match="on engine main-0, whose weights are proved"):
+        await group.adopt("main-1", 0)
+    assert (await states(group))["main-1"] == "stale"
+
+
+def test_a_canary_of_one_token_tells_nothing_and_is_refused() -> None:
+    with pytest.raises(ValueError, match="canary_prompts"):
+        LifecycleConfig.model_validate({"canary_prompts": [[1]]})
