@@ -9,7 +9,7 @@ from engines.fake.checkpoint import write_checkpoint
 from engines.fake.engine import FakeEngine
 from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate
 from engines.fake.launcher import FakeLauncher, FakeRunningEngine
-from engines.fake.weights import FakeTensor, pack_tensors
+from engines.fake.weights import FakeTensor, fingerprint_of, pack_tensors
 
 __all__ = [
     "Call",
@@ -21,6 +21,7 @@ __all__ = [
     "FaultKind",
     "FaultPlan",
     "Gate",
+    "fingerprint_of",
     "pack_tensors",
     "write_checkpoint",
 ]

@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--no-memory-saver", action="store_true")
     parser.add_argument("--weights-cpu-backup", action="store_true")
+    parser.add_argument("--tells-manifest", action="store_true", help="list the tensors")
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--dist-init-addr", default="", help="where the nodes meet")
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         weights_cpu_backup=options.weights_cpu_backup,
         token_s=options.token_s,
         drain_s=options.drain_s,
+        tells_manifest=options.tells_manifest,
     )
     for switch in options.fault:
         switch.turn_on(engine.faults)

@@ -39,6 +39,7 @@ _DEFAULT_SAMPLING = SamplingParams()
 _NOWHERE = Endpoint("127.0.0.1", 1)
 _NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
 _HEALTH_TIMEOUT_S = 20.0
+_MANIFEST_PATHS = frozenset({"/weights_manifest"})
 _SESSION_PATHS = frozenset({"/begin_weight_update", "/end_weight_update"})
 _PATHS = frozenset(
     {"/generate", "/pause_generation", "/update_weights_from_tensor", "/weights_checker"}
@@ -54,6 +55,7 @@ class FakeEngine:
         token_s: seconds each token takes.
         drain_s: seconds until an aborted request has left.
         context_length: tokens a prompt must be shorter than; None takes any.
+        tells_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
 
     Attributes:
         faults: what goes wrong with which call; see ``engines/fake/README.md``.
@@ -86,6 +88,7 @@ class FakeEngine:
         vocab_size: int = 1000,
         context_length: int | None = None,
         memory_bytes: int = 3_000,
+        tells_manifest: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.endpoint = endpoint
@@ -112,6 +115,7 @@ class FakeEngine:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._memory_bytes = memory_bytes
+        self._tells_manifest = tells_manifest
         self._is_updating = False
         self._is_wedged = False
         self._groups: set[str] = set()
@@ -381,7 +385,7 @@ class FakeEngine:
 
     async def endpoints(self) -> frozenset[str]:
         async with self._call("endpoints"):
-            paths = _PATHS
+            paths = _PATHS | _MANIFEST_PATHS if self._tells_manifest else _PATHS
             return paths | _SESSION_PATHS if self._needs_session else paths
 
     async def is_ready(self) -> bool:
@@ -484,6 +488,8 @@ class FakeEngine:
                 await self._until(_always)
             case FaultKind.SLOW:
                 await self._until(_never, fault.seconds)
+            case FaultKind.GARBLE:
+                self.weights.garble()
 
     async def _pass_gate(self, operation: str, is_over: Callable[[], bool] = bool) -> None:
         gate = self.faults.gates.get(operation)

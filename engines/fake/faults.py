@@ -42,6 +42,7 @@ class FaultKind(StrEnum):
     HANG = "hang"
     FREEZE = "freeze"
     SLOW = "slow"
+    GARBLE = "garble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,12 @@ def freeze(*, executed: bool = False, tokens: int | None = None) -> Fault:
 def slow(seconds: float) -> Fault:
     """The call takes so much longer."""
     return Fault(FaultKind.SLOW, seconds=seconds)
+
+
+def garble() -> Fault:
+    """The call is carried out and answered, and one tensor is not what it should be afterwards:
+    the same one, and the same wrong contents, on every engine."""
+    return Fault(FaultKind.GARBLE, executed=True)
 
 
 class Gate:

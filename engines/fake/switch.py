@@ -3,9 +3,9 @@
     OPERATION[#NTH]:FAULT[=VALUE][@MOMENT]
 
 ``OPERATION`` is a name of ``protocol.Engine`` or ``any``; ``#2`` strikes at its second call;
-``FAULT`` is reject, lose, die, hang, freeze or slow; ``VALUE`` is the status of a ``reject`` or
-the seconds of a ``slow``; ``MOMENT`` is ``before`` (left out: this), ``after`` the call took
-effect, or a number of tokens of a generation.
+``FAULT`` is reject, lose, die, hang, freeze, slow or garble; ``VALUE`` is the status of a
+``reject`` or the seconds of a ``slow``; ``MOMENT`` is ``before`` (left out: this), ``after`` the
+call took effect, or a number of tokens of a generation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATIONS = frozenset(name for name in vars(Engine) if not name.startswith("_")
     "aclose",
     "stream_generate",
 } | {ANY}
-_TIMED = (FaultKind.REJECT, FaultKind.SLOW)
+_TIMED = (FaultKind.REJECT, FaultKind.SLOW, FaultKind.GARBLE)
 _PATTERN = re.compile(
     r"(?P<operation>\w+)(#(?P<nth>\d+))?:(?P<kind>\w+)(=(?P<value>[\d.]+))?(@(?P<moment>\w+))?"
 )
@@ -75,6 +75,8 @@ def _with_value(text: str, fault: Fault, value: str | None) -> Fault:
 
 
 def _at(text: str, fault: Fault, operation: str, moment: str) -> Fault:
+    if fault.kind is FaultKind.GARBLE and moment in ("before", "after"):
+        return replace(fault, executed=True)
     if moment == "before":
         return fault
     if fault.kind in _TIMED:

@@ -18,8 +18,10 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from engines.fingerprint import host_fingerprint
 from engines.protocol import TensorInfo
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DEFAULT_TENSORS = (
     TensorInfo("model.embed_tokens.weight", "float32", (16, 8)),
     TensorInfo("model.layers.0.mlp.weight", "float32", (8, 8)),
@@ -33,10 +35,21 @@ class Fatal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FakeTensor:
-    """A tensor of a push without torch: a shape, and a value to tell one from another."""
+    """A tensor of a push without torch: a shape, and a value to tell one from another.
+
+    Attributes:
+        fingerprint: of the bytes it stands for, if there are any.
+    """
 
     shape: tuple[int, ...]
     value: float = 0.0
+    fingerprint: str = ""
+
+
+def fingerprint_of(tensor: Any) -> str:
+    """What an engine that holds it will say of it, and so what its trainer takes of it."""
+    known: str = getattr(tensor, "fingerprint", "")
+    return known or f"fake:{digest_of(tensor)}"
 
 
 def pack_tensors(tensors: Mapping[str, Any]) -> bytes:
@@ -64,6 +77,7 @@ class _Place:
 
     name: str
     shape: Sequence[int]
+    dtype: Any
     start_idx: int
     end_idx: int
 
@@ -77,8 +91,14 @@ def _split(bucket: Mapping[str, Any]) -> Iterator[tuple[str, FakeTensor]]:
     """The tensors of a flattened bucket; their bytes stand for their numbers."""
     flat = bucket["flattened_tensor"]
     for one in bucket["metadata"]:
-        content = flat[one.start_idx : one.end_idx].tolist()
-        yield one.name, FakeTensor(tuple(one.shape), xxh3_64_intdigest(bytes(content)))
+        content = bytes(flat[one.start_idx : one.end_idx].tolist())
+        dtype = str(one.dtype).removeprefix("torch.")
+        yield one.name, _tensor_of(one.name, dtype, tuple(one.shape), content)
+
+
+def _tensor_of(name: str, dtype: str, shape: tuple[int, ...], content: bytes) -> FakeTensor:
+    fingerprint = host_fingerprint(name, dtype, shape, content)
+    return FakeTensor(shape, xxh3_64_intdigest(content), fingerprint)
 
 
 @dataclass(slots=True)
@@ -103,7 +123,7 @@ class FakeWeights:
         return weights
 
     def load_checkpoint(self, path: str) -> None:
-        self.digests = {name: digest_of((path, name)) for name in self.tensors}
+        self.digests = {name: fingerprint_of((path, name)) for name in self.tensors}
         self.lost.clear()
 
     def load_path(self, path: str) -> None:
@@ -124,7 +144,12 @@ class FakeWeights:
         self.num_losses += 1
         self.lost.update(self.tensors)
         garbage = (id(self), self.num_losses)
-        self.digests = {name: digest_of((garbage, name)) for name in self.tensors}
+        self.digests = {name: fingerprint_of((garbage, name)) for name in self.tensors}
+
+    def garble(self) -> None:
+        """The first tensor by name holds something else, the same on each engine."""
+        name = min(self.tensors)
+        self.digests[name] = fingerprint_of(("garbled", name))
 
     def write(self, pairs: Iterable[tuple[str, Any]]) -> None:
         """Take new contents.  Unknown names are passed over in silence, as SGLang does.
@@ -139,7 +164,7 @@ class FakeWeights:
             shape = tuple(getattr(tensor, "shape", known.shape))
             if shape != known.shape:
                 raise Fatal(f"{name} has shape {shape}, not {known.shape}")
-            self.digests[name] = digest_of(tensor)
+            self.digests[name] = fingerprint_of(tensor)
             self.lost.discard(name)
 
     def logprobs(self, prompt: Sequence[int], adapter: str) -> tuple[float, ...]:
@@ -164,8 +189,9 @@ def _tensors_in(file: Path) -> Iterator[tuple[str, FakeTensor]]:
     for name, entry in json.loads(content[8 : 8 + size]).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            value = xxh3_64_intdigest(content[8 + size + begin : 8 + size + end])
-            yield name, FakeTensor(tuple(entry["shape"]), value)
+            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            part = content[8 + size + begin : 8 + size + end]
+            yield name, _tensor_of(name, dtype, tuple(entry["shape"]), part)
 
 
 def digest_of(value: Any) -> str:

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from engines.fake import FakeEngine
-from engines.protocol import WeightsReport
-from rollout.errors import LifecycleError, WeightMismatch, WeightsUnavailable
+from engines.fake import FakeEngine, FakeLauncher, FakeTensor, faults, fingerprint_of
+from engines.protocol import Endpoint, WeightsReport
+from engines.spec import EngineSpec
+from rollout.config import WeightUpdate
+from rollout.errors import LifecycleError, PhaseFailed, WeightMismatch, WeightsUnavailable
+from rollout.server_group import ServerGroup
 from rollout.verification import Evidence, judge
 from rollout.weights.feed import FeedAddress
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.push import WeightPush
-from tests.support.builders import manifest, push, started_group
+from tests.support.builders import TENSOR_NAMES, manifest, push, started_group
 
 
 async def lost() -> bytes:
@@ -87,3 +90,75 @@ def test_what_cannot_be_compared_is_not() -> None:
     assert judge({"e-0": Evidence(report(b="xxh3:9"), sent=sent)}) == {}  # fused elsewhere
     sharded = WeightsReport("xxh3:all", ({"a": "xxh3:8"}, {"a": "xxh3:9"}))
     assert judge({"e-0": Evidence(sharded, sent=sent)}) == {}
+
+
+def told_by_the_trainer(of: WeightPush) -> WeightPush:
+    """The same push, with the trainer's fingerprints of what is in it."""
+    found = {
+        name: fingerprint_of(FakeTensor(one.shape, of.version))
+        for name, one in of.manifest.tensors.items()
+    }
+    return replace(of, manifest=Manifest(of.manifest.tensors, found))
+
+
+def listing_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return FakeEngine(spec.engine_id, endpoint=endpoint, tells_manifest=True)
+
+
+async def taking(num: int, *pushes: WeightPush, garbled: bool = True) -> ServerGroup:
+    """Engines that list their tensors and were given these, the last of them garbled."""
+    group, engines = await started_group(num, launcher=FakeLauncher(listing_engine))
+    await group.pause()
+    await group.flush()
+    for one in pushes[:-1]:
+        await group.update_weights(one)
+    for engine in engines if garbled else ():
+        engine.faults.strike("update_weights_from_tensor", faults.garble())
+    await group.update_weights(pushes[-1])
+    return group
+
+
+async def test_what_all_engines_took_wrongly_alike_is_named_by_the_trainers_fingerprints() -> None:
+    group = await taking(2, told_by_the_trainer(push(1)))
+    first = min(TENSOR_NAMES)
+    with pytest.raises(PhaseFailed, match=f"tensor '{first}' is not what the trainer sent"):
+        await group.verify(1)
+    assert [one.state for one in (await group.status()).engines] == ["fenced", "fenced"]
+
+
+async def test_without_the_trainers_fingerprints_they_would_vouch_for_one_another() -> None:
+    group = await taking(2, push(1))
+    assert not (await group.verify(1)).failures
+    await group.stop()
+
+
+async def test_what_was_taken_rightly_is_proved() -> None:
+    group = await taking(2, told_by_the_trainer(push(1)), garbled=False)
+    assert not (await group.verify(1)).failures
+    assert not any(one.owes_canary for one in group._roster.members())
+    await group.stop()
+
+
+async def test_a_tensor_of_an_earlier_push_is_held_against_the_trainers_of_then() -> None:
+    later = told_by_the_trainer(push(2, TENSOR_NAMES[1:2]))
+    assert min(TENSOR_NAMES) not in later.manifest.tensors
+    group, engines = await started_group(
+        2, update="partial", needs_offload=False, launcher=FakeLauncher(listing_engine)
+    )
+    await group.pause()
+    await group.flush()
+    await group.update_weights(replace(told_by_the_trainer(push(1)), contents=WeightUpdate.FULL))
+    for engine in engines:
+        engine.faults.strike("update_weights_from_tensor", faults.garble())
+    await group.update_weights(later)
+    with pytest.raises(PhaseFailed, match="is not what the trainer sent"):
+        await group.verify(2)
+
+
+async def test_what_an_engine_converted_to_its_own_dtype_is_left_to_the_others() -> None:
+    sent = told_by_the_trainer(push(1))
+    specs = {name: replace(one, dtype="bfloat16") for name, one in sent.manifest.tensors.items()}
+    other = {name: f"{text}-of-bfloat16" for name, text in sent.manifest.fingerprints.items()}
+    group = await taking(2, replace(sent, manifest=Manifest(specs, other)), garbled=False)
+    assert not (await group.verify(1)).failures
+    await group.stop()
