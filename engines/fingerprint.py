@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from xxhash import xxh3_128
@@ -31,9 +32,14 @@ class Hasher(Protocol):
 def start(name: str, dtype: str, shape: Sequence[int]) -> Hasher:
     """A hash that has taken in what the bytes to come are: feed it the tensor's bytes in order,
     in pieces of any size, and give it to ``host_fingerprint_of``."""
+    return xxh3_128(_head(name, dtype, tuple(shape)))
+
+
+@lru_cache(maxsize=1 << 16)
+def _head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     # Its length first: no name can then look like a shorter one followed by contents.
     head = json.dumps([name, dtype, list(shape)]).encode()
-    return xxh3_128(len(head).to_bytes(8, "little") + head)
+    return len(head).to_bytes(8, "little") + head
 
 
 def host_fingerprint_of(hasher: Hasher) -> str:

@@ -13,6 +13,10 @@ from enum import StrEnum
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+# In the metadata of a safetensors file whose writer promises that it will never be another length
+# and will be written again: a reader may keep it mapped, as long as it has its name.
+STAYS = "rollout.stays"
+
 
 class WorkerType(StrEnum):
     """What an engine is for within its server."""

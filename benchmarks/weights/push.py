@@ -94,9 +94,11 @@ class Pushing:
 
     def __init__(self, tensors: dict[str, torch.Tensor], port: int, folder: Path) -> None:
         self._tensors = tensors
-        self._port = port
         self._folder = folder
         self._pool = SlotPool()
+        # Both live as long as a server does, not for one push.
+        self._runner = asyncio.Runner()
+        self._engine = EngineClient(Endpoint("127.0.0.1", port))
 
     def push(self, transport: Transport, *, stream: bool, fingerprint: bool = True) -> None:
         settings = WeightsConfig(
@@ -109,28 +111,20 @@ class Pushing:
         sender = Sender(settings, self._pool, timeout_s=120, model_path=str(self._folder))
         outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
         try:
-            asyncio.run(self._carry(outgoing.push))
+            self._runner.run(self._carry(outgoing.push))
         finally:
             outgoing.close()
 
     async def _carry(self, push: Any) -> None:
-        engine = EngineClient(Endpoint("127.0.0.1", self._port))
-        answers = await push_weights(push, {"engine": PushTarget(engine)}, budget_s=300)
+        answers = await push_weights(push, {"engine": PushTarget(self._engine)}, budget_s=300)
         if answers["engine"].failure is not None:
             raise answers["engine"].failure
-        await engine.aclose()
 
     def check(self) -> None:
         """The engine holds what was pushed last."""
-
-        async def ask() -> dict[str, str]:
-            engine = EngineClient(Endpoint("127.0.0.1", self._port))
-            report = await engine.weights_checker()
-            await engine.aclose()
-            return dict(report.tensors[0])
-
-        held = asyncio.run(ask())
-        assert held == {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
+        report = self._runner.run(self._engine.weights_checker())
+        mine = {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
+        assert report.tensors[0] == mine
 
     def forget(self) -> None:
         """Remove checkpoints of earlier versions."""
@@ -140,6 +134,8 @@ class Pushing:
             folder.rmdir()
 
     def close(self) -> None:
+        self._runner.run(self._engine.aclose())
+        self._runner.close()
         self._pool.close()
 
 

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 
 from engines.embedded.files import update_from_disk
 from engines.embedded.groups import UpdateGroups
+from engines.embedded.mapped import MappedFiles
 from engines.embedded.unpickle import read_payload
 from engines.embedded.weights import Weights
 
@@ -46,6 +47,7 @@ class Receiver:
 
     def __init__(self, specs: list[dict[str, Any]]) -> None:
         self.weights = Weights(Holder(specs))
+        self.mapped = MappedFiles()
         self.groups = UpdateGroups(torch.device("cpu"))
         self.version = "0"
 
@@ -55,7 +57,7 @@ class Receiver:
         self.weights.apply(named)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> None:
-        update_from_disk(self.weights, body["model_path"])
+        update_from_disk(self.weights, body["model_path"], self.mapped)
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
         self.groups.join(

@@ -20,6 +20,7 @@ from engines.embedded.gate import Gate, IdleJob
 from engines.embedded.generation import Generation
 from engines.embedded.groups import UpdateGroups
 from engines.embedded.lora import Adapters
+from engines.embedded.mapped import MappedFiles
 from engines.embedded.memory import Memory
 from engines.embedded.state import Journal
 from engines.embedded.text import Text
@@ -44,6 +45,7 @@ class Engine:
             model, is_enabled=config.enable_lora, max_rank=config.max_lora_rank
         )
         self.weights = Weights(model, self.adapters.fingerprints)
+        self.mapped = MappedFiles()
         self.groups = UpdateGroups(memory.device)
         self.live: dict[str, Generation] = {}
         self.context_length = _context_length(config, model)
@@ -166,7 +168,7 @@ class Engine:
 
     async def update_from_disk(self, path: str, **how: Any) -> None:
         await self.update(
-            lambda: update_from_disk(self.weights, path),
+            lambda: update_from_disk(self.weights, path, self.mapped),
             "update_weights_from_disk",
             **how,
         )

@@ -2,34 +2,37 @@
 
 Always true: every header is checked before the first byte of the model changes.
 
-The bytes are read straight into the parameters.  Mapping the files instead would cost a page
-fault for every few pages, more than the copy, and a mapping that is kept would keep the memory of
-files that a trainer has removed.
+The bytes are read straight into the parameters.  Mapping a file for one load would cost a page
+fault for every few pages, more than the copy; those that come again and again stay (``mapped``).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import torch
 
 from engines.embedded.errors import Invalid
 from engines.embedded.fingerprint import as_bytes
+from engines.embedded.mapped import Copy, MappedFile, MappedFiles
+from engines.protocol import STAYS
 
 if TYPE_CHECKING:
     from engines.embedded.weights import Weights
 
 _MAX_HEADER_BYTES = 100_000_000
-# Two reads at a time: one keeps a core busy with copying out of the page cache.
-_NUM_READERS = 2
+# One keeps a core busy with copying out of the page cache.
+_MOST_READERS = 4
 _BATCH_BYTES = 16 << 20
 _DTYPES = {
     "F64": torch.float64,
@@ -68,51 +71,97 @@ def checkpoint_files(path: str) -> list[Path]:
     return files
 
 
-def update_from_disk(weights: Weights, path: str) -> None:
-    """Overwrite the model from a checkpoint, or a part of one; headers are checked first."""
+def update_from_disk(weights: Weights, path: str, mapped: MappedFiles | None = None) -> None:
+    """Overwrite the model from a checkpoint, or a part of one; headers are checked first.
+
+    Args:
+        mapped: where files are kept that stay; None reads them like any other.
+    """
     has_begun = False
     try:
         with ExitStack() as stack:
             pieces: list[_Piece] = []
+            known: list[MappedFile] = []
             for file in checkpoint_files(path):
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
-                pieces += _read_header(descriptor)
-            weights.check((one.name, one.shape, one.dtype) for one in pieces)
+                header = _read_header(descriptor)
+                kept = mapped.find(file, descriptor) if mapped else None
+                if kept is not None and kept.header == header:
+                    known.append(kept)  # it is as it was when it was checked
+                    continue
+                found, stays = _pieces(header, descriptor)
+                weights.check((one.name, one.shape, one.dtype) for one in found)
+                copies = _copies(weights, found) if mapped and stays else None
+                if mapped is None or copies is None:
+                    pieces += found
+                    continue
+                kept = kept or mapped.keep(file, descriptor)
+                kept.header, kept.copies = header, copies
+                known.append(kept)
             has_begun = True
-            _read_all(weights, pieces)
+            _bring(weights, pieces, known)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         state = "the weights are now a mixture" if has_begun else "nothing was updated"
         raise Invalid(f"cannot read {path}: {error}; {state}") from error
 
 
-def _read_header(descriptor: int) -> list[_Piece]:
+def _read_header(descriptor: int) -> bytes:
     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"header of {length} bytes")
-    header = json.loads(os.pread(descriptor, length, 8))
-    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, length, 8)
+
+
+def _pieces(header: bytes, descriptor: int) -> tuple[list[_Piece], bool]:
+    """What is in a file, and whether the file stays."""
+    entries: dict[str, Any] = orjson.loads(header)
+    start = 8 + len(header)
+    room = os.fstat(descriptor).st_size - start
+    stays = STAYS in entries.pop("__metadata__", {})
     pieces = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in entries.items():
         begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= size - 8 - length:
-            raise ValueError(f"{name} ends at byte {end} of {size - 8 - length}")
+        if not 0 <= begin <= end <= room:
+            raise ValueError(f"{name} ends at byte {end} of {room}")
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} is {entry['dtype']}, which is not read here")
         shape = tuple(entry["shape"])
-        if torch.Size(shape).numel() * dtype.itemsize != end - begin:
+        if math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"{name} of shape {list(shape)} has {end - begin} bytes")
-        pieces.append(_Piece(name, dtype, shape, descriptor, 8 + length + begin, end - begin))
-    return pieces
+        pieces.append(_Piece(name, dtype, shape, descriptor, start + begin, end - begin))
+    return pieces, stays
 
 
-def _read_all(weights: Weights, pieces: Sequence[_Piece]) -> None:
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
+def _copies(weights: Weights, pieces: Sequence[_Piece]) -> list[list[Copy]] | None:
+    """Where the bytes of a file go; None if they cannot simply be copied there."""
+    found = []
+    for batch in _batches(pieces):
+        targets = [(weights.find(one.name), one) for one in batch]
+        if not all(_takes_bytes(mine, one) for mine, one in targets):
+            return None
+        found.append([(mine.data_ptr(), one.offset, one.num_bytes) for mine, one in targets])
+    return found
+
+
+def _takes_bytes(mine: torch.Tensor, piece: _Piece) -> bool:
+    return mine.dtype == piece.dtype and mine.device.type == "cpu" and mine.is_contiguous()
+
+
+def _bring(weights: Weights, pieces: Sequence[_Piece], known: Sequence[MappedFile]) -> None:
+    jobs: list[Callable[[], None]] = [
+        partial(file.copy, batch) for file in known for batch in file.copies
+    ]
+    jobs += [partial(_read_batch, weights, batch) for batch in _batches(pieces)]
+    num_readers = min(_MOST_READERS, len(jobs), len(os.sched_getaffinity(0)))
+    if num_readers < 2:
+        for job in jobs:
+            job()
+        return
+    with ThreadPoolExecutor(num_readers, "read-weights") as readers:
         # Each takes the next when it is done with one, so that they end together.
-        for _ in readers.map(lambda batch: _read_batch(weights, batch), _batches(pieces)):
+        for _ in readers.map(lambda job: job(), jobs):
             pass
 
 
@@ -137,7 +186,7 @@ def _read_batch(weights: Weights, batch: Sequence[_Piece]) -> None:
 
 def _read(weights: Weights, piece: _Piece) -> None:
     mine = weights.find(piece.name)
-    if mine.dtype == piece.dtype and mine.device.type == "cpu" and mine.is_contiguous():
+    if _takes_bytes(mine, piece):
         _fill(mine, piece)
     else:
         loaded = torch.empty(piece.shape, dtype=piece.dtype)

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from engines.protocol import STAYS
 from rollout.errors import WeightMismatch
 from rollout.weights.manifest import SAFETENSORS_DTYPES, TensorSpec
 
 _ALIGNMENT = 64
+# Some hundred bytes each.
+_MOST_KEPT_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,18 @@ class FileLayout:
     num_bytes: int
 
 
-def lay_out(specs: Iterable[TensorSpec]) -> FileLayout:
+def lay_out(specs: Iterable[TensorSpec], *, stays: bool = False) -> FileLayout:
     """The file that holds these tensors.
+
+    Args:
+        stays: it will be written again and never change its length; its metadata say so.
 
     Raises:
         WeightMismatch: safetensors has no word for a dtype.
     """
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, object]] = (
+        {"__metadata__": {"format": "pt", STAYS: "yes"}} if stays else {}
+    )
     ranges: dict[str, tuple[int, int]] = {}
     position = 0
     # Wide elements first: what follows them is then aligned whatever its own width.
@@ -56,6 +64,27 @@ def lay_out(specs: Iterable[TensorSpec]) -> FileLayout:
     size = len(header)
     offsets = {name: (size + begin, size + end) for name, (begin, end) in ranges.items()}
     return FileLayout(header, offsets, size + position)
+
+
+class Layouts:
+    """Those of files that stay, kept: a model's buckets are the same at every push."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], tuple[list[TensorSpec], FileLayout]] = {}
+
+    def of(self, specs: list[TensorSpec]) -> FileLayout:
+        """The file that holds these tensors, in this order or another.
+
+        Raises:
+            WeightMismatch: safetensors has no word for a dtype.
+        """
+        key = (specs[0].name if specs else "", len(specs))
+        kept = self._kept.get(key)
+        if kept is None or kept[0] != specs:
+            if sum(size for _, size in self._kept) + len(specs) > _MOST_KEPT_TENSORS:
+                self._kept.clear()  # of models that are pushed no more
+            kept = self._kept[key] = list(specs), lay_out(specs, stays=True)
+        return kept[1]
 
 
 def element_bytes(spec: TensorSpec) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from rollout.errors import WeightsUnavailable
+from rollout.weights.layout import Layouts
 
 logger = logging.getLogger(__name__)
 
@@ -31,62 +32,54 @@ SPARE_BYTES = 256 << 20
 
 
 class Slot:
-    """One folder with one file, mapped.
+    """One folder with one file, mapped.  The file keeps its length, so engines may map it too.
 
     Attributes:
         folder: what an engine is told to load.
         view: the file's bytes.
+
+    Raises:
+        WeightsUnavailable: there is no room; nothing is left of it.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        folder.mkdir(mode=0o700)
         self.folder = folder
-        self.num_bytes = 0
-        self._file = folder / FILE_NAME
-        self._map: mmap.mmap | None = None
-        self.resize(num_bytes)
-
-    def resize(self, num_bytes: int) -> None:
-        """Give the file this length; nothing happens if it has it.
-
-        Raises:
-            WeightsUnavailable: there is no room; the file keeps its length.
-        """
-        if num_bytes == self.num_bytes:
-            return
-        more = num_bytes - self.num_bytes
-        if more > 0 and (why_not := why_no_room(more, self.folder)):
+        self.num_bytes = num_bytes
+        self._header = b""
+        if why_not := why_no_room(num_bytes, folder.parent):
             raise WeightsUnavailable(f"no room for a bucket of {num_bytes} bytes: {why_not}")
-        self.close()
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if more > 0:
-                os.posix_fallocate(descriptor, 0, num_bytes)
-            else:
-                os.ftruncate(descriptor, num_bytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(descriptor, num_bytes, flags=flags)
-            self.num_bytes = num_bytes
+            self.view = self._made()
         except OSError as error:
-            os.ftruncate(descriptor, 0)
-            self.num_bytes = 0
+            shutil.rmtree(folder, ignore_errors=True)
             raise WeightsUnavailable(
-                f"no room for a bucket of {num_bytes} bytes in {self.folder}: {error}"
+                f"no room for a bucket of {num_bytes} bytes in {folder}: {error}"
             ) from error
+
+    def _made(self) -> mmap.mmap:
+        self.folder.mkdir(mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)
+            # All pages at once: faulting them in one by one costs more than the copy itself.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return mmap.mmap(descriptor, self.num_bytes, flags=flags)
         finally:
             os.close(descriptor)
 
-    @property
-    def view(self) -> mmap.mmap:
-        assert self._map is not None
-        return self._map
+    def write_header(self, header: bytes) -> None:
+        """The file's first bytes."""
+        if header is not self._header:
+            self.view[: len(header)] = header
+            self._header = header
 
-    def close(self) -> None:
-        if self._map is not None:
-            # A tensor over it may still be about to be collected; its pages go with the last one.
-            with suppress(BufferError):
-                self._map.close()
-            self._map = None
+    def remove(self) -> None:
+        """Give its memory back; whoever has it mapped keeps it until then."""
+        # A tensor over it may still be about to be collected; its pages go with the last one.
+        with suppress(BufferError):
+            self.view.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class SlotPool:
@@ -94,6 +87,9 @@ class SlotPool:
 
     Args:
         root: a folder in tmpfs, normally ``/dev/shm``.
+
+    Attributes:
+        layouts: of what the slots hold.
     """
 
     def __init__(self, root: str | Path = "/dev/shm") -> None:
@@ -102,6 +98,7 @@ class SlotPool:
         started = psutil.Process().create_time()
         owner = f"{os.getpid()}-{started:.2f}"
         self.folder = root / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        self.layouts = Layouts()
         self._lock = threading.Lock()
         self._free: list[Slot] = []
         self._taken: list[Slot] = []
@@ -148,9 +145,7 @@ class SlotPool:
     def trim(self) -> None:
         """Remove the slots nobody has taken."""
         while self._free:
-            slot = self._free.pop()
-            slot.close()
-            shutil.rmtree(slot.folder, ignore_errors=True)
+            self._free.pop().remove()
 
     def num_bytes(self) -> int:
         """Memory that all slots hold."""
@@ -159,7 +154,7 @@ class SlotPool:
     def close(self) -> None:
         with self._lock:
             for slot in self._free + self._taken:
-                slot.close()
+                slot.remove()
             self._free, self._taken = [], []
             self._remove()
 

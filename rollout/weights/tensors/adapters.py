@@ -19,8 +19,7 @@ from rollout.weights.adapter import prefixed
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.push import WeightPush
 from rollout.weights.tensors.payload import adapter_payload
-from rollout.weights.tensors.sources import NamedTensors, Weights
-from rollout.weights.tensors.writing import specs_of
+from rollout.weights.tensors.sources import NamedTensors, Weights, specs_of
 from rollout.weights.transports.as_adapter import AsAdapter
 
 

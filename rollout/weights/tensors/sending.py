@@ -23,13 +23,10 @@ from rollout.weights.push import WeightPush
 from rollout.weights.slots import Slot, SlotPool
 from rollout.weights.tensors.broadcast import BroadcastRoot
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.sources import Weights
+from rollout.weights.tensors.sources import Weights, specs_of
 from rollout.weights.tensors.writing import (
     CheckpointWriter,
-    Fingerprinter,
     fingerprints_of,
-    fingerprints_of_slot,
-    specs_of,
     write_slot,
 )
 from rollout.weights.transports.by_broadcast import ByBroadcast
@@ -152,16 +149,14 @@ class Sender:
             for slot in slots:
                 self.pool.give(slot)
 
-        fingerprinter = Fingerprinter(is_on=self.settings.fingerprint)
+        fingerprints: dict[str, str] = {}
         try:
             for pairs, _ in weights.gathered():
-                slot, layout = write_slot(pairs, self.pool)
+                slot, found = write_slot(pairs, self.pool, fingerprint=self.settings.fingerprint)
                 slots.append(slot)
-                fingerprinter.of_slot(slot, layout, pairs)
+                fingerprints |= found
                 del pairs
-            fingerprints = fingerprinter.finish()
         except BaseException:
-            fingerprinter.close()
             close()
             raise
         push = WeightPush(
@@ -208,11 +203,8 @@ class Sender:
                 # The feed asks for this bucket when the last but one has been applied.
                 while len(taken) > 1:
                     self.pool.give(taken.pop(0))
-                slot, layout = write_slot(pairs, self.pool)
+                slot, found = write_slot(pairs, self.pool, fingerprint=self.settings.fingerprint)
                 taken.append(slot)
-                found = (
-                    fingerprints_of_slot(slot, layout, pairs) if self.settings.fingerprint else {}
-                )
                 del pairs
                 yield Bucket({"path": str(slot.folder)}, is_last, found)
         finally:

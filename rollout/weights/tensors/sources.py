@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from engines.embedded.fingerprint import dtype_name
 from rollout.errors import WeightMismatch
 from rollout.weights.manifest import Manifest, TensorSpec
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
@@ -44,6 +47,17 @@ names (Megatron):
 Shards of tensor, pipeline and expert parallelism are the caller's to gather: a DTensor is gathered
 here; for anything else pass an iterable of (name, tensor) made from the framework's own gathers.
 """
+
+
+def specs_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    """Names, dtypes and shapes of tensors."""
+    return [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in pairs]
+
+
+@lru_cache(maxsize=1 << 16)
+def spec_of(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    """One tensor's; the same object at every push, so that comparing lists of them is quick."""
+    return TensorSpec(name, dtype_name(dtype), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,9 @@ class Weights:
                     f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=str(name)
                 )
         if expected is not None and name_map is None:
-            pairs = list(_without_tied(pairs, expected))
+            known = expected.tensors
+            if any(name not in known for name, _ in pairs):
+                pairs = list(_without_tied(pairs, expected))
         self._name_map = name_map
         self._parts = [self._planned(name, tensor) for name, tensor in pairs]
         self.manifest = Manifest.of(spec for part in self._parts for spec in part.specs)
@@ -113,20 +129,28 @@ class Weights:
             yield [pair for part in bucket for pair in self._whole(part)], is_last
 
     def _planned(self, name: str, tensor: torch.Tensor) -> _Part:
+        if self._name_map is None:
+            spec = spec_of(name, tensor.dtype, tensor.shape)
+            return _Part(name, tensor, (spec,), tensor.nbytes)
         outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         mapped = self._mapped(name, outline)
-        specs = tuple(
-            TensorSpec(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in mapped
+        return _Part(
+            name,
+            tensor,
+            tuple(specs_of(mapped)),
+            sum(one.numel() * one.itemsize for _, one in mapped),
         )
-        return _Part(name, tensor, specs, sum(one.numel() * one.itemsize for _, one in mapped))
 
     def _mapped(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor)] if self._name_map is None else list(self._name_map(name, tensor))
+        assert self._name_map is not None
+        return list(self._name_map(name, tensor))
 
     def _whole(self, part: _Part) -> list[tuple[str, torch.Tensor]]:
         tensor: Any = part.tensor.detach()
         if _is_shard(tensor):
             tensor = tensor.full_tensor()
+        if self._name_map is None:
+            return [(part.name, tensor)]
         mapped = self._mapped(part.name, tensor)
         if [(name, tuple(one.shape)) for name, one in mapped] != [
             (spec.name, spec.shape) for spec in part.specs
@@ -171,7 +195,9 @@ def _memory_of(tensor: Any) -> tuple[object, ...]:
 
 
 def _is_shard(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor, without loading what defines it
+    # A DTensor, without loading what defines it; most are plain, and a look for a name that is
+    # not there is slow.
+    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
 
 
 def _split(parts: list[_Part], bucket_bytes: int) -> Iterator[list[_Part]]:

@@ -7,63 +7,39 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engines.embedded.fingerprint import as_bytes, bytes_fingerprint, dtype_name
-from engines.fingerprint import host_fingerprint
-from rollout.weights.layout import FileLayout, lay_out
-from rollout.weights.manifest import TensorSpec
+from engines.embedded.fingerprint import as_bytes, bytes_fingerprint
+from rollout.weights.layout import lay_out
 from rollout.weights.slots import Slot, SlotPool
+from rollout.weights.tensors.copying import copy_tensors
+from rollout.weights.tensors.sources import specs_of
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
 
-def specs_of(pairs: Pairs) -> list[TensorSpec]:
-    """Names, dtypes and shapes of tensors."""
-    return [
-        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in pairs
-    ]
-
-
-def write_slot(pairs: Pairs, pool: SlotPool) -> tuple[Slot, FileLayout]:
-    """One bucket into a slot of the pool.
+def write_slot(
+    pairs: Pairs, pool: SlotPool, *, fingerprint: bool
+) -> tuple[Slot, Mapping[str, str]]:
+    """One bucket into a slot of the pool, and the fingerprints of what is in it then.
 
     Raises:
         WeightsUnavailable: there is no room.
     """
-    layout = lay_out(specs_of(pairs))
+    specs = specs_of(pairs)
+    layout = pool.layouts.of(specs)
     slot = pool.take(layout.num_bytes)
     try:
-        _fill(slot.view, layout, pairs)
+        slot.write_header(layout.header)
+        tensors = [tensor for _, tensor in pairs]
+        return slot, copy_tensors(slot.view, layout, specs, tensors, fingerprint=fingerprint)
     except BaseException:
         pool.give(slot)
         raise
-    return slot, layout
-
-
-def _fill(view: Any, layout: FileLayout, pairs: Pairs) -> None:
-    if view[: len(layout.header)] != layout.header:
-        view[: len(layout.header)] = layout.header
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    for name, tensor in pairs:
-        begin, end = layout.offsets[name]
-        flat[begin:end].copy_(as_bytes(tensor))
-
-
-def fingerprints_of_slot(slot: Slot, layout: FileLayout, pairs: Pairs) -> dict[str, str]:
-    """Of the bytes that are in the file, not of what should be in it."""
-    found = {}
-    with memoryview(slot.view) as view:
-        for spec in specs_of(pairs):
-            begin, end = layout.offsets[spec.name]
-            with view[begin:end] as part:
-                found[spec.name] = host_fingerprint(spec.name, spec.dtype, spec.shape, part)
-    return found
 
 
 def fingerprints_of(pairs: Pairs) -> dict[str, str]:
@@ -118,29 +94,3 @@ def _holds_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(
         ".index.json"
     )
-
-
-class Fingerprinter:
-    """Takes fingerprints in a thread of its own, while the next bucket is being copied."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-        self._thread = ThreadPoolExecutor(1, "fingerprint")
-        self._pending: list[Any] = []
-
-    def of_slot(self, slot: Slot, layout: FileLayout, pairs: Iterable[Any]) -> None:
-        if self._is_on:
-            # Only names and shapes: the tensors must not live longer than their bucket.
-            outlines = [(name, tensor.to("meta")) for name, tensor in pairs]
-            self._pending.append(self._thread.submit(fingerprints_of_slot, slot, layout, outlines))
-
-    def finish(self) -> Mapping[str, str]:
-        """All that were asked for."""
-        found: dict[str, str] = {}
-        for one in self._pending:
-            found.update(one.result())
-        self.close()
-        return found
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import WeightsUnavailable
+from rollout.weights.layout import Layouts, lay_out
+from rollout.weights.manifest import TensorSpec
 from rollout.weights.slots import FILE_NAME, SlotPool, remove_leftovers, why_no_room
 
 
@@ -36,8 +38,7 @@ def test_its_file_is_as_long_as_asked_and_its_space_is_taken(tmp_path: Path) -> 
     stat = (slot.folder / FILE_NAME).stat()
     assert stat.st_size == 1 << 20
     assert stat.st_blocks * 512 >= 1 << 20
-    slot.resize(1000)
-    assert (slot.folder / FILE_NAME).stat().st_size == 1000 == len(slot.view)
+    assert len(slot.view) == slot.num_bytes == 1 << 20
     pool.close()
 
 
@@ -110,3 +111,14 @@ def test_room_is_said_in_words(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
     most = free.f_bavail * free.f_frsize
     assert "of memory left" in why_no_room(min(most, 1000), tmp_path, spare_bytes=1 << 60)
+
+
+def test_the_layouts_of_buckets_are_kept_and_made_anew_for_others() -> None:
+    layouts = Layouts()
+    specs = [TensorSpec("a", "float32", (2,)), TensorSpec("b", "bfloat16", (3, 1))]
+    first = layouts.of(specs)
+    assert layouts.of(list(specs)) is first
+    assert first == lay_out(specs, stays=True)
+    other = [TensorSpec("a", "float32", (2,)), TensorSpec("b", "bfloat16", (1, 3))]
+    assert layouts.of(other).header != first.header
+    assert layouts.of(specs) == first

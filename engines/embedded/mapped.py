@@ -1,0 +1,114 @@
+"""Files that stay mapped from one push to the next: a trainer's slots in tmpfs.
+
+Always true: only a file whose writer promises that it will never be another length is kept (one
+that is cut under a mapping ends the process), and only as long as it has its name: a few seconds
+after a trainer has removed its slots, or was cleaned up after, their memory is free.
+
+Reading such a file costs three times the copy, and mapping it anew as much: tmpfs has pages of
+4 KiB, and each has to be looked up.  What stays mapped is copied at the speed of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+import numpy.typing
+
+_LOOK_EVERY_S = 1.0
+
+Copy = tuple[int, int, int]
+"""Address to copy to, offset in the file, number of bytes."""
+
+
+@dataclass(slots=True)
+class MappedFile:
+    """One file.
+
+    Attributes:
+        contents: its bytes; the mapping ends with the last array over it.
+        header: the one that ``copies`` were made from.
+        copies: where its tensors belong, in batches.
+    """
+
+    contents: numpy.typing.NDArray[numpy.uint8]
+    header: bytes = b""
+    copies: list[list[Copy]] = field(default_factory=list, repr=False)
+
+    def copy(self, batch: list[Copy]) -> None:
+        """Each tensor to its place, by address: torch would take longer to begin than to copy."""
+        address = self.contents.ctypes.data
+        for target, offset, num_bytes in batch:
+            ctypes.memmove(target, address + offset, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    device: int
+    inode: int
+    num_bytes: int
+
+
+class MappedFiles:
+    """Those that are kept.  Its methods may be called from any thread."""
+
+    def __init__(self, look_every_s: float = _LOOK_EVERY_S) -> None:
+        self._look_every_s = look_every_s
+        self._lock = threading.Lock()
+        self._kept: dict[Path, tuple[_Identity, MappedFile]] = {}
+        self._is_watched = False
+
+    def find(self, path: Path, descriptor: int) -> MappedFile | None:
+        """The open file that has this name, if it is kept."""
+        with self._lock:
+            kept = self._kept.get(path)
+        return kept[1] if kept and kept[0] == _identity(os.fstat(descriptor)) else None
+
+    def keep(self, path: Path, descriptor: int) -> MappedFile:
+        """Map it, and keep that.
+
+        Raises:
+            OSError, ValueError: it cannot be mapped.
+        """
+        identity = _identity(os.fstat(descriptor))
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        view = mmap.mmap(descriptor, identity.num_bytes, flags=flags, prot=mmap.PROT_READ)
+        mapped = MappedFile(numpy.frombuffer(view, numpy.uint8))
+        with self._lock:
+            self._kept[path] = identity, mapped
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="mapped-files", daemon=True).start()
+        return mapped
+
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def _watch(self) -> None:
+        """Ends when nothing is kept."""
+        pause = threading.Event()
+        while True:
+            pause.wait(self._look_every_s)
+            with self._lock:
+                for path, (identity, _) in list(self._kept.items()):
+                    if not _is_there(path, identity):
+                        del self._kept[path]
+                if not self._kept:
+                    self._is_watched = False
+                    return
+
+
+def _identity(stat: os.stat_result) -> _Identity:
+    return _Identity(stat.st_dev, stat.st_ino, stat.st_size)
+
+
+def _is_there(path: Path, identity: _Identity) -> bool:
+    try:
+        return _identity(path.stat()) == identity
+    except OSError:
+        return False
