@@ -227,11 +227,15 @@ class WeightsReport:
         checksum: one digest of all weights of the engine; None for actions without one.
         tensors: per tensor-parallel rank, name of the tensor -> digest.  Names are the engine's
             own (fused, sharded); digests of CPU and CUDA engines are not comparable.
+        num_bytes: that it read for it; None where it does not tell.
+        cpu_s: that it took; None where it does not tell.
     """
 
     checksum: str | None
     tensors: tuple[Mapping[str, str], ...] = ()
     message: str = ""
+    num_bytes: int | None = field(default=None, compare=False)
+    cpu_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ def read_weights_report(answer: Any) -> WeightsReport:
         checksum=answer.get("per_engine_checksum"),
         tensors=tuple(dict(rank["checksums"]) for rank in answer.get("ranks") or ()),
         message=answer.get("message") or "",
+        num_bytes=answer.get("num_bytes"),
+        cpu_s=answer.get("cpu_s"),
     )
 
 

@@ -25,6 +25,7 @@ from rollout.roster import Roster, calling, told
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Kind
 from rollout.types import EngineReport, PhaseReport
+from rollout.verification import Proof
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,9 @@ class GroupCommands:
             )
         self.phase = target
         report = self._report(command, answers, started)
-        logger.info("group %s: %s -> %s in %.3f s", name, command, target, report.elapsed_s)
+        cost = "" if report.checking is None else f": {report.checking}"
+        took = f"{report.elapsed_s:.3f} s{cost}"
+        logger.info("group %s: %s -> %s in %s", name, command, target, took)
         return report
 
     def _report(
@@ -175,6 +178,7 @@ class GroupCommands:
                     elapsed_s=answer.elapsed_s,
                     failure=str(answer.failure or ""),
                     freed_bytes=answer.value if isinstance(answer.value, int) else 0,
+                    **_of_weights(answer.value),
                 )
                 for engine_id, answer in answers.items()
             ),
@@ -195,6 +199,17 @@ class GroupCommands:
     def min_engines(self) -> int:
         """Fewest engines the group may go on with."""
         return self._settings.fewest_engines(len(self._roster))
+
+
+def _of_weights(value: Any) -> dict[str, Any]:
+    """What an answer says of the weights, for a report."""
+    if not isinstance(value, Proof):
+        return {}
+    return {
+        "proved_by": value.by,
+        "read_bytes": value.report and value.report.num_bytes,
+        "read_cpu_s": value.report and value.report.cpu_s,
+    }
 
 
 def now() -> float:

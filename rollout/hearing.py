@@ -20,6 +20,8 @@ from rollout.errors import LifecycleError
 from rollout.fanout import Answer
 from rollout.group_settings import GroupSettings
 from rollout.member import Member
+from rollout.timeline.recorder import current
+from rollout.verification import Proof
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,13 @@ class Hearing:
         """Whether any of these owes one; then all are asked, for the others know the answer."""
         return any(member.owes_canary and not member.is_stale for member in members)
 
+    async def prove(self, member: Member) -> Proof:
+        """What it tells, for ``review``."""
+        proof = Proof("canary", canaries=await self.ask(member))
+        if (span := current()) is not None:
+            span.proved_by = proof.by
+        return proof
+
     async def ask(self, member: Member) -> Canaries:
         """What it tells of all prompts, without and with its adapter.
 
@@ -109,7 +118,7 @@ class Hearing:
         """Refuse the answers of engines whose weights are not what they should be."""
         roster = {member.engine_id: member for member in members}
         told = {
-            engine_id: one.value
+            engine_id: one.value.canaries
             for engine_id, one in answers.items()
             if one.failure is None and one.value is not None
         }

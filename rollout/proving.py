@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from engines.protocol import WeightsReport
 from rollout.errors import LifecycleError
 from rollout.fanout import Answer
 from rollout.hearing import Hearing
 from rollout.member import Member
 from rollout.roster import Roster
-from rollout.verification import Evidence, judge, left_open
+from rollout.timeline.recorder import current
+from rollout.verification import Evidence, Proof, judge, left_open
 
 _SAYS_NOTHING = "it tells no fingerprints"
 
 
-async def testify(member: Member, version: int) -> WeightsReport | None:
+async def testify(member: Member, version: int) -> Proof | None:
     """It says that it holds ``version``, and shows its fingerprints if it can.
 
     Raises:
@@ -33,14 +33,22 @@ async def testify(member: Member, version: int) -> WeightsReport | None:
     held = await member.engine.weight_version()
     if held != str(version):
         raise LifecycleError(f"it reports weight version {held!r}, not '{version}'")
-    return await member.fingerprints()
+    report = await member.fingerprints()
+    proof = Proof("version" if report is None else "fingerprint", report)
+    if (span := current()) is not None:
+        span.proved_by = proof.by
+        if report is not None:
+            span.read_bytes, span.read_cpu_s = report.num_bytes, report.cpu_s
+    return proof
 
 
 def compare(
     answers: dict[str, Answer[Any]], roster: Roster, hearing: Hearing
 ) -> dict[str, Answer[Any]]:
     """Refuse the answers of engines whose weights are not what they should be; prove the others."""
-    reports = {name: one.value for name, one in answers.items() if one.failure is None}
+    reports = {
+        name: one.value and one.value.report for name, one in answers.items() if one.failure is None
+    }
     evidence = {
         name: Evidence(report, roster[name].record, roster[name].changed, roster[name].comparable())
         for name, report in reports.items()

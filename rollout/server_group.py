@@ -18,7 +18,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from engines.launch import EngineLauncher, RunningEngine
-from engines.protocol import MemoryTag, WeightsReport
+from engines.protocol import MemoryTag
 from rollout.config import Drain
 from rollout.draining import flush, pause
 from rollout.ending import log_tail
@@ -26,7 +26,7 @@ from rollout.errors import EngineFailure
 from rollout.fanout import describe, finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
-from rollout.hearing import Canaries, Hearing
+from rollout.hearing import Hearing
 from rollout.lending import Lending
 from rollout.lifecycle import Command, Phase
 from rollout.member import Member
@@ -41,6 +41,7 @@ from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Excerpt, Kind
 from rollout.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.updating import Updating
+from rollout.verification import Proof
 from rollout.watching import GroupProbe
 from rollout.weights.push import WeightPush
 
@@ -197,7 +198,7 @@ class ServerGroup:
         of what was pushed with the other engines'.
         """
 
-        async def ask(member: Member) -> WeightsReport | None:
+        async def ask(member: Member) -> Proof | None:
             return await testify(member, version)
 
         return await self._commands.command(
@@ -222,9 +223,9 @@ class ServerGroup:
         """
         is_due = self._hearing.is_due(self._roster.unfenced())
 
-        async def go_on(member: Member) -> Canaries | None:
+        async def go_on(member: Member) -> Proof | None:
             await member.engine.continue_generation()
-            return await self._hearing.ask(member) if is_due and not member.is_stale else None
+            return await self._hearing.prove(member) if is_due and not member.is_stale else None
 
         return await self._commands.command(
             Command.CONTINUE,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import Endpoint, ProcessIdentity, WorkerType
+from rollout.checking_cost import CheckingCost, Read, cost_of
 from rollout.samples import Sample as Sample
 from rollout.samples import SampleGroup as SampleGroup
 from rollout.samples import SampleStatus as SampleStatus
@@ -59,6 +60,8 @@ class EngineReport:
         elapsed_s: seconds its call took.
         failure: why it failed, in words; empty when it did not.
         freed_bytes: resident memory before minus after, for a release; 0 where not measured.
+        proved_by: what it showed of its weights: ``fingerprint``, ``canary`` or ``version``.
+        read_bytes, read_cpu_s: of weights for its fingerprints; None where it does not tell.
         skipped: it had nothing to do (already done, or the phase does not concern it).
     """
 
@@ -67,6 +70,9 @@ class EngineReport:
     failure: str = ""
     freed_bytes: int = 0
     skipped: bool = False
+    proved_by: str = ""
+    read_bytes: int | None = None
+    read_cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,20 @@ class PhaseReport:
     def failures(self) -> tuple[EngineReport, ...]:
         return tuple(engine for engine in self.engines if engine.failure)
 
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """What its engines read of their weights for fingerprints."""
+        return tuple(
+            Read(engine.elapsed_s, engine.read_bytes, engine.read_cpu_s)
+            for engine in self.engines
+            if engine.proved_by == "fingerprint"
+        )
+
+    @property
+    def checking(self) -> CheckingCost | None:
+        """What that cost; None if nothing was read."""
+        return cost_of(self.reads, self.elapsed_s)
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -107,6 +127,15 @@ class StepReport:
     freed_bytes: int = 0
     weight_version: int = 0
     reports: tuple[PhaseReport, ...] = ()
+
+    @property
+    def checking(self) -> CheckingCost | None:
+        """What the proof of the weights cost, by fingerprints; None if none were taken.
+
+        ``str`` of it is a sentence.
+        """
+        reads = [read for one in self.reports for read in one.reads]
+        return cost_of(reads, self.phase_s.get("verify", 0.0))
 
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command add up."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import WeightsReport
+from rollout.canary import Canary
 
 ADAPTER_PREFIX = "lora:"
 """What adapters' tensors are called among all weights: no base tensor is."""
@@ -36,6 +37,19 @@ class Evidence:
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     sent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What one engine has shown of its weights.
+
+    Attributes:
+        by: ``version``, ``fingerprint`` or ``canary``.
+    """
+
+    by: str
+    report: WeightsReport | None = None
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
 
 
 def judge(evidence: Mapping[str, Evidence]) -> dict[str, str]:

@@ -32,6 +32,7 @@ ROW_OF = {
     "rollout.actors": "ray",
     "rollout.admission": "decisions",
     "rollout.canary": "decisions",
+    "rollout.checking_cost": "words",
     "rollout.cli": "doors",
     "rollout.commands": "doors",
     "rollout.config": "words",

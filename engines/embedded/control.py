@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -186,13 +187,14 @@ async def weights_checker(engine: Engine, request: Request) -> Response:
     action = raw.get("action", "checksum")
     weights = engine.weights
     if action == "checksum":
-        digests, overall = await _with_weights(engine, weights.checksum)
+        digests, overall, cpu_s = await _with_weights(engine, lambda: _timed(weights.checksum))
         rank = {
             "checksums": digests,
             "per_gpu_checksum": overall,
             "parallelism_info": [_ONE_RANK],
         }
-        return _ok("Success.", ranks=[rank], per_engine_checksum=overall)
+        cost = {"num_bytes": weights.num_bytes, "cpu_s": cpu_s}
+        return _ok("Success.", ranks=[rank], per_engine_checksum=overall, **cost)
     if action == "snapshot":
         await _with_weights(engine, weights.snapshot)
     elif action == "reset_tensors":
@@ -204,6 +206,13 @@ async def weights_checker(engine: Engine, request: Request) -> Response:
     else:
         raise Invalid(f"unsupported action {action!r}")
     return _ok("Success.")
+
+
+def _timed(work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any, float]:
+    """What it returns, and the seconds of CPU it took on this thread."""
+    began = time.thread_time()
+    one, other = work()
+    return one, other, time.thread_time() - began
 
 
 _ONE_RANK = {

@@ -113,6 +113,11 @@ class Weights:
         digests |= self._adapter_fingerprints()
         return digests, whole_fingerprint(digests)
 
+    @property
+    def num_bytes(self) -> int:
+        """What ``checksum`` reads: an adapter's fingerprints are taken when it is loaded."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def snapshot(self) -> None:
         """Keep a copy to ``compare`` with: a second copy of the weights, until the next one."""
         self._snapshot = {name: tensor.cpu().clone() for name, tensor in self._tensors.items()}

@@ -95,6 +95,7 @@ def page(title: str, figures: list[dict[str, Any]], spans: list[Span], found: li
         ),
         _lengths(rollouts),
         _lag(rollouts),
+        _checking(found),
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
         "<h2>Failures and what was done</h2>" + _failure_table(spans),
     ]
@@ -174,6 +175,12 @@ def _lag(told: list[dict[str, Any]]) -> str:
         "Version lag: samples whose oldest token is so many versions behind",
         {str(lag): total[lag] for lag in sorted(total)},
     )
+
+
+def _checking(found: list[Step]) -> str:
+    """What the proof of the weights cost in the last step that took fingerprints."""
+    last = next((one.checking for one in reversed(found) if one.checking is not None), None)
+    return "" if last is None else f"<p>Weights proved, last step: {escape(str(last))}.</p>"
 
 
 def _slowest(spans: list[Span]) -> str:

@@ -95,6 +95,8 @@ def picture(now: dict[str, Any], where: str) -> RenderableType:
         parts.append(
             Text(f"last step: lost {last['lost_s']:.2f} s at the boundary ({phases})", style="dim")
         )
+        if last.get("checking"):
+            parts.append(Text(last["checking"]["said"], style="dim"))
     for event in now.get("events", [])[-_NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event["start_s"]))
         said = event.get("said", "").partition("\n")[0]

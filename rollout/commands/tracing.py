@@ -74,6 +74,7 @@ def _told(found: list[Step]) -> list[dict[str, Any]]:
             "weight_version": one.weight_version,
             "phase_s": dict(one.phase_s),
             "slowest": {name: who.engine_id for name, who in one.slowest.items()},
+            "checking": None if one.checking is None else one.checking.to_dict(),
         }
         for one in found
     ]
@@ -92,6 +93,8 @@ def _show(found: list[Step], spans: list[Span]) -> None:
         )
     if found:
         console().print(table)
+    if found and found[-1].checking is not None:
+        console().print(f"last step: {found[-1].checking}")
     slow = Table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
     for phase, who in slowest_engines(spans).items():
         slow.add_row(

@@ -277,4 +277,6 @@ def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
 def _step_dict(number: int, step: Step) -> dict[str, Any]:
     told = asdict(step)
     told["failures"] = [one.to_dict() for one in step.failures]
+    if step.checking is not None:
+        told["checking"] = step.checking.to_dict()
     return {"number": number, **told}

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollout.checking_cost import CheckingCost, Read, cost_of
 from rollout.lifecycle import Command
 from rollout.timeline.span import Kind, Outcome, Span
 
@@ -26,6 +27,7 @@ class Step:
         trainer_s: between the two, when the engines' memory was the trainer's.
         phase_s: command -> seconds.
         slowest: command -> the engine that took longest in it.
+        checking: what the fingerprints of the weights cost; None if none were taken.
     """
 
     server: str
@@ -37,6 +39,7 @@ class Step:
     phase_s: Mapping[str, float]
     slowest: Mapping[str, Slowest]
     failures: tuple[Span, ...] = ()
+    checking: CheckingCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,19 @@ def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
         phase_s=dict(phase_s),
         slowest=slowest_engines(inside),
         failures=tuple(one for one in inside if one.outcome is Outcome.FAILED),
+        checking=checking(inside, phase_s.get(Command.VERIFY, 0.0)),
+    )
+
+
+def checking(spans: Iterable[Span], wall_s: float) -> CheckingCost | None:
+    """What the fingerprints cost that were taken in these; None if none were."""
+    return cost_of(
+        (
+            Read(one.elapsed_s, one.read_bytes, one.read_cpu_s)
+            for one in spans
+            if one.kind is Kind.ENGINE and one.proved_by == "fingerprint"
+        ),
+        wall_s,
     )
 
 

@@ -116,6 +116,10 @@ def _attributes(span: Span) -> dict[str, Any]:
     values = span.to_dict()
     names = ("source", "engine_id", "outcome", "num_bytes", "budget_s", "weight_version")
     told = {f"rollout.{name}": values[name] for name in names if name in values}
+    if span.proved_by:
+        told["rollout.proved_by"] = span.proved_by
+    if span.read_bytes is not None:
+        told["rollout.read_bytes"] = span.read_bytes
     if span.freed_bytes is not None:
         told["rollout.freed_bytes"] = span.freed_bytes
     if span.kind is Kind.EVENT and span.said:

@@ -46,6 +46,8 @@ class Span:
         num_bytes: what went to the engine.
         memory_before_bytes, memory_after_bytes: of the engine's processes, where measured.
         weight_version: what was brought, proved or served.
+        proved_by: what an engine showed of its weights: ``fingerprint``, ``canary``, ``version``.
+        read_bytes, read_cpu_s: of weights for its fingerprints, where it tells.
     """
 
     kind: Kind
@@ -63,6 +65,9 @@ class Span:
     memory_before_bytes: int | None = None
     memory_after_bytes: int | None = None
     weight_version: int | None = None
+    proved_by: str = ""
+    read_bytes: int | None = None
+    read_cpu_s: float | None = None
 
     @property
     def end_s(self) -> float:

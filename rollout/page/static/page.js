@@ -172,7 +172,8 @@ function renderSteps() {
     const parts = Object.entries(step.phase_s);
     const all = parts.reduce((sum, one) => sum + one[1], 0) || 1;
     for (const [name, took] of parts) {
-      const bar = make("i", { title: `${name}: ${seconds(took)}` });
+      const cost = name === "verify" && step.checking ? `; ${step.checking.said}` : "";
+      const bar = make("i", { title: `${name}: ${seconds(took)}${cost}` });
       bar.style.width = `${(took / all) * 100}%`; bar.style.background = colorOf(colors, name);
       share.append(bar);
     }

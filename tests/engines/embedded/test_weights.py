@@ -61,7 +61,7 @@ def wrong_dtype(tensors: dict[str, Any]) -> dict[str, Any]:
 async def test_one_wrong_tensor_leaves_all_as_they_were(
     engine: Asker, models: dict[str, Path], spoil: Any
 ) -> None:
-    before = await engine.post("/weights_checker")
+    before = (await engine.post("/weights_checker"))["ranks"]
     spoiled = spoil(reference.state_dict(models["second"]))
     (odd,) = (
         name for name in spoiled
@@ -70,7 +70,7 @@ async def test_one_wrong_tensor_leaves_all_as_they_were(
     await engine.post("/begin_weight_update")
     body = {"serialized_named_tensors": payload(spoiled), "weight_version": "9"}
     assert odd in await engine.refused(400, TENSOR, **body)
-    assert await engine.post("/weights_checker") == before
+    assert (await engine.post("/weights_checker"))["ranks"] == before
     assert (await engine.get("/model_info"))["weight_version"] == "0"
 
 
@@ -110,11 +110,11 @@ async def test_weights_come_from_disk_without_a_session(
 async def test_a_checkpoint_of_another_shape_changes_nothing(
     engine: Asker, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    before = await engine.post("/weights_checker")
+    before = (await engine.post("/weights_checker"))["ranks"]
     path = "/update_weights_from_disk"
     assert "shape" in await engine.refused(400, path, model_path=str(models["other_shape"]))
     assert "no safetensors" in await engine.refused(400, path, model_path=str(tmp_path))
-    assert await engine.post("/weights_checker") == before
+    assert (await engine.post("/weights_checker"))["ranks"] == before
 
 
 async def test_an_update_waits_for_what_runs_and_holds_what_comes(
@@ -222,3 +222,12 @@ async def test_a_version_can_be_set_by_itself(engine: Asker) -> None:
             assert await stream.next() is not None
         await engine.post("/update_weight_version", new_version="9")
         assert (await stream.rest())["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_the_checker_tells_what_it_read_and_what_that_took(
+    engine: Asker, models: dict[str, Path]
+) -> None:
+    told = await engine.post("/weights_checker")
+    tensors = reference.state_dict(models["first"]).values()
+    assert told["num_bytes"] == sum(tensor.nbytes for tensor in tensors)
+    assert 0 < told["cpu_s"] < 10

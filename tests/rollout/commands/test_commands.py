@@ -60,6 +60,11 @@ def test_status_shows_every_engine(run: str) -> None:
     output = typed("status", run)
     for word in ("policy", "serving", "shared-0", "shared-1", "apart-0", "gate open"):
         assert word in output
+    assert "fingerprints of 3 engines in " in output
+    assert "bytes unknown" in output  # fakes hold none, and say nothing of them
+    (step,) = told("status", run)["policy"]["steps"][-1:]
+    assert step["checking"]["num_engines"] == 3
+    assert step["checking"]["s_per_gib"] is None
     assert told("status", run)["policy"]["weight_version"] == 1
 
 

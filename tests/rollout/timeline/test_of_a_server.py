@@ -26,6 +26,12 @@ async def test_a_step_is_phases_groups_and_engines_with_versions_and_memory(tmp_
     spans = spans_of(await seen(bench))
     (step,) = steps(spans)
     assert step.weight_version == 1
+    assert step.checking is not None
+    assert (step.checking.num_engines, step.checking.num_bytes) == (3, None)
+    proved = [one for one in spans if one.proved_by]
+    assert {(one.kind, one.name, one.proved_by) for one in proved} == {
+        (Kind.ENGINE, "verify", "fingerprint")
+    }
     assert set(step.slowest) >= {"pause", "flush", "release", "update_weights", "verify"}
     released = [one for one in spans if (one.kind, one.name) == (Kind.ENGINE, "release")]
     assert sorted(one.engine_id for one in released) == ["shared-0", "shared-1"]
