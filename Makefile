@@ -73,7 +73,7 @@ docs: $(DOCS_STAMP) ## build the documentation into site/, strictly: a warning o
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 audit: build/audit/bin/pip-audit ## look the pinned versions up in the database of known vulnerabilities
-	$< --no-deps --disable-pip -r constraints.txt
+	$(<D)/python .ci/audit.py $< constraints.txt
 
 clean: ## remove caches and what builds leave; the virtual environment stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
