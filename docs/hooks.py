@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from rollout import lifecycle
 from rollout.cli import app
 from rollout.config import RolloutConfig
-from rollout.page.tallies import METRICS
+from rollout.page.tallies import METRICS as SERVER_METRICS
+from rollout.router.metrics import METRICS as ROUTER_METRICS
 
 ROOT = Path(__file__).parents[1]
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -123,7 +124,7 @@ def _parameter(one: Any) -> str:
 
 def metrics() -> str:
     lines = ["| metric | kind | labels | unit | |", "|---|---|---|---|---|"]
-    for name, (kind, labels, about) in METRICS.items():
+    for name, (kind, labels, about) in (SERVER_METRICS | ROUTER_METRICS).items():
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
         told = f"{name}_total" if kind == "counter" else name
         named = ", ".join(f"`{label}`" for label in ("server", *labels))

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -67,6 +68,10 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "rollout_driver_step": ("gauge", (), "The step a driver told of last."),
     "rollout_driver_figure": ("gauge", ("figure",), "Its figures, as reward/mean."),
 }
+# What ``rollout_events`` counts.
+EVENTS = ("gate", "fenced", "restarted", "adopted")
+# The states whose number is told also when it is 0: what is asked for first.
+_NONE_OF = {"serving": 0, "fenced": 0}
 _FAMILIES: Mapping[str, Any] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
@@ -80,11 +85,8 @@ class _Histogram:
         self.sum_s += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
-        told, total = [], 0
-        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
-            total += count
-            told.append((bound, float(total)))
-        return told
+        bounds = (*map(str, BUCKETS_S), "+Inf")
+        return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 class Tallies:
@@ -95,14 +97,20 @@ class Tallies:
         self.counters: dict[str, Counter[tuple[str, ...]]] = {
             name: Counter() for name, (kind, _, _) in METRICS.items() if kind == "counter"
         }
+        # From the beginning, and not from the first time on: Prometheus sees an increase only where
+        # there was something before.
+        for name, of_name in self.counters.items():
+            if not METRICS[name][1]:
+                of_name[()] = 0
+        for event in EVENTS:
+            self._add("rollout_events", 0, event)
 
     def take(self, spans: Iterable[Span]) -> None:
         """Count spans that have ended; each is given once."""
         for span in spans:
             if span.kind is Kind.PHASE:
                 self.phases.setdefault(span.name, _Histogram()).observe(span.elapsed_s)
-                if span.outcome is not Outcome.OK:
-                    self._add("rollout_phase_failures", 1, span.name)
+                self._add("rollout_phase_failures", span.outcome is not Outcome.OK, span.name)
             elif span.kind is Kind.ENGINE:
                 self._take_engine(span)
             elif span.kind is Kind.EVENT:
@@ -117,12 +125,10 @@ class Tallies:
 
     def _take_engine(self, span: Span) -> None:
         self._add("rollout_engine_phase_seconds", span.elapsed_s, span.engine_id, span.name)
-        if span.outcome is not Outcome.OK:
-            self._add("rollout_engine_failures", 1, span.engine_id, span.name)
-        if span.num_bytes:
-            self._add("rollout_sent_bytes", span.num_bytes, span.engine_id)
-        if (freed_bytes := span.freed_bytes) is not None and freed_bytes > 0:
-            self._add("rollout_freed_bytes", freed_bytes, span.engine_id)
+        failed = span.outcome is not Outcome.OK
+        self._add("rollout_engine_failures", failed, span.engine_id, span.name)
+        self._add("rollout_sent_bytes", span.num_bytes, span.engine_id)
+        self._add("rollout_freed_bytes", max(0, span.freed_bytes or 0), span.engine_id)
 
     def _add(self, name: str, amount: float, *labels: str) -> None:
         self.counters[name][labels] += amount  # type: ignore[assignment]
@@ -185,7 +191,8 @@ def _gauges(name: str, now: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...]
         ],
         "rollout_engine_state": [((one["engine_id"], one["state"]), 1.0) for one in engines],
         "rollout_engines": [
-            ((of_state,), num) for of_state, num in Counter(e["state"] for e in engines).items()
+            ((of_state,), num)
+            for of_state, num in (_NONE_OF | Counter(one["state"] for one in engines)).items()
         ],
         "rollout_engine_resident_bytes": [
             ((one["engine_id"],), one["resident_bytes"]) for one in engines

@@ -19,7 +19,7 @@ def page_of(config: RolloutConfig, server: str = "policy") -> httpx.Client:
     return httpx.Client(base_url=told["url"], timeout=30.0, trust_env=False)
 
 
-def until(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def until(is_so: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
     """Wait for what other threads do; fails with ``what`` if it does not come."""
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
