@@ -21,7 +21,7 @@ from rollout.fanout import Answer
 from rollout.group_settings import GroupSettings
 from rollout.member import Member
 from rollout.timeline.recorder import current
-from rollout.verification import Proof
+from rollout.verification import Proof, tells_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,11 @@ class Hearing:
             self.prompts = settings.lifecycle.canary_prompts or _prompts_of(settings.model_path)
 
     def alone_proves(self, member: Member) -> bool:
-        """Whether nothing but a canary tells what this engine's weights are."""
-        return bool(self.prompts) and not member.has_checker
+        """Whether nothing but a canary tells what some of this engine's weights are."""
+        is_told = member.has_checker and (
+            not member.adapter or (member.record and tells_of(member.adapter, member.record))
+        )
+        return bool(self.prompts) and not is_told
 
     def owe(self, member: Member, because: str) -> None:
         """Fingerprints have left open what this engine holds."""

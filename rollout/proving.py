@@ -50,7 +50,13 @@ def compare(
         name: one.value and one.value.report for name, one in answers.items() if one.failure is None
     }
     evidence = {
-        name: Evidence(report, roster[name].record, roster[name].changed, roster[name].comparable())
+        name: Evidence(
+            report,
+            roster[name].record,
+            roster[name].changed,
+            roster[name].comparable(),
+            roster[name].adapter,
+        )
         for name, report in reports.items()
         if report is not None
     }

@@ -139,7 +139,7 @@ class Starter:
         if self._weights_cpu_backup:
             # Some of these weights must outlive a release: what they are now is what to expect.
             member.record = await member.fingerprints()
-            if self._hearing.alone_proves(member):
+            if self._hearing.alone_proves(member):  # it has no adapter yet
                 keep(member, await self._hearing.ask(member))
         return member
 

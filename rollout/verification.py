@@ -31,12 +31,14 @@ class Evidence:
         changed: checkpoint names pushed since the record; ``ALL_TENSORS`` for a full push.
         sent: fingerprints of what it was given, as the trainer took them, of tensors that it
             holds in the same form and under the same name.
+        adapter: name of the adapter it was given; empty for none.
     """
 
     report: WeightsReport
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     sent: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,20 @@ def left_open(one: Evidence, num_others: int) -> str:
         num_others: engines that passed with it, which were given the same.
     """
     told = frozenset(name for rank in one.report.tensors for name in rank)
-    adapter = (name for name in one.changed if name.startswith(ADAPTER_PREFIX))
-    if unheard := sorted(name for name in adapter if name not in told):
-        return f"it tells no fingerprint of {unheard[0]!r}"
+    if one.adapter and not tells_of(one.adapter, one.report):
+        return f"it tells no fingerprint of adapter {one.adapter!r}"
     if not one.changed or num_others:
         return ""
     pushed = told if one.changed == ALL_TENSORS else one.changed
     if alone := sorted(name for name in pushed if not _is_vouched_for(name, one)):
         return f"nobody can say what its tensor {alone[0]!r} should be"
     return ""
+
+
+def tells_of(adapter: str, report: WeightsReport) -> bool:
+    """Whether an adapter's tensors are among the fingerprints; SGLang leaves them out."""
+    prefix = f"{ADAPTER_PREFIX}{adapter}:"
+    return any(name.startswith(prefix) for rank in report.tensors for name in rank)
 
 
 def first_difference(one: WeightsReport, other: WeightsReport) -> str:

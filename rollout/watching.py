@@ -178,7 +178,7 @@ async def adopt(
         )
     if report is not None:
         # With nobody to compare it with, what it was given is what its weights are held against.
-        evidence = Evidence(report, changed=ALL_TENSORS, sent=member.comparable())
+        evidence = Evidence(report, None, ALL_TENSORS, member.comparable(), member.adapter)
         if wrong := judge({member.engine_id: evidence}):
             raise WeightMismatch(
                 f"engine {member.engine_id} was given weight version {version}, but "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from engines.fake import FakeEngine, FakeTensor
 from engines.protocol import PauseMode
-from rollout.config import LifecycleConfig
+from rollout.config import LifecycleConfig, WeightUpdate
 from rollout.errors import PhaseFailed, WeightMismatch
 from rollout.server_group import ServerGroup
+from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.push import WeightPush
+from rollout.weights.transports.as_adapter import AsAdapter
 from tests.support.builders import TENSOR_NAMES, push, started_group, started_server
 
 BY_CANARY = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]]}
@@ -165,3 +169,31 @@ async def test_an_engine_that_comes_back_with_other_weights_does_not_serve() -> 
 def test_a_canary_of_one_token_tells_nothing_and_is_refused() -> None:
     with pytest.raises(ValueError, match="canary_prompts"):
         LifecycleConfig.model_validate({"canary_prompts": [[1]]})
+
+
+def adapter_push(version: int, content: bytes = b"same") -> WeightPush:
+    name = "lora:mine:model.layers.0.mlp.lora_A.weight"
+    manifest = Manifest.of([TensorSpec(name, "float32", (2, 8))])
+    return WeightPush(version, manifest, [content], AsAdapter("mine", {"r": 2}))
+
+
+async def test_an_adapter_is_heard_of_through_prompts_under_it() -> None:
+    prompts = {"canary_prompts": BY_CANARY["canary_prompts"], "drain": "retract"}
+    group, engines = await started_group(3, update="lora", lifecycle=prompts)
+    await offload(group)
+    await group.resume_weights()
+    await group.update_weights(replace(adapter_push(1), contents=WeightUpdate.LORA))
+    engines[2].adapters["mine"] = "another"  # and its base is right
+    await up_to_continue(group, 1)
+    report = await group.continue_generation()
+    assert [one.engine_id for one in report.failures] == ["main-2"]
+    assert "under adapter 'mine' has log-probability" in report.failures[0].failure
+    # It outlives a release, which only a canary can tell: so nothing is retracted.
+    await offload(group)
+    assert engines[0].calls[-3].arguments == {"mode": PauseMode.ABORT}
+    await group.resume_weights()
+    engines[1].adapters["mine"] = "lost"
+    await up_to_continue(group, 1)
+    report = await group.continue_generation()
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    assert "when the weights were the same" in report.failures[0].failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.protocol import WeightsReport
-from rollout.verification import ALL_TENSORS, Evidence, first_difference, judge
+from rollout.verification import ALL_TENSORS, Evidence, first_difference, judge, left_open
 
 
 def report(*digests: str) -> WeightsReport:
@@ -73,3 +73,25 @@ def test_ranks_and_missing_tensors_are_differences() -> None:
     assert first_difference(one, two) == "(the checksum of all)"
     assert first_difference(BEFORE, report("1", "2")) == "c"
     assert first_difference(BEFORE, BEFORE) == ""
+
+
+def test_what_was_pushed_is_left_open_where_nobody_can_vouch_for_it() -> None:
+    pushed = Evidence(AFTER, BEFORE, ALL_TENSORS)
+    assert left_open(pushed, 1) == ""
+    assert "'a'" in left_open(pushed, 0)
+    of_trainer = {"a": "4", "b": "5", "c": "6"}
+    same_way = Evidence(
+        report(*(f"xxh3:{one}" for one in "456")),
+        None,
+        ALL_TENSORS,
+        {name: f"xxh3:{one}" for name, one in of_trainer.items()},
+    )
+    assert left_open(same_way, 0) == ""
+    assert left_open(Evidence(BEFORE, BEFORE), 0) == ""
+    assert "'a'" in left_open(Evidence(AFTER, BEFORE, frozenset({"a"})), 0)
+
+
+def test_an_adapter_that_no_fingerprint_tells_of_is_left_open_with_or_without_a_push() -> None:
+    told = WeightsReport("s", ({"a": "1", "lora:mine:x": "2"},))
+    assert left_open(Evidence(told, told, adapter="mine"), 0) == ""
+    assert "adapter 'other'" in left_open(Evidence(told, told, adapter="other"), 1)

@@ -1,0 +1,74 @@
+"""A real SGLang engine whose weights only a canary can prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import rollout
+from engines.protocol import Endpoint
+from rollout.handle import ServerHandle
+from rollout.local import launch_local
+from tests.support.real_sglang import one_engine, real_config
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def policy(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
+    config = real_config(
+        models[0],
+        tmp_path,
+        {"main": one_engine()},
+        lifecycle={"verify_by": "canary"},
+        weights={"update": "frozen"},
+        health={"recover": False},
+    )
+    with launch_local(config) as deployment:
+        yield deployment["policy"]
+
+
+def step(policy: ServerHandle, *, lose: bool = False) -> None:
+    policy.offload().result(120)
+    policy.onload_weights().result(120)
+    if lose:
+        (engine,) = policy.status().result(30).groups[0].engines
+        reset(engine.endpoint)
+    policy.verify().result(120)
+    policy.onload_kv().result(120)
+    policy.continue_generation().result(120)
+
+
+def reset(endpoint: Endpoint) -> None:
+    """What a release without a backup would leave."""
+    body = {"action": "reset_tensors"}
+    url = f"{endpoint.url}/weights_checker"
+    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 200
+
+
+def generate(policy: ServerHandle) -> httpx.Response:
+    body = {"input_ids": [60, 61, 62], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    return httpx.post(f"{policy.url}/generate", json=body, timeout=60, trust_env=False)
+
+
+def test_a_canary_passes_what_came_back_whole_and_fences_what_did_not(
+    policy: ServerHandle,
+) -> None:
+    before = generate(policy).json()["output_ids"]
+    for _ in range(2):
+        step(policy)
+        assert policy.status().result(30).gate == "open"
+        assert generate(policy).json()["output_ids"] == before
+    with pytest.raises(
+        rollout.PhaseFailed, match=r"canary prompt \d, token \d+ has log-prob"
+    ) as no:
+        step(policy, lose=True)
+    assert no.value.phase == "continue"
+    status = policy.status().result(30)
+    (engine,) = status.groups[0].engines
+    assert (status.gate, engine.state) == ("closed", "fenced")
+    assert "when the weights were the same" in engine.fenced_because
+    assert generate(policy).status_code == 503
