@@ -8,6 +8,15 @@ import time
 from dataclasses import dataclass, field
 
 IDS = list(range(1000, 1340))
+LEAST_BYTES = {
+    "small": 2 << 10,
+    "medium": 64 << 10,
+    "large": 1 << 20,
+    "sse": 40 << 10,
+    "long": 2 << 10,
+    "many": 2 << 10,
+}
+"""What a right answer has at least: who answers fast with something else is no router."""
 
 
 def request_bytes(kind: str) -> bytes:
@@ -38,22 +47,25 @@ class Client(asyncio.Protocol):
         self._buffer = bytearray()
         self._left = -1
         self._is_chunked = False
+        self._least_bytes = self._num_bytes = 0
         self.transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
 
-    def ask(self, request: bytes) -> asyncio.Future[bool]:
-        """Send; the answer is whether it was a whole 200."""
+    def ask(self, request: bytes, kind: str) -> asyncio.Future[bool]:
+        """Send; the answer is whether it was a whole 200 of that kind."""
         assert self.transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._left = -1
         self._is_chunked = False
+        self._least_bytes, self._num_bytes = LEAST_BYTES[kind], 0
         self._buffer.clear()
         self.transport.write(request)
         return self._done
 
     def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
         if self._left > 0:
             self._left -= len(data)
         elif self._is_chunked:
@@ -74,7 +86,7 @@ class Client(asyncio.Protocol):
             else:
                 self._is_chunked = True
         if self._left == 0 or (self._is_chunked and self._buffer.endswith(b"\r\n0\r\n\r\n")):
-            self._finish(True)
+            self._finish(self._num_bytes >= self._least_bytes)
 
     def _finish(self, is_good: bool) -> None:
         if not is_good and self.transport is not None:
@@ -103,7 +115,7 @@ async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> O
         while (sent := time.perf_counter()) < until:
             if client.transport is None:
                 client = await connect(port)
-            if await client.ask(request):
+            if await client.ask(request, kind):
                 outcome.latencies_s.append(time.perf_counter() - sent)
             else:
                 outcome.num_errors += 1
@@ -129,7 +141,7 @@ async def paced(port: int, kind: str, per_s: float, for_s: float) -> Outcome:
         except OSError:
             outcome.num_errors += 1
             return
-        if await client.ask(request):
+        if await client.ask(request, kind):
             outcome.latencies_s.append(time.perf_counter() - due)
             idle.append(client)
         else:
@@ -160,7 +172,7 @@ async def burst(port: int, kind: str, num: int) -> Outcome:
 
     async def one(client: Client) -> None:
         sent = time.perf_counter()
-        if await client.ask(request):
+        if await client.ask(request, kind):
             outcome.latencies_s.append(time.perf_counter() - sent)
         else:
             outcome.num_errors += 1

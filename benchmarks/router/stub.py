@@ -12,12 +12,12 @@ import json
 import re
 import sys
 
+import httptools
 import uvloop
 
 NUM_EVENTS = 100
 NUM_TOKENS = 16
 _KIND = re.compile(rb"kind=(\w+)")
-_LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 _STREAM = re.compile(rb'"stream": ?true')
 _RID = re.compile(rb'"rid": ?"([^"]*)"')
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
@@ -74,27 +74,27 @@ STREAMED = {
 
 
 class Engine(asyncio.Protocol):
-    """One connection."""
+    """One connection.  Some routers send a length, others chunks."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._buffer = b""
+        self._parser = httptools.HttpRequestParser(self)
+        self._body: list[bytes] = []
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while True:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            length = _LENGTH.search(self._buffer, 0, end)
-            total = end + 4 + (int(length[1]) if length else 0)
-            if len(self._buffer) < total:
-                return
-            request, self._buffer = self._buffer[:total], self._buffer[total:]
-            self._serve(request, end)
+        self._parser.feed_data(data)
 
-    def _serve(self, request: bytes, end: int) -> None:
-        kind = _KIND.search(request, end)
+    def on_message_begin(self) -> None:
+        self._body.clear()
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        self._serve(b"".join(self._body))
+
+    def _serve(self, request: bytes) -> None:
+        kind = _KIND.search(request)
         if kind is None:
             body = json.dumps(_INFO).encode()
             self._write(_JSON % (len(body), body))
@@ -104,7 +104,7 @@ class Engine(asyncio.Protocol):
             self._write(_EVENTS + EVENTS[0])
             self._next_event(1)
             return
-        whole = STREAMED if _STREAM.search(request, end) else WHOLE
+        whole = STREAMED if _STREAM.search(request) else WHOLE
         delay_s = _DELAY_S.get(name)
         if delay_s is None:
             self._write(whole[name])
