@@ -29,15 +29,15 @@ _NOT_TO_ENGINE = HOP_BY_HOP | _SET_ANEW
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS
 _WITHOUT_BODY = frozenset({204, 304})
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
+_NOTHING: frozenset[bytes] = frozenset()
 
 
-def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
-    return {
-        token.strip().lower()
-        for name, value in headers
-        if name == b"connection" and value.lower() not in _PLAIN_CONNECTION
-        for token in value.split(b",")
-    }
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    named = _NOTHING
+    for name, value in headers:  # mostly there is none: a comprehension would cost more
+        if name == b"connection" and value.lower() not in _PLAIN_CONNECTION:
+            named |= {token.strip().lower() for token in value.split(b",")}
+    return named
 
 
 def to_engine(headers: Headers) -> Headers:
@@ -58,9 +58,14 @@ def to_client(
     dropped = _NOT_TO_CLIENT
     if named := _named_by_connection(headers):
         dropped = dropped | named
-    if status in _WITHOUT_BODY or any(name == b"transfer-encoding" for name, _ in headers):
-        dropped = dropped | {b"content-length"}
-    kept = [header for header in headers if header[0] not in dropped]
+    kept, has_length = [], status not in _WITHOUT_BODY
+    for header in headers:
+        if header[0] not in dropped:
+            kept.append(header)
+        elif header[0] == b"transfer-encoding":
+            has_length = False
+    if not has_length:
+        kept = [header for header in kept if header[0] != b"content-length"]
     kept += signature(engine_id, weight_version)
     return kept
 

@@ -35,6 +35,7 @@ def is_generation(path: str) -> bool:
 COMPLETION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 """Paths whose requests are stamped, and can go on elsewhere by token."""
 
+_SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 _NOTHING: Mapping[str, str | int] = {}
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
@@ -51,7 +52,7 @@ def session_of(body: bytes, headers: Headers) -> str:
 
 def is_on(headers: Headers, name: bytes) -> bool:
     """The client has switched this on in a header."""
-    return any(key == name and value.lower() in (b"on", b"1", b"true") for key, value in headers)
+    return not _SWITCHED_ON.isdisjoint([value.lower() for key, value in headers if key == name])
 
 
 def prompt_of(body: bytes) -> bytes:

@@ -14,18 +14,21 @@ JSON parsers keep the last.
 from __future__ import annotations
 
 import json
-import os
+import random
 import re
 from functools import lru_cache
+
+import orjson
 
 MAX_PARSED_BYTES = 1 << 20
 _OPENS = re.compile(rb"\s*\{")
 _CLOSES = re.compile(rb"\s*\}")
 _LONGEST_PLAIN_VALUE = 256
+_random = random.Random(random.SystemRandom().getrandbits(256))
 
 
 def new_rid() -> str:
-    return os.urandom(16).hex()
+    return f"{_random.getrandbits(128):032x}"
 
 
 def is_stampable(body: bytes) -> bool:
@@ -73,6 +76,6 @@ def stamp(body: bytes, **values: str | int) -> bytes:
     opening = _OPENS.match(body)
     if not values or opening is None:
         return body
-    front = json.dumps(values).encode()[:-1]
-    comma = b"" if _CLOSES.match(body, opening.end()) else b", "
+    front = orjson.dumps(values)[:-1]
+    comma = b"" if _CLOSES.match(body, opening.end()) else b","
     return b"".join((front, comma, body[opening.end() :]))

@@ -370,7 +370,7 @@ class Pool:
         self._connect_timeout_s = connect_timeout_s
         self._max_connections = max_connections
         self._open: set[Connection] = set()
-        self._idle: dict[Endpoint, list[Connection]] = {}
+        self._idle: dict[Endpoint, dict[Connection, None]] = {}  # the longest idle first
         self._tasks: set[asyncio.Task[None]] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
 
@@ -390,7 +390,7 @@ class Pool:
         outgoing = _Outgoing(endpoint, parts, is_head)
         idle = self._idle.get(endpoint)
         while idle:
-            connection = idle.pop()
+            connection, _ = idle.popitem()
             if connection.is_usable:
                 connection.send(sender, outgoing, self.now_s())
                 return
@@ -446,7 +446,8 @@ class Pool:
     def _close_an_idle_one(self) -> bool:
         for idle in self._idle.values():
             if idle:
-                connection = idle.pop(0)
+                connection = next(iter(idle))
+                del idle[connection]
                 self._open.discard(connection)
                 connection.close()
                 return True
@@ -455,7 +456,7 @@ class Pool:
     def keep(self, connection: Connection) -> None:
         """It is idle now."""
         connection.idle_since_s = self.now_s()
-        self._idle.setdefault(connection.endpoint, []).append(connection)
+        self._idle.setdefault(connection.endpoint, {})[connection] = None
 
     def forget(self, connection: Connection) -> None:
         """It is closed."""
@@ -463,8 +464,7 @@ class Pool:
         idle = self._idle.get(connection.endpoint)
         if idle is None:
             return
-        if connection in idle:
-            idle.remove(connection)
+        idle.pop(connection, None)
         if not idle:
             del self._idle[connection.endpoint]
 
@@ -472,8 +472,9 @@ class Pool:
         """Close what has been idle for too long."""
         too_old_s = self.now_s() - KEEPALIVE_S
         for idle in list(self._idle.values()):
-            while idle and idle[0].idle_since_s < too_old_s:
-                idle.pop(0).close()
+            while idle and (oldest := next(iter(idle))).idle_since_s < too_old_s:
+                del idle[oldest]
+                oldest.close()
 
     @property
     def num_open(self) -> int:
