@@ -1,11 +1,14 @@
 """Spans through the OpenTelemetry SDK.  Needs the extra ``otel``.
 
 Always true: a span is handed over with its own times and its error; its parent goes along where
-it is known, so the tree of a phase is one trace.
+it is known, so the tree of a phase is one trace; a collector that does not answer delays the end of
+a run by a few seconds at most.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +17,9 @@ from rollout.errors import ConfigError
 from rollout.timeline.span import Kind, Outcome, Span
 from rollout.timeline.worker import Worker
 
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 3.0
 _MAX_PARENTS = 4096
 _SCOPE = "ray-rollout"
 
@@ -40,7 +46,7 @@ class OtelSink:
                 "OpenTelemetry is not installed; pip install 'ray-rollout[otel]'"
             ) from None
         self._owns = provider is None
-        self._provider: Any = provider or _exporting(TracerProvider())
+        self._provider: Any = provider or _exporting(TracerProvider(resource=_resource()))
         self._kept: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
         self._worker = Worker("otel", self._take)
 
@@ -54,7 +60,17 @@ class OtelSink:
                 self._hand_over(orphan, None)
         self._kept.clear()
         if self._owns:
-            self._provider.shutdown()
+            # In a thread: where no collector answers, the SDK tries again for longer than anybody
+            # who ends a run wants to wait.
+            ending = threading.Thread(target=self._provider.shutdown, name="otel-end", daemon=True)
+            ending.start()
+            ending.join(_CLOSE_S)
+            if ending.is_alive():
+                logger.warning(
+                    "OpenTelemetry: the collector has not taken all spans within %g s; what is "
+                    "left is lost (the files of the run have it)",
+                    _CLOSE_S,
+                )
 
     def _take(self, span: Span) -> None:
         """Keep a child until its parent has ended; hand over a root with all below it."""
@@ -97,6 +113,14 @@ def export(spans: Iterable[Span], provider: Any = None) -> int:
         num += 1
     sink.close()
     return num
+
+
+def _resource() -> Any:
+    """What the environment says of the service, and a name where it says none."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+
+    named = OTELResourceDetector().detect().attributes.get(SERVICE_NAME)
+    return Resource.create({SERVICE_NAME: named or _SCOPE})
 
 
 def _exporting(provider: Any) -> Any:

@@ -25,16 +25,20 @@ def config(
     *,
     health: Mapping[str, Any] | None = None,
     page: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> RolloutConfig:
     """One server, ``policy``, over a checkpoint with the fake's tensors."""
-    server = {
+    of_server = {
         "model_path": write_checkpoint(folder),
         "groups": groups,
         "health": dict(health or {}),
         "page": dict(page or {}),
+        **(server or {}),
     }
-    return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": server}, **more})
+    return RolloutConfig.from_dict(
+        {"log_dir": str(folder), "servers": {"policy": of_server}, **more}
+    )
 
 
 @contextmanager
