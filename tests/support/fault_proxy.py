@@ -13,10 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 from engines.launch import EngineSpec, LocalEngine, LocalLauncher
 from engines.protocol import Endpoint
 
-FAULTS = ("drop", "502", "kill", "stop")
+FAULTS = ("drop", "502", "kill", "stop", "freeze")
+THAWS_AFTER_S = 2.0
+"""How long a frozen engine stands still; one that is stopped does so until it is killed."""
 _BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 11\r\n\r\nBad Gateway"
 _METHODS = (b"GET ", b"POST ")
 
@@ -31,16 +35,16 @@ class FaultProxy:
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
         self.num_struck = 0
-        self._planned: dict[str, str] = {}
+        self._planned: dict[str, tuple[str, int]] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self) -> Endpoint:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return Endpoint("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
-    def strike(self, path: str, fault: str) -> None:
-        """The next request of ``path`` goes wrong."""
-        self._planned[path] = fault
+    def strike(self, path: str, fault: str, nth: int = 1) -> None:
+        """The next request of ``path`` goes wrong, or the ``nth`` from now."""
+        self._planned[path] = fault, nth
 
     def close(self) -> None:
         if self._server is not None:
@@ -65,18 +69,47 @@ class FaultProxy:
         if not data.startswith(_METHODS):
             return True
         path = data.split(b" ", 2)[1].partition(b"?")[0].decode()
-        fault = self._planned.pop(path, None)
-        if fault is None:
+        fault, nth = self._planned.pop(path, ("", 0))
+        if nth > 1:
+            self._planned[path] = fault, nth - 1
+        if nth != 1:
             return True
         self.num_struck += 1
         if fault == "502":
             answer.write(_BAD_GATEWAY)
-        elif fault in ("kill", "stop"):
-            assert self.engine.pid is not None
-            with suppress(ProcessLookupError):
-                os.kill(self.engine.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        elif fault != "drop":
+            self._signal(fault)
             return True
         return False
+
+    def _signal(self, fault: str) -> None:
+        """To the main process alone, as a crash would; stopped are all of them."""
+        assert self.engine.pid is not None
+        if fault == "kill":
+            with suppress(ProcessLookupError):
+                os.kill(self.engine.pid, signal.SIGKILL)
+            return
+        processes = tree_of(self.engine.pid)
+        for one in processes:
+            with suppress(psutil.NoSuchProcess):
+                one.suspend()
+        if fault == "freeze":
+            asyncio.get_running_loop().call_later(THAWS_AFTER_S, _thaw, processes)
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and all below it; none if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _thaw(processes: list[psutil.Process]) -> None:
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.resume()
 
 
 async def _copy(

@@ -87,7 +87,7 @@ class RealPolicy:
     models: list[Path]
     log_dir: Path
     sabotage: Sabotage
-    _tensors: dict[Path, Any] = field(default_factory=dict)
+    _tensors: dict[Path, Any] = field(default_factory=dict, repr=False)
 
     def weights_of(self, version: int) -> Path:
         return self.models[version % len(self.models)]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.models import plain_models
 from tests.support.real_sglang import RealPolicy, one_engine, real_policy
 
 GROUPS = ("left", "right")
-NUM_PLAIN = 94
-"""The first ids of the tiny tokenizer: printable ASCII."""
 
 
 class Keeper:
@@ -44,23 +43,7 @@ class Keeper:
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("policies")
-    return [make_plain_model(root / f"weights-{seed}", seed) for seed in range(4)]
-
-
-def make_plain_model(path: Path, seed: int) -> Path:
-    """A tiny model whose greedy tokens are plain ASCII: a request goes on where its text is whole,
-    which random bytes seldom are.
-    """
-    from safetensors.torch import load_file, save_file
-
-    from engines.embedded.tiny import make_tiny_model
-
-    make_tiny_model(path, seed=seed, hidden_size=32, num_layers=1)
-    tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"][NUM_PLAIN:] = 0.0
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return plain_models(tmp_path_factory.mktemp("policies"))
 
 
 @pytest.fixture(scope="package")

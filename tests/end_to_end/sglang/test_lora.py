@@ -21,8 +21,8 @@ from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, ServerInfo
 from rollout.handle import ServerHandle
 from rollout.local import launch_local
-from tests.end_to_end.sglang.conftest import make_plain_model
 from tests.support.load import PROMPTS
+from tests.support.models import make_plain_model
 from tests.support.real_sglang import one_engine, real_config
 from tests.support.referee import Answer, Referee, Span
 

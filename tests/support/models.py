@@ -1,0 +1,28 @@
+"""Tiny checkpoints whose answers a router can take up anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NUM_PLAIN = 94
+"""The first ids of the tiny tokenizer: printable ASCII."""
+
+
+def make_plain_model(path: Path, seed: int) -> Path:
+    """A tiny model whose greedy tokens are plain ASCII: a request goes on where its text is whole,
+    which random bytes seldom are.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from engines.embedded.tiny import make_tiny_model
+
+    make_tiny_model(path, seed=seed, hidden_size=32, num_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][NUM_PLAIN:] = 0.0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def plain_models(folder: Path, num: int = 4) -> list[Path]:
+    """Several of one shape, with weights of their own."""
+    return [make_plain_model(folder / f"weights-{seed}", seed) for seed in range(num)]
