@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.router import answers
 from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.headers import Headers, reply_head, signature, to_client
 from rollout.router.message import Request, Route, read_request
-from rollout.router.pairs import PrefillSide, bootstrap_fields
+from rollout.router.pairs import PrefillSide, PromptLogprobs, bootstrap_fields
 from rollout.router.upstream import ReplyHead, Sending
 from rollout.routing import NO_HINT
 
@@ -247,13 +248,19 @@ class Exchange:
         version, more = admission.weight_version, {}
         if admission.partner is not None:
             more = bootstrap_fields(admission.partner)
-            self._prefill = PrefillSide(self._on_prefill_lost, self.on_no_connection)
+            self._prefill = PrefillSide(
+                self._on_prefill_lost, self.on_no_connection, self._prompt_taker()
+            )
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, version, more))
         if (body := self._body()) is not None:
             request.body = body
         parts = request.parts_for(endpoint, version, more)
         pool.send(self, endpoint, parts, is_head=self._method == b"HEAD")
+
+    def _prompt_taker(self) -> Callable[[PromptLogprobs], None] | None:
+        """What takes the prompt's log-probs from the prefill engine, where they are wanted."""
+        return None
 
     def _body(self) -> bytes | None:
         """The body for the next engine, where it is not the client's."""

@@ -7,6 +7,7 @@ did not ask for are all the same: enter the gate again with prompt and tokens so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rollout.router import answers
@@ -14,8 +15,9 @@ from rollout.router.exchange import Exchange, chunk
 from rollout.router.fast_json import dumps, loads
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
-from rollout.router.message import is_on, session_of
+from rollout.router.message import is_on, session_of, wants_prompt_logprobs
 from rollout.router.openai_tokens import OpenAITranscript, read_openai
+from rollout.router.pairs import PromptLogprobs
 from rollout.router.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.tokens import Transcript, read_transcript
 from rollout.router.upstream import ReplyHead
@@ -33,6 +35,7 @@ class TokenExchange(Exchange):
         "_buffer",
         "_content_type",
         "_is_foreign",
+        "_is_held",
         "_session",
         "_status",
         "_transcript",
@@ -45,14 +48,16 @@ class TokenExchange(Exchange):
     def _begin(self) -> None:
         self._transcript = None
         self._is_foreign = False
+        self._is_held = False
         self._wants_chunks = not self.is_decoding
         self._buffer = []
         self._session = ""
         proxy = self._proxy
         is_recorded = is_on(self._headers, b"x-record-turn")
         is_asked = proxy.token_failover == "asked" and is_on(self._headers, b"x-token-failover")
-        if proxy.token_failover == "on" or is_asked or is_recorded:
-            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        is_merged = bool(proxy.gate.members.prefill) and wants_prompt_logprobs(body)
+        if proxy.token_failover == "on" or is_asked or is_recorded or is_merged:
             self._parts = [body]
             self._transcript = self._read(body, is_recorded=is_recorded)
             self.is_decoding = self.is_decoding or self._transcript is not None
@@ -136,7 +141,8 @@ class TokenExchange(Exchange):
             return self._over() if is_end else None
         if is_end:
             return self.on_upstream_lost("ended its stream without a finish reason")
-        if transcript.is_streamed and events and transcript.is_safe:
+        is_told = transcript.is_streamed and transcript.is_safe and not transcript.awaits_prompt
+        if events and is_told:
             self._tell(transcript.news())
         return None
 
@@ -165,9 +171,27 @@ class TokenExchange(Exchange):
         else:
             super().on_upstream_lost(why)
 
+    def _prompt_taker(self) -> Callable[[PromptLogprobs], None] | None:
+        transcript = self._transcript
+        if not isinstance(transcript, Transcript) or not transcript.lacks_prompt:
+            return None
+        transcript.awaits_prompt = True
+        return self._take_prompt
+
+    def _take_prompt(self, logprobs: PromptLogprobs) -> None:
+        transcript = self._transcript
+        assert isinstance(transcript, Transcript)
+        transcript.take_prompt(logprobs)
+        if self._is_held:
+            self._is_held = False
+            self._over()
+
     def _over(self) -> None:
         transcript = self._transcript
         assert transcript is not None
+        if transcript.awaits_prompt and not transcript.is_aborted:
+            self._is_held = True  # its prefill engine is about to answer, or to be lost
+            return
         if transcript.is_aborted and self._may_go_on():
             self._go_on_after_abort()
         else:

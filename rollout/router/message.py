@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +60,22 @@ def prompt_of(body: bytes) -> bytes:
     """The beginning of the prompt, as the body spells it."""
     found = _PROMPT.search(body)
     return body[found.end() : found.end() + _MAX_PROMPT_BYTES] if found else b""
+
+
+def wants_prompt_logprobs(body: bytes) -> bool:
+    """A ``/generate`` body asks for log-probs of its prompt."""
+    if b'"logprob_start_len"' not in body:
+        return False
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(raw, dict) and asks_prompt_logprobs(raw)
+
+
+def asks_prompt_logprobs(raw: Mapping[str, object]) -> bool:
+    start = raw.get("logprob_start_len")
+    return bool(raw.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class OpenAITranscript:
     """
 
     answers_whole = False
+    awaits_prompt = False
 
     def __init__(self, raw: Payload, *, is_chat: bool) -> None:
         self._raw = raw

@@ -3,15 +3,24 @@
 Both get the body with the same bootstrap fields; the decode engine fetches the prompt's KV from
 the prefill engine at that place and answers the client.  The field names are those of SGLang
 0.5.23 (``GenerateReqInput`` and its OpenAI protocol); its own router stamps them the same way.
+Log-probs of the prompt are known to the prefill engine only: who asks for them gets them out of its
+answer, put before those that the decode engine tells (none, in that version).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from rollout.router.fast_json import loads
 from rollout.router.upstream import ReplyHead, Sending
 from rollout.routing import Member
+
+PromptLogprobs = Mapping[str, list[Any]]
+"""Of a prompt's tokens, by the name that ``/generate`` gives them."""
+
+OF_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
 def bootstrap_fields(prefill: Member) -> dict[str, str | int]:
@@ -23,17 +32,41 @@ def bootstrap_fields(prefill: Member) -> dict[str, str | int]:
     }
 
 
-class PrefillSide:
-    """Takes the prefill engine's answer, of which nothing is passed on."""
+def read_prompt_logprobs(answer: bytes) -> PromptLogprobs:
+    """Those that a prefill engine told, in one answer or in events.
 
-    is_decoding = False
+    Raises:
+        ValueError: there are none.
+    """
+    for line in reversed(answer.splitlines()):
+        text = line.removeprefix(b"data:").strip()
+        if not text or text == b"[DONE]":
+            continue
+        meta = loads(text).get("meta_info") or {}
+        if told := {name: meta[name] for name in OF_PROMPT if meta.get(name) is not None}:
+            return told
+    raise ValueError("no log-probs of the prompt")
+
+
+class PrefillSide:
+    """Takes the prefill engine's answer, of which at most the prompt's log-probs are passed on.
+
+    Args:
+        on_prompt: gets them; None where nobody asked.
+    """
 
     def __init__(
-        self, on_lost: Callable[[str], None], on_no_connection: Callable[[str], None]
+        self,
+        on_lost: Callable[[str], None],
+        on_no_connection: Callable[[str], None],
+        on_prompt: Callable[[PromptLogprobs], None] | None = None,
     ) -> None:
         self.upstream: Sending | None = None
+        self.is_decoding = on_prompt is not None
         self._on_lost = on_lost
         self._on_no_connection = on_no_connection
+        self._on_prompt = on_prompt
+        self._parts: list[bytes] = []
 
     def drop(self) -> None:
         if self.upstream is not None:
@@ -44,7 +77,16 @@ class PrefillSide:
         """The decode engine tells the client how it went."""
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
-        """Likewise."""
+        if self._on_prompt is None:
+            return
+        self._parts.append(data)
+        if is_end:
+            try:
+                told = read_prompt_logprobs(b"".join(self._parts))
+            except (ValueError, AttributeError) as error:
+                self._on_lost(f"sent an answer that cannot be used: {error}")
+            else:
+                self._on_prompt(told)
 
     def on_upstream_lost(self, why: str) -> None:
         self._on_lost(why)

@@ -153,9 +153,9 @@ class RouterProtocol(HttpToolsProtocol):
             self.headers, route.path, is_generation=route.is_generation
         )
         if route.is_generation or not is_admitted:
-            is_on = self._proxy.token_failover != "off"
-            may_fail_over = is_on and route.path in COMPLETION_PATHS
-            turn = (TokenExchange if may_fail_over else Exchange)(
+            proxy = self._proxy
+            is_read = proxy.token_failover != "off" or bool(proxy.gate.members.prefill)
+            turn = (TokenExchange if is_read and route.path in COMPLETION_PATHS else Exchange)(
                 self._proxy,
                 self,
                 self.parser.get_method(),

@@ -21,6 +21,7 @@ class RecordedChat:
 
     answers_whole = True
     can_continue = False
+    awaits_prompt = False
 
     def __init__(self, raw: Payload) -> None:
         self._raw = raw

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.router.message import asks_prompt_logprobs
+
 Payload = dict[str, Any]
 
 _DEFAULT_BUDGET = 128
@@ -52,6 +54,7 @@ class Transcript:
         answers_whole: its engine is asked for one answer instead of events.
         is_streamed: its client wants events.
         can_continue: a lost engine's tokens can be kept; otherwise it starts from nothing.
+        awaits_prompt: they are still to come, from a prefill engine.
         num_kept: tokens carried over seams.
         num_recomputed: tokens that had come and are generated again.
     """
@@ -78,6 +81,8 @@ class Transcript:
         self.can_continue = isinstance(raw.get("input_ids"), list) and not any(
             self._sampling.get(name) for name in _STARTS_ANEW
         )
+        self.awaits_prompt = False
+        self._of_prompt: Mapping[str, list[Any]] = {}
         self.num_kept = 0
         self.num_recomputed = 0
         self.num_seams = 0
@@ -138,6 +143,16 @@ class Transcript:
         elif self._is_safe(now, has_grown=len(now.text) > len(before.text)):
             self._safe = now
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Its client asks for log-probs of the prompt, and no prefill engine has told them."""
+        return not self._of_prompt and asks_prompt_logprobs(self._raw)
+
+    def take_prompt(self, logprobs: Mapping[str, list[Any]]) -> None:
+        """The prompt's log-probs, from its prefill engine."""
+        self.awaits_prompt = False
+        self._of_prompt = logprobs
+
     def _problem(self, now: _Part) -> str:
         for name, values in now.logprobs.items():
             if len(values) != len(now.ids):
@@ -180,7 +195,7 @@ class Transcript:
         if self.is_aborted and self._is_safe(self._now, has_grown=True):
             self._safe = self._now
         had = len(self._base.ids) + len(self._now.ids)
-        if self.can_continue:
+        if self.can_continue and not self.awaits_prompt:
             self._base = _joined(self._base, self._safe)
             if self._base.ids:
                 self.num_kept += len(self._safe.ids)
@@ -204,6 +219,8 @@ class Transcript:
         meta["finish_reason"] = self._finish_reason(len(whole.ids))
         meta["weight_versions"] = whole.spans
         meta.update(whole.logprobs)
+        for name, values in self._of_prompt.items():
+            meta[name] = [*values, *(meta.get(name) or [])]
         meta["num_failovers"] = self.num_seams
         meta["num_recomputed_tokens"] = self.num_recomputed
         return {"text": whole.text, "output_ids": whole.ids, "meta_info": meta}

@@ -1,17 +1,18 @@
 """Prefill and decode engines, faked: they check that they were told to meet at one place."""
 
 import asyncio
+import json
 
 import pytest
 
 from engines.protocol import WorkerType
 
 from .conftest import Settings
-from .stub_engine import Hold, die_unanswered, hold_then_reply, reply
+from .stub_engine import Hold, die_unanswered, hold_then_reply, reply, stream
 
 
-async def pair(make_bench, *scripts, prefill=1, port=9123):
-    bench = await make_bench(*scripts)
+async def pair(make_bench, *scripts, prefill=1, port=9123, settings=None):
+    bench = await make_bench(*scripts, **({"settings": settings} if settings else {}))
     members = [
         bench.member(
             index,
@@ -68,6 +69,72 @@ async def test_a_prefill_engine_that_dies_is_replaced_with_a_new_place_to_meet(m
     assert (await asked).status == 200
     rooms = [seen.json["bootstrap_room"] for seen in bench.engines[2].seen]
     assert (len(set(rooms)), bench.failures[0].engine_id) == (2, "e-0")
+
+
+WITH_PROMPT = {
+    "input_ids": [1, 2, 3],
+    "sampling_params": {"max_new_tokens": 2},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
+OF_PROMPT = [[None, 1, None], [-1.5, 2, None], [-2.5, 3, None]]
+
+
+def event(num: int, of_prompt=(), finish=None) -> bytes:
+    meta = {
+        "id": "r",
+        "completion_tokens": num,
+        "finish_reason": finish,
+        "input_token_logprobs": list(of_prompt),
+        "output_token_logprobs": [[-0.5, 7, None]] * num,
+    }
+    told = {"text": "a" * num, "output_ids": [7] * num, "meta_info": meta}
+    return b"data: " + json.dumps(told).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+PREFILLED = (event(1, OF_PROMPT, {"type": "length", "length": 1}), DONE)
+DECODED = (event(1), event(2, finish={"type": "length", "length": 2}), DONE)
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["prefill-first", "prefill-last"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("failover", ["off", "asked", "on"])
+async def test_log_probs_of_the_prompt_come_from_the_prefill_engine(
+    make_bench, failover, is_streamed, is_last
+):
+    hold = Hold()
+    held, free = (PREFILLED, DECODED) if is_last else (DECODED, PREFILLED)
+    slow, quick = stream(hold, *held), stream(*free)
+    bench = await pair(
+        make_bench,
+        *((slow, quick) if is_last else (quick, slow)),
+        settings=Settings(token_failover=failover),
+    )
+    asked = bench.begin(json=WITH_PROMPT | {"stream": is_streamed})
+    await hold.entered.wait()
+    while not all(engine.seen for engine in bench.engines):
+        await bench.host.stats()
+    hold.opened.set()
+    got = await asked
+    assert got.status == 200
+    if is_streamed:
+        *events, done = got.body.strip().split(b"\n\n")
+        assert done == DONE.strip()
+        told = [json.loads(one.removeprefix(b"data:")) for one in events]
+    else:
+        told = [got.json]
+    assert [one["meta_info"]["input_token_logprobs"] for one in told] == [OF_PROMPT] * len(told)
+    assert told[-1]["output_ids"] == [7, 7]
+    assert told[-1]["meta_info"]["output_token_logprobs"] == [[-0.5, 7, None]] * 2
+    await bench.host.drained(2)
+
+
+async def test_a_prefill_engine_that_tells_no_log_probs_is_replaced(make_bench):
+    bench = await pair(make_bench, reply(b"{}"), stream(*PREFILLED), stream(*DECODED), prefill=2)
+    got = await bench.ask(json=WITH_PROMPT)
+    assert got.json["meta_info"]["input_token_logprobs"] == OF_PROMPT
+    assert "cannot be used" in bench.failures[0].message
 
 
 async def test_a_client_that_leaves_ends_the_work_of_both(make_bench):
