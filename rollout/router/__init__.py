@@ -9,7 +9,8 @@ tokens.py, failover.py    a request that goes on elsewhere       (tokens.py: pur
 pairs.py                  prefill and decode engines
 keys.py, limits.py        who may ask; how many may
 metrics.py, recordings.py what is counted; what is kept on request
-upstream.py               the engines' connections
+upstream.py               one connection to an engine
+pool.py                   the kept ones, and new ones
 proxy.py                  what all exchanges share
 app.py, control.py        what can be read over HTTP; what the router asks engines
 host.py                   all of it in a thread of its own

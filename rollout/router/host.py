@@ -27,10 +27,10 @@ from rollout.router.app import control_app
 from rollout.router.control import ControlClient
 from rollout.router.gate import ConnectionFailure, Gate, GateState
 from rollout.router.limits import check_file_descriptors
+from rollout.router.pool import Pool
 from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
 from rollout.router.settings import RouterSettings
-from rollout.router.upstream import Pool
 from rollout.routing import Member, Policy, policy_of
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from rollout.router.headers import Headers
 from rollout.router.keys import Keys
 from rollout.router.message import Request, prompt_of, session_of
 from rollout.router.metrics import Latencies
+from rollout.router.pool import Pool
 from rollout.router.recordings import Recordings
 from rollout.router.settings import RouterSettings
-from rollout.router.upstream import Pool
 from rollout.routing import Hint
 
 SWEEP_S = 0.5
