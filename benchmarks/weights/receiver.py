@@ -19,6 +19,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 
+from benchmarks.weights.holder import Holder
 from engines.embedded.files import update_from_disk
 from engines.embedded.groups import UpdateGroups
 from engines.embedded.mapped import MappedFiles
@@ -26,27 +27,15 @@ from engines.embedded.unpickle import read_payload
 from engines.embedded.weights import Weights
 
 
-class Holder(torch.nn.Module):
-    """Parameters under the names of a checkpoint, which torch lets no module's attribute bear."""
-
-    def __init__(self, specs: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self._held = {
-            spec["name"]: torch.nn.Parameter(
-                torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"])), requires_grad=False
-            )
-            for spec in specs
-        }
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return iter(self._held.items())
-
-
 class Receiver:
     """Answers as an engine does, one call at a time."""
 
     def __init__(self, specs: list[dict[str, Any]]) -> None:
-        self.weights = Weights(Holder(specs))
+        held = {
+            spec["name"]: torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]))
+            for spec in specs
+        }
+        self.weights = Weights(Holder(held))
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(torch.device("cpu"))
         self.version = "0"

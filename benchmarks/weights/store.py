@@ -1,9 +1,13 @@
 """The DRAM store: write, restore, and the same from disk.
 
-Rows of ``restore_*`` and ``disk_*`` end with the tensors in the memory of an engine, loaded as
-SGLang and the embedded engine load: ``safe_open`` and a copy.  ``restore_*`` are proved on the way,
-tensor by tensor; ``disk_*`` are not.  ``half_remote``: half of the units are on another node, an
-agent in a process of its own, and come over TCP.
+Rows of ``restore_*`` and ``disk_*`` end with the tensors in the memory of an engine, loaded as the
+embedded engine does; those of ``*_safe_open`` as SGLang does: ``safe_open`` and a copy.
+``restore_*`` are proved, tensor by tensor, before they are loaded; ``disk_*`` are not, but for
+``disk_warm_proved``, whose tensors are hashed where they were loaded to.  ``half_remote``: half of
+the units are on another node, an agent in a process of its own, and come over TCP.
+
+``BENCH_DISK`` and ``BENCH_SHM``: folders for the checkpoint and for the store, where the usual ones
+are not what shall be measured (a tmpfs with huge pages).
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from rollout.weights.store.client import AgentClient
 from rollout.weights.store.coordinator import Coordinator
 
 SHAPES = ("dense", "experts")
+SHARED_MEMORY = os.environ.get("BENCH_SHM", "/dev/shm")
 
 
 def manifest_of(shape: str, num_bytes: int) -> Manifest:
@@ -55,6 +60,10 @@ class Model:
     def __init__(self, manifest: Manifest) -> None:
         import torch
 
+        from benchmarks.weights.holder import Holder
+        from engines.embedded.fingerprint import fingerprints
+        from engines.embedded.weights import Weights
+
         self.manifest = manifest
         make = torch.Generator().manual_seed(0)
         self.tensors = {
@@ -63,6 +72,8 @@ class Model:
         }
         self.engine = {name: torch.zeros_like(one) for name, one in self.tensors.items()}
         self.num_bytes = sum(one.nbytes for one in self.tensors.values())
+        self.weights = Weights(Holder(self.engine))
+        self.fingerprints = fingerprints(self.tensors)
 
     def contents(self) -> Iterator[tuple[str, Any]]:
         import torch
@@ -76,7 +87,17 @@ class Model:
         save_file(self.tensors, folder / "model.safetensors")
 
     def load(self, folder: Path) -> None:
-        """As an engine does."""
+        """As the embedded engine does."""
+        from engines.embedded.files import update_from_disk
+
+        update_from_disk(self.weights, str(folder))
+
+    def load_and_prove(self, folder: Path) -> None:
+        self.load(folder)
+        assert self.weights.checksum()[0] == self.fingerprints
+
+    def load_by_safe_open(self, folder: Path) -> None:
+        """As SGLang does."""
         from safetensors import safe_open
 
         for path in sorted(folder.glob("*.safetensors")):
@@ -127,13 +148,13 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 def _measure(model: Model, repeats: int) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     with ExitStack() as stack:
-        base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir="/dev/shm"))
+        base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
         here = StoreAgent(AgentSettings("here", str(base / "local"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         rows |= _local(model, coordinator_of({"here": here}), repeats)
     with ExitStack() as stack:
-        base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir="/dev/shm"))
+        base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
         there, pid = stack.enter_context(remote_agent("there", base / "there"))
         here = StoreAgent(AgentSettings("here", str(base / "here"), "bench", spare_bytes=0))
@@ -156,13 +177,22 @@ def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Ro
     write()  # the other slot's turn: its pages are mapped for the first time too
     rows["write_reused"] = rate(write, model.num_bytes, repeats)
     rows["restore_local"] = _restore(model, coordinator, repeats, [])
+    rows["restore_local_safe_open"] = _restore(
+        model, coordinator, repeats, [], model.load_by_safe_open
+    )
     rows["prove_local"] = rate(lambda: _assemble(coordinator), model.num_bytes, repeats)
     return rows
 
 
-def _restore(model: Model, coordinator: Coordinator, repeats: int, others: list[int]) -> Row:
+def _restore(
+    model: Model,
+    coordinator: Coordinator,
+    repeats: int,
+    others: list[int],
+    load: Callable[[Path], object] | None = None,
+) -> Row:
     def restore() -> None:
-        _assemble(coordinator, model.load)
+        _assemble(coordinator, load or model.load)
 
     row = rate(restore, model.num_bytes, repeats, others=others)
     model.check()
@@ -194,8 +224,16 @@ def _disk(model: Model, repeats: int) -> dict[str, Row]:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             time.sleep(0.1)
 
-        model.load(folder)
-        warm = rate(lambda: model.load(folder), model.num_bytes, repeats)
-        model.check()
-        cold = rate(lambda: model.load(folder), model.num_bytes, min(repeats, 3), before=forget)
-        return {"disk_warm": warm, "disk_cold": cold}
+        rows: dict[str, Row] = {}
+        for name, load in (
+            ("disk_warm", model.load),
+            ("disk_warm_proved", model.load_and_prove),
+            ("disk_warm_safe_open", model.load_by_safe_open),
+        ):
+            load(folder)
+            rows[name] = rate(lambda load=load: load(folder), model.num_bytes, repeats)  # type: ignore[misc]
+            model.check()
+        rows["disk_cold"] = rate(
+            lambda: model.load(folder), model.num_bytes, min(repeats, 3), before=forget
+        )
+        return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ import orjson
 import torch
 
 from engines.embedded.errors import Invalid
-from engines.embedded.fingerprint import as_bytes
-from engines.embedded.mapped import Copy, MappedFile, MappedFiles
+from engines.embedded.mapped import Copy, MappedFiles
+from engines.embedded.reading import read_copies
 from engines.protocol import STAYS
 
 if TYPE_CHECKING:
@@ -80,30 +80,36 @@ def update_from_disk(weights: Weights, path: str, mapped: MappedFiles | None = N
     has_begun = False
     try:
         with ExitStack() as stack:
-            pieces: list[_Piece] = []
-            known: list[MappedFile] = []
+            jobs: list[Callable[[], None]] = []
             for file in checkpoint_files(path):
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
-                header = _read_header(descriptor)
-                kept = mapped.find(file, descriptor) if mapped else None
-                if kept is not None and kept.header == header:
-                    known.append(kept)  # it is as it was when it was checked
-                    continue
-                found, stays = _pieces(header, descriptor)
-                weights.check((one.name, one.shape, one.dtype) for one in found)
-                copies = _copies(weights, found) if mapped and stays else None
-                if mapped is None or copies is None:
-                    pieces += found
-                    continue
-                kept = kept or mapped.keep(file, descriptor)
-                kept.header, kept.copies = header, copies
-                known.append(kept)
+                jobs += _jobs(weights, file, descriptor, mapped)
             has_begun = True
-            _bring(weights, pieces, known)
+            _do_all(jobs)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         state = "the weights are now a mixture" if has_begun else "nothing was updated"
         raise Invalid(f"cannot read {path}: {error}; {state}") from error
+
+
+def _jobs(
+    weights: Weights, file: Path, descriptor: int, mapped: MappedFiles | None
+) -> list[Callable[[], None]]:
+    """What there is to do for one file, which has been checked."""
+    header = _read_header(descriptor)
+    kept = mapped.find(file, descriptor) if mapped else None
+    if kept is None or kept.header != header:
+        pieces, stays = _pieces(header, descriptor)
+        weights.check((one.name, one.shape, one.dtype) for one in pieces)
+        copies, others = _places(weights, pieces)
+        if mapped is None or not stays or others:
+            jobs: list[Callable[[], None]] = [
+                partial(read_copies, descriptor, batch) for batch in copies
+            ]
+            return jobs + [partial(_convert, weights, one) for one in others]
+        kept = kept or mapped.keep(file, descriptor)
+        kept.header, kept.copies = header, copies
+    return [partial(kept.copy, batch) for batch in kept.copies]
 
 
 def _read_header(descriptor: int) -> bytes:
@@ -134,26 +140,26 @@ def _pieces(header: bytes, descriptor: int) -> tuple[list[_Piece], bool]:
     return pieces, stays
 
 
-def _copies(weights: Weights, pieces: Sequence[_Piece]) -> list[list[Copy]] | None:
-    """Where the bytes of a file go; None if they cannot simply be copied there."""
-    found = []
-    for batch in _batches(pieces):
-        targets = [(weights.find(one.name), one) for one in batch]
-        if not all(_takes_bytes(mine, one) for mine, one in targets):
-            return None
-        found.append([(mine.data_ptr(), one.offset, one.num_bytes) for mine, one in targets])
-    return found
+def _places(weights: Weights, pieces: Sequence[_Piece]) -> tuple[list[list[Copy]], list[_Piece]]:
+    """Where the bytes of a file go, in batches; and what cannot simply be copied there."""
+    batches: list[list[Copy]] = [[]]
+    others: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        mine = weights.find(piece.name)
+        if mine.dtype != piece.dtype or mine.device.type != "cpu" or not mine.is_contiguous():
+            others.append(piece)
+            continue
+        if size >= _BATCH_BYTES:  # experts' tensors are many and small
+            batches.append([])
+            size = 0
+        if piece.num_bytes:
+            batches[-1].append((mine.data_ptr(), piece.offset, piece.num_bytes))
+            size += piece.num_bytes
+    return batches, others
 
 
-def _takes_bytes(mine: torch.Tensor, piece: _Piece) -> bool:
-    return mine.dtype == piece.dtype and mine.device.type == "cpu" and mine.is_contiguous()
-
-
-def _bring(weights: Weights, pieces: Sequence[_Piece], known: Sequence[MappedFile]) -> None:
-    jobs: list[Callable[[], None]] = [
-        partial(file.copy, batch) for file in known for batch in file.copies
-    ]
-    jobs += [partial(_read_batch, weights, batch) for batch in _batches(pieces)]
+def _do_all(jobs: Sequence[Callable[[], None]]) -> None:
     num_readers = min(_MOST_READERS, len(jobs), len(os.sched_getaffinity(0)))
     if num_readers < 2:
         for job in jobs:
@@ -165,41 +171,7 @@ def _bring(weights: Weights, pieces: Sequence[_Piece], known: Sequence[MappedFil
             pass
 
 
-def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Some megabytes each: experts' tensors are many and small."""
-    batch: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.num_bytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _read_batch(weights: Weights, batch: Sequence[_Piece]) -> None:
-    for piece in batch:
-        _read(weights, piece)
-
-
-def _read(weights: Weights, piece: _Piece) -> None:
-    mine = weights.find(piece.name)
-    if _takes_bytes(mine, piece):
-        _fill(mine, piece)
-    else:
-        loaded = torch.empty(piece.shape, dtype=piece.dtype)
-        _fill(loaded, piece)
-        mine.copy_(loaded)
-
-
-def _fill(tensor: torch.Tensor, piece: _Piece) -> None:
-    array: Any = as_bytes(tensor).numpy()
-    view = memoryview(array)
-    done = 0
-    while done < piece.num_bytes:
-        count = os.preadv(piece.descriptor, [view[done:]], piece.offset + done)
-        if not count:
-            raise OSError(f"{piece.name} ends after {done} of {piece.num_bytes} bytes")
-        done += count
+def _convert(weights: Weights, piece: _Piece) -> None:
+    loaded = torch.empty(piece.shape, dtype=piece.dtype)
+    read_copies(piece.descriptor, [(loaded.data_ptr(), piece.offset, piece.num_bytes)])
+    weights.find(piece.name).copy_(loaded)

@@ -12,12 +12,18 @@ rows) is seen; equal widths miss that.  Plain sums of a whole tensor, or xor, mi
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from engines.fingerprint import host_fingerprint, sums_fingerprint
 
+# Two read as fast as memory can be read.
+_MOST_THREADS = 4
+_SHARE_BYTES = 16 << 20
 WORD_BYTES = 8
 ROW_WORDS = 16384
 # Eight times a prime: words that swap unseen must lie a multiple of 4099 rows (512 MiB) apart.
@@ -34,6 +40,22 @@ def bytes_fingerprint(name: str, tensor: torch.Tensor) -> str:
     """``xxh3:...`` of a tensor; one that is on a device is copied to the host."""
     content = _host_bytes(as_bytes(tensor))
     return host_fingerprint(name, dtype_name(tensor.dtype), tuple(tensor.shape), content)
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """``bytes_fingerprint`` of each, by several threads where there is much to read."""
+    num_bytes = sum(one.nbytes for one in tensors.values())
+    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
+    if num_threads < 2:
+        return {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+    names = list(tensors)
+    with ThreadPoolExecutor(num_threads, "fingerprint") as threads:
+        found = threads.map(
+            lambda share: {name: bytes_fingerprint(name, tensors[name]) for name in share},
+            (names[first::num_threads] for first in range(num_threads)),
+        )
+        digests = {name: digest for part in found for name, digest in part.items()}
+    return {name: digests[name] for name in names}
 
 
 def device_fingerprint(name: str, tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from engines.embedded.errors import Invalid
 from engines.embedded.experts import checkpoint_tensors
-from engines.embedded.fingerprint import bytes_fingerprint, dtype_name
+from engines.embedded.fingerprint import dtype_name, fingerprints
 from engines.embedded.memory import Memory
 from engines.fingerprint import whole_fingerprint
 from engines.protocol import MemoryTag
@@ -109,7 +109,7 @@ class Weights:
 
     def checksum(self) -> tuple[dict[str, str], str]:
         """The fingerprint of each tensor, adapters' included, and of them all together."""
-        digests = {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
+        digests = fingerprints(self._tensors)
         digests |= self._adapter_fingerprints()
         return digests, whole_fingerprint(digests)
 

@@ -8,6 +8,7 @@ one holder is asked of the next.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "assembled"
 _STREAMS = 4
-_HASHERS = 2
+# Two read as fast as memory can be read.
+_HASHERS = min(4, max(2, len(os.sched_getaffinity(0))))
 # What of a checkpoint's folder is weights, and so is not taken from there.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 

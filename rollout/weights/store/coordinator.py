@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
-from rollout.weights.manifest import Manifest
+from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.store.assembling import Assembled, Peer
 from rollout.weights.store.commit import NodeState, Write, counting, to_promote
 from rollout.weights.store.records import Record
@@ -68,6 +68,7 @@ class Coordinator:
         self._replicas = replicas
         self._unit_bytes = unit_bytes
         self._segment_bytes = segment_bytes
+        self._last: tuple[list[str], Mapping[str, TensorSpec], Record] | None = None
 
     # -- what counts ------------------------------------------------------------------------
 
@@ -173,16 +174,9 @@ class Coordinator:
         self, write: Write, manifest: Manifest, counts: Write | None, failed: dict[str, str]
     ) -> tuple[Record, dict[str, Mapping[str, str]]]:
         """Space on every node that has it; the units are spread over those."""
-        units = make_units(manifest, self._unit_bytes)
         nodes = [node for node in self._agents if node not in failed]
         while nodes:
-            record = Record(
-                run=self._run,
-                write=write,
-                units=units,
-                kept=spread(units, nodes, self._replicas),
-                segment_bytes=self._segment_bytes,
-            )
+            record = self._outline(write, manifest, nodes)
             paths, refused = self._ask(
                 {node: _begin_on(self._agents[node], record, counts) for node in nodes}
             )
@@ -191,6 +185,22 @@ class Coordinator:
                 return record, paths
             nodes = [node for node in nodes if node not in refused]
         raise WeightsUnavailable(f"{write} is not kept: no node can{_told(failed)}")
+
+    def _outline(self, write: Write, manifest: Manifest, nodes: list[str]) -> Record:
+        """What goes where: as last time if nothing else has changed, for it takes a while to
+        plan many small tensors."""
+        if self._last is not None and self._last[:2] == (nodes, manifest.tensors):
+            return self._last[2].again(write)
+        units = make_units(manifest, self._unit_bytes)
+        record = Record(
+            run=self._run,
+            write=write,
+            units=units,
+            kept=spread(units, nodes, self._replicas),
+            segment_bytes=self._segment_bytes,
+        )
+        self._last = nodes, manifest.tensors, record
+        return record
 
     # -- nodes ------------------------------------------------------------------------------
 

@@ -47,6 +47,12 @@ class Record:
         sealed._planned.update(self._planned)
         return sealed
 
+    def again(self, write: Write) -> Record:
+        """Another write of the same tensors to the same nodes, not yet written."""
+        record = replace(self, write=write, fingerprints={})
+        record._planned.update(self._planned)
+        return record
+
     def segments_of(self, node: str) -> tuple[Segment, ...]:
         """The files of one node; planned once, for with many small tensors that takes a while."""
         if node not in self._planned:

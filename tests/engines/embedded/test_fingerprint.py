@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from engines.embedded import fingerprint
-from engines.embedded.fingerprint import as_bytes, bytes_fingerprint, device_fingerprint
+from engines.embedded.fingerprint import (
+    as_bytes,
+    bytes_fingerprint,
+    device_fingerprint,
+    fingerprints,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -179,3 +184,10 @@ def test_cpu_and_cuda_agree(dtype: torch.dtype, size: int) -> None:
     tensor = torch.randn(size).to(dtype)
     for kind in KINDS:
         assert kind("w", tensor) == kind("w", tensor.cuda())
+
+
+def test_many_megabytes_have_the_fingerprints_and_the_order_of_few() -> None:
+    tensors = {f"t{index}": torch.randn(1 << 20) for index in range(13)}
+    found = fingerprints(tensors)
+    assert list(found) == list(tensors)
+    assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
