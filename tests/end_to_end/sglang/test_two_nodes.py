@@ -1,0 +1,93 @@
+"""One real SGLang engine over two nodes of a simulated Ray cluster, placed by our placement.
+
+A rank on each node, one engine to everybody else: offloaded, given new weights, asked, and gone as
+a whole when one of its nodes is lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines.identity import is_running
+from engines.protocol import MemoryTag
+from rollout.config import HealthConfig
+from rollout.handle import ServerHandle
+from rollout.health import seen_within_s
+from rollout.types import EngineStatus
+from tests.support.load import PROMPTS
+from tests.support.processes import shared_memory_of, wait_until
+from tests.support.ray_worlds import NUM_CPUS, RayWorld
+from tests.support.real_sglang import one_engine, real_config
+from tests.support.referee import Answer, Referee
+
+pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(400)]
+
+# More than half of the head has, and all that the other node has: no node has room for both ranks.
+CPUS = NUM_CPUS // 2 + 1
+# One is all there is, so three times as many probes may fail before it is called dead.
+HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "probes_to_dead": 3}
+SLACK_S = 30.0
+SEEN_WITHIN_S = 3 * seen_within_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
+
+
+def the_engine(policy: ServerHandle) -> EngineStatus:
+    ((engine,),) = (group.engines for group in policy.status().result(30).groups)
+    return engine
+
+
+def answers(policy: ServerHandle) -> list[Answer]:
+    found = []
+    with httpx.Client(base_url=policy.url, timeout=60, trust_env=False) as client:
+        for prompt in PROMPTS[:4]:
+            sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+            reply = client.post("/generate", json=body)
+            assert reply.status_code == 200, reply.text
+            found.append(Answer.of(prompt, reply.json()))
+    return found
+
+
+def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
+    ray_cluster: RayWorld, models: list[Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    # The ranks really share this machine: a core for each.
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    wide = one_engine(nodes=2, cpus=CPUS, options={"tp": 2}, env=env)
+    config = real_config(models[0], tmp_path, {"main": wide}, health=HEALTH)
+    referee = Referee(lambda version: models[version])
+    with ray_cluster.more_nodes(1, CPU=CPUS) as (other,):
+        handle = ray_cluster.load("launch").launch_ray(config)
+        try:
+            policy = handle["policy"]
+            engine = the_engine(policy)
+            assert len(engine.processes) == 2
+            for version in (0, 1):
+                if version:
+                    report = policy.offload().result(60)
+                    assert report.freed_bytes > 0
+                    assert set(the_engine(policy).released) == set(MemoryTag)
+                    policy.onload(load_file(models[version] / "model.safetensors")).result(60)
+                found = answers(policy)
+                assert {span.version for one in found for span in one.spans} == {version}
+                assert not referee.findings(found)
+            assert referee.could_tell(found, models)
+
+            files = {file for one in engine.processes for file in shared_memory_of(one.pid)}
+            ray_cluster.lose_node(other)
+            assert wait_until(lambda: bool(the_engine(policy).fenced_because), SEEN_WITHIN_S)
+            assert wait_until(lambda: not any(map(is_running, engine.processes)), 30)
+            assert files
+            assert wait_until(lambda: not any(file.exists() for file in files), 30)
+            # There is no place for it now, and no request is kept waiting for one.
+            said = "the cluster has no other place"
+            assert wait_until(lambda: said in the_engine(policy).fenced_because, 60)
+            body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+            reply = httpx.post(f"{policy.url}/generate", json=body, trust_env=False)
+            assert reply.status_code == 503
+        finally:
+            handle.stop()
