@@ -200,6 +200,7 @@ class ServerInfo:
 
     Attributes:
         resident_bytes: memory of each tag now; empty where the engine does not tell.
+        released: tags that are released now; None where the engine does not tell.
     """
 
     version: str
@@ -207,6 +208,7 @@ class ServerInfo:
     enable_memory_saver: bool
     enable_weights_cpu_backup: bool
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
+    released: frozenset[str] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

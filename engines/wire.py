@@ -94,6 +94,9 @@ def read_server_info(answer: Any) -> ServerInfo:
         enable_memory_saver=bool(answer.get("enable_memory_saver", False)),
         enable_weights_cpu_backup=bool(answer.get("enable_weights_cpu_backup", False)),
         resident_bytes={tag: int(num) for tag, num in (answer.get("resident_bytes") or {}).items()},
+        released=None
+        if answer.get("released_tags") is None
+        else frozenset(answer["released_tags"]),
         raw=answer,
     )
 

@@ -1,7 +1,8 @@
 """Releasing and resuming the memory of one engine.
 
 Always true: nothing is released or resumed twice, for SGLang dies of that; a release counts only
-when the memory has been measured to be free.
+when the memory has been measured to be free; a call whose answer was lost is settled by what the
+engine holds, see ``settling.py``, or fails.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from engines.errors import EngineError
 from engines.protocol import MemoryTag
 from rollout.errors import LifecycleError
 from rollout.member import Member
 from rollout.policy import ReleasePolicy, least_freed_bytes
+from rollout.settling import Fate, fate_of_release, fate_of_resume, is_lost, look, tell
 from rollout.timeline.recorder import current
 
 
@@ -27,7 +30,20 @@ async def release(member: Member, policy: ReleasePolicy, checkpoint_bytes: int) 
         return 0
     by_tag = await member.memory_by_tag()
     before = await member.process.resident_bytes()
-    await member.engine.release_memory_occupation(tags)
+    least = least_freed_bytes(tags, by_tag, checkpoint_bytes)
+    try:
+        await member.engine.release_memory_occupation(tags)
+    except EngineError as error:
+        if not is_lost(error):
+            raise
+        released, now = await look(member, error), await member.process.resident_bytes()
+        freed = None if before is None or now is None else before - now
+        fate = fate_of_release(tags, released, freed, least)
+        if fate is Fate.UNCERTAIN:
+            raise
+        tell(member, "release", fate, error)
+        if fate is Fate.NOT_DONE:
+            await member.engine.release_memory_occupation(tags)
     member.released.update(tags)
     if not policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
         member.weight_version = None
@@ -35,7 +51,6 @@ async def release(member: Member, policy: ReleasePolicy, checkpoint_bytes: int) 
     _note(before, after)
     if before is None or after is None:
         return 0
-    least = least_freed_bytes(tags, by_tag, checkpoint_bytes)
     if least and before - after < least:  # where nothing has to, a page more is no failure
         raise LifecycleError(
             f"release of {', '.join(tags)} freed {_mib(before - after)}, at least "
@@ -49,7 +64,17 @@ async def resume(member: Member, tags: Sequence[MemoryTag]) -> None:
     wanted = [tag for tag in tags if tag in member.released]
     if wanted:
         before = await member.process.resident_bytes()
-        await member.engine.resume_memory_occupation(wanted)
+        try:
+            await member.engine.resume_memory_occupation(wanted)
+        except EngineError as error:
+            if not is_lost(error):
+                raise
+            fate = fate_of_resume(wanted, await look(member, error))
+            if fate is Fate.UNCERTAIN:
+                raise
+            tell(member, "resume", fate, error)
+            if fate is Fate.NOT_DONE:
+                await member.engine.resume_memory_occupation(wanted)
         member.released.difference_update(wanted)
         _note(before, await member.process.resident_bytes())
 

@@ -55,6 +55,8 @@ class FakeEngine:
         token_s: seconds each token takes.
         drain_s: seconds until an aborted request has left.
         context_length: tokens a prompt must be shorter than; None takes any.
+        tells_released: it says which tags are released, as the embedded engine does and SGLang
+            does not.
         tells_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
 
     Attributes:
@@ -89,6 +91,7 @@ class FakeEngine:
         context_length: int | None = None,
         memory_bytes: int = 3_000,
         tells_manifest: bool = False,
+        tells_released: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.endpoint = endpoint
@@ -116,6 +119,7 @@ class FakeEngine:
         self._context_length = context_length
         self._memory_bytes = memory_bytes
         self._tells_manifest = tells_manifest
+        self._tells_released = tells_released
         self._is_updating = False
         self._is_wedged = False
         self._groups: set[str] = set()
@@ -377,7 +381,9 @@ class FakeEngine:
 
     async def server_info(self) -> ServerInfo:
         async with self._call("server_info"):
-            return ServerInfo("0.5.23", "fake", self._memory_saver, self._backup)
+            released = frozenset(self.released) if self._tells_released else None
+            saver, backup = self._memory_saver, self._backup
+            return ServerInfo("0.5.23", "fake", saver, backup, released=released)
 
     async def loads(self) -> Loads:
         async with self._call("loads"):

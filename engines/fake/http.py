@@ -184,6 +184,7 @@ class FakeFace:
             "engine": info.engine,
             "enable_memory_saver": info.enable_memory_saver,
             "enable_weights_cpu_backup": info.enable_weights_cpu_backup,
+            "released_tags": None if info.released is None else sorted(info.released),
         }
 
     async def _loads(self, body: Mapping[str, Any]) -> Any:

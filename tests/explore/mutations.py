@@ -11,7 +11,7 @@ import pytest
 
 from engines.errors import EngineUnreachable
 from engines.protocol import MemoryTag
-from rollout import fanout, gatekeeper, group_commands, lifecycle
+from rollout import fanout, gatekeeper, group_commands, lifecycle, memory
 from rollout.deployment import Deployment
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_commands import GroupCommands
@@ -23,12 +23,13 @@ from rollout.roster import Roster
 from rollout.routing import MemberState
 from rollout.server import RolloutServer
 from rollout.server_group import ServerGroup
+from rollout.settling import Fate
 from rollout.steps import Steps
 from rollout.types import StepReport
 from tests.explore.plans import BY_CANARY
 from tests.explore.search import Explorer, State
 from tests.explore.snapshots import after, serving
-from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, Settings
+from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 
 _RAISE = {"on_failure": "raise"}
 
@@ -54,11 +55,16 @@ class Mutation:
     recover: bool = False
     frozen: dict[str, dict[str, Any]] | None = None
     update: str = "full"
+    tells_released: bool = False
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
         start = serving(
-            lifecycle=self.lifecycle, recover=self.recover, frozen=self.frozen, update=self.update
+            lifecycle=self.lifecycle,
+            recover=self.recover,
+            frozen=self.frozen,
+            update=self.update,
+            tells_released=self.tells_released,
         )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
@@ -312,9 +318,42 @@ def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Hearing, "is_due", lambda self, members: False)
 
 
+def _guess(fate: Fate) -> Callable[[pytest.MonkeyPatch], None]:
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(memory, "fate_of_release", lambda *about: fate)
+        patch.setattr(memory, "fate_of_resume", lambda *about: fate)
+
+    return seed
+
+
 _LOST = ("offload", "resume_weights", "lose shared-0", "verify", "resume_kv")
 
 MUTATIONS = (
+    Mutation(
+        "guess that a lost release was not done",
+        _guess(Fate.NOT_DONE),
+        "release of a tag twice",
+        ("release",),
+        ("pause", "flush"),
+        tells_released=True,
+    ),
+    Mutation(
+        "guess that a lost release was done",
+        _guess(Fate.DONE),
+        "I7: offload is done, and shared-. holds|goes on",
+        ("offload",),
+        ("pause", "flush"),
+        tells_released=True,
+        settings={"outcomes": OUTCOMES},
+    ),
+    Mutation(
+        "guess that a lost resume was not done",
+        _guess(Fate.NOT_DONE),
+        "resume of a tag that is not released",
+        ("resume_weights",),
+        ("offload",),
+        tells_released=True,
+    ),
     Mutation(
         "believe whatever a canary tells",
         _believe_the_canary,

@@ -82,10 +82,18 @@ def _command(
     update: str = "full",
     recover: bool = False,
     frozen: dict[str, dict[str, Any]] | None = None,
+    tells_released: bool = False,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
-        start = serving(groups, lifecycle=lifecycle, update=update, recover=recover, frozen=frozen)
+        start = serving(
+            groups,
+            lifecycle=lifecycle,
+            update=update,
+            recover=recover,
+            frozen=frozen,
+            tells_released=tells_released,
+        )
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
         if num_walks:
@@ -149,6 +157,27 @@ DEFAULT: tuple[Plan, ...] = (
             lifecycle=BY_CANARY,
             injections=("cancel", "stop"),
             **_FEW,
+        ),
+    ),
+    Plan(
+        "cycle, settled",
+        "everything, any 1, of engines that say what they hold when an answer was lost",
+        _command(
+            "offload",
+            "onload",
+            tells_released=True,
+            injections=("cancel", "stop", *_DEATHS),
+        ),
+    ),
+    Plan(
+        "release, settled",
+        "all outcomes of every call, cancel: any 2, of engines that say what they hold",
+        _command(
+            "release",
+            begin=("pause", "flush"),
+            deviations=2,
+            tells_released=True,
+            injections=("cancel", "kill shared-0"),
         ),
     ),
     Plan(

@@ -137,14 +137,16 @@ def serving(
     update: str = "full",
     recover: bool = False,
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
+    tells_released: bool = False,
 ) -> bytes:
     """A server that has just started, with the gate open.
 
     Args:
         recover: dead engines are replaced when somebody says ``recover``.
         frozen: groups of a second server, whose model is never updated.
+        tells_released: engines say what they hold, so that a lost release can be settled.
     """
-    launcher = Launcher()
+    launcher = Launcher(tells_released)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
     if frozen is not None:

@@ -61,6 +61,7 @@ CONTROL = frozenset(
 )
 _UPDATES = frozenset({"begin_weight_update", "update_weights_from_tensor", "end_weight_update"})
 _MANIFEST = Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in DEFAULT_TENSORS[-1:])
+_SETTLED = frozenset({"release_memory_occupation", "resume_memory_occupation"})
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 # A push shares its budget out; a pause is tried twice.
@@ -90,12 +91,15 @@ class SteeredEngine(FakeEngine):
         is_proved: it was asked for its version after its weights were last touched.
         is_flushed: it was flushed after it was last paused.
         struck_in: the first command that failed on it; such an engine must be fenced.
+        lost_tags: what it was last asked to release or resume, if it tells what it holds: then a
+            lost answer can be settled.
     """
 
     world: World | None = None
     is_proved = True
     is_flushed = False
     struck_in = ""
+    lost_tags: frozenset[MemoryTag] | None = None
 
     def die(self, because: str) -> None:
         if self.world is not None and not because.startswith(("killed", "stopped", "a planned")):
@@ -114,6 +118,8 @@ class SteeredEngine(FakeEngine):
             self.world.struck.setdefault(self.engine_id, operation)
 
     async def _arrive(self, operation: str, arguments: Any) -> faults.Fault | None:
+        if operation == "server_info":
+            self._is_looked_at()
         world = self.world
         asked, operation = operation, _told_apart(operation, arguments)
         if world is None or operation not in CONTROL:
@@ -126,6 +132,8 @@ class SteeredEngine(FakeEngine):
         elif operation in _UPDATES or MemoryTag.WEIGHTS in arguments.get("tags", ()):
             self.is_proved = False
         try:
+            if operation in _SETTLED:
+                self.lost_tags = frozenset(arguments["tags"]) if self._tells_released else None
             fault = await super()._arrive(asked, arguments)
         except asyncio.CancelledError:
             if not world._is_coming(self):
@@ -137,14 +145,31 @@ class SteeredEngine(FakeEngine):
             raise
         if fault is not None:
             self._struck(operation)
+        elif operation == self.struck_in and operation in _SETTLED:
+            self._is_well()  # it was asked again, and knew of nothing
         elif operation == "weight_version":
             self.is_proved = True
         elif operation in ("flush_cache", "pause_generation"):
             self.is_flushed = operation == "flush_cache"
             if self.struck_in == "pause_generation":  # it was asked again, and is well
-                self.struck_in = ""
-                world.struck.pop(self.engine_id, None)
+                self._is_well()
         return fault
+
+    def _is_looked_at(self) -> None:
+        """A call that was lost and done is settled by a look at what is held."""
+        if self.struck_in in _SETTLED and self.lost_tags is not None:
+            is_release = self.struck_in == "release_memory_occupation"
+            if (
+                self.lost_tags <= self.released
+                if is_release
+                else not self.lost_tags & self.released
+            ):
+                self._is_well()
+
+    def _is_well(self) -> None:
+        self.struck_in = ""
+        if self.world is not None:
+            self.world.struck.pop(self.engine_id, None)
 
     async def _strike(self, operation: str, fault: faults.Fault) -> None:
         world = self.world
@@ -354,7 +379,8 @@ class Parts:
 class Launcher:
     """Launches steered engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, tells_released: bool = False) -> None:
+        self.tells_released = tells_released
         self.processes: dict[str, SteeredProcess] = {}
         self.all: list[SteeredProcess] = []
         self.world: World | None = None
@@ -374,6 +400,7 @@ class Launcher:
             memory_saver=spec.memory_saver,
             weights_cpu_backup=spec.weights_cpu_backup,
             token_s=REQUEST_S,
+            tells_released=self.tells_released,
         )
         process = SteeredProcess(engine, len(self.all) + 1)
         self.processes[spec.engine_id] = process
