@@ -1,0 +1,67 @@
+"""SGLang's own metrics on the page of a server, next to everything else's."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollout.local import launch_local
+from tests.support.paged import page_of
+from tests.support.real_sglang import one_engine, real_config
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+NUM_REQUESTS = 7
+BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+
+
+def families(text: str) -> dict[str, Metric]:
+    told = list(text_string_to_metric_families(text))
+    assert len({one.name for one in told}) == len(told), "a family is told twice"
+    return {one.name: one for one in told}
+
+
+def count(family: Metric, **labels: str) -> float:
+    """Sum of a counter's samples with these labels."""
+    return sum(
+        one.value
+        for one in family.samples
+        if one.name.endswith("_total") and labels.items() <= one.labels.items()
+    )
+
+
+def test_sglangs_metrics_are_on_the_page_once_each_with_its_engine(
+    models: list[Path], tmp_path: Path
+) -> None:
+    groups = {name: one_engine(options={"enable-metrics": True}) for name in ("left", "right")}
+    config = real_config(models[0], tmp_path, groups)
+    with launch_local(config) as deployment, page_of(config) as page:
+        policy = deployment["policy"]
+        for _ in range(NUM_REQUESTS):
+            httpx.post(f"{policy.url}/generate", json=BODY, timeout=60).raise_for_status()
+        status = policy.status().result(30)
+        urls = {one.engine_id: one.endpoint.url for g in status.groups for one in g.engines}
+        own = {
+            engine_id: families(httpx.get(f"{url}/metrics").text) for engine_id, url in urls.items()
+        }
+        text = page.get("/metrics").text
+    told = families(text)
+    assert text.count("# TYPE sglang:num_running_reqs ") == 1
+    assert text.count("# HELP sglang:num_running_reqs ") == 1
+    for name, family in told.items():
+        if name.startswith("sglang:"):
+            assert {one.labels["engine"] for one in family.samples} <= set(urls), name
+            assert {one.labels["server"] for one in family.samples} == {"policy"}, name
+            assert family.type == next(one for one in own.values() if name in one)[name].type
+    for engine_id, families_of in own.items():
+        for name, family in families_of.items():
+            assert len(told[name].samples) >= len(family.samples), name
+        generated = "sglang:generation_tokens"
+        assert count(told[generated], engine=engine_id) == count(families_of[generated])
+    assert count(told["router_admitted"]) == NUM_REQUESTS
+    finished = [
+        one for one in told["router_request_seconds"].samples if one.name.endswith("_count")
+    ]
+    assert sum(one.value for one in finished) == NUM_REQUESTS
+    assert count(told["sglang:generation_tokens"]) >= 4 * NUM_REQUESTS
