@@ -114,7 +114,7 @@ export class Lanes {
     for (let at = Math.ceil(from_s / step) * step; at <= to_s; at += step) {
       pen.beginPath(); pen.moveTo(x(at), AXIS - 4); pen.lineTo(x(at), total); pen.stroke();
       const clock = new Date(at * 1000).toTimeString().slice(0, 8) + (step < 1 ? `.${Math.round((at % 1) * 10)}` : "");
-      pen.fillText(clock, x(at) + 3, AXIS / 2);
+      if (x(at) + 3 + pen.measureText(clock).width <= this.frame.width) pen.fillText(clock, x(at) + 3, AXIS / 2);
     }
   }
 

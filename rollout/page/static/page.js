@@ -19,7 +19,8 @@ const rows = new Map();
 
 const now_s = () => Date.now() / 1000 + offset_s;
 const clock = (at_s) => new Date(at_s * 1000).toTimeString().slice(0, 8);
-const seconds = (value) => (value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
+const FEW = 24, LATE = 16;
+const seconds = (value) => (value > 0 && value < 0.1 ? `${(value * 1000).toFixed(1)} ms` : value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
 const kind = (word) => (GOOD.has(word) ? "good" : BAD.has(word) ? "bad" : BUSY.has(word) ? "watch" : "");
 function bytes(value) {
   if (value === null || value === undefined) return "–";
@@ -267,7 +268,10 @@ function draw() {
     const end = now_s() + span * 0.02;
     shown = { from_s: Math.max(end - span, Math.min(spans.first - span * 0.02, end - 10)), to_s: end };
   }
-  const ids = state.engines.map((one) => one.engine_id);
+  // Of many, the few that a phase waits for come first: below, nobody would see them.
+  const all = state.engines.map((one) => one.engine_id);
+  const late = new Set(state.running.filter((one) => one.kind === "engine").map((one) => one.engine_id));
+  const ids = all.length > FEW && late.size <= LATE ? [...all.filter((one) => late.has(one)), ...all.filter((one) => !late.has(one))] : all;
   const running = state.running.map((one) => ({ ...one, elapsed_s: Math.max(0, now_s() - one.start_s) }));
   lanes.draw({ lanes: ids, spans, running, ...shown });
 }

@@ -208,6 +208,9 @@ def test_it_stays_quick_with_256_engines(browser: Any, deployment: DeploymentHan
         " return times.sort((a, b) => a - b)[5]; }"
     )
     shot(page, "many")
+    # The lane on top is the one that the phase waits for, of 256.
+    page.hover("#lanes", position={"x": 600, "y": 54})
+    assert page.inner_text("#tip").startswith("main-200: ")
     page.close()
     assert took_ms < 250, "drawing all lanes once"
 
@@ -230,6 +233,12 @@ def many_engines(now: dict[str, Any], num: int, num_steps: int) -> str:
         for number in range(num_steps)
         for place, phase in enumerate(phases)
         for index in range(num)
+    ]
+    began = {"start_s": now["now_s"] - 60, "elapsed_s": 60.0, "outcome": "running"}
+    now["running"] = [
+        {"kind": "phase", "name": "pause", "source": "policy", **began},
+        {"kind": "engine", "name": "pause", "source": "policy/main", **began}
+        | {"engine_id": "main-200"},
     ]
     events = {"hello": {"run_id": "many", "can_steer": False}, "state": now, "spans": spans}
     return "".join(f"event: {name}\ndata: {json.dumps(one)}\n\n" for name, one in events.items())
