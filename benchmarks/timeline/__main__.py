@@ -1,8 +1,9 @@
-"""What recording costs: steps of a server over fake engines, with and without a timeline.
+"""``python -m benchmarks.timeline``: what recording costs, counted and measured live.
 
-The fakes answer at once and nothing goes over a network, so recording weighs as much as it ever
-can.  A step of a real deployment takes seconds of CPU in HTTP alone; its share is told for a step
-of ten seconds, which is short.
+Counted: CPU of a span, times the spans of a step.  Live: CPU of our process for the same steps and
+the same requests, with recording on and off in turns.  The engines are fakes that answer at once,
+and a step here has few requests, so recording weighs more than it ever does in training, where a
+step lasts ten seconds and more.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine, parse_arguments, publish
+from benchmarks.timeline import live
 from rollout.timeline.lines import recorded_in
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Kind
 from tests.support.builders import make_server, push
 
 STEP_S = 10.0
+SHARE = f"share of one core, a step of {STEP_S:g} s (%)"
 
 
 def cost_of_a_span(num: int, timeline: Timeline) -> float:
@@ -65,10 +68,19 @@ def main() -> None:
             num_spans = asyncio.run(spans_of_a_step(Path(folder), num_engines))
             # The fakes get no HTTP calls; as if each span had one in it.
             cpu_s = num_spans * written_s
-            result[f"{num_engines} engines"] = {
+            result[f"counted, {num_engines} engines"] = {
                 "spans in a step, each with a call in it": num_spans,
                 "cpu_ms": cpu_s * 1e3,
-                f"share of one core, a step of {STEP_S:g} s (%)": 100 * cpu_s / STEP_S,
+                SHARE: 100 * cpu_s / STEP_S,
+            }
+        num_pairs, num_requests = (10, 100) if arguments.quick else (100, 1000)
+        for num_engines in (8,) if arguments.quick else (8, 64):
+            at = Path(folder) / f"live-{num_engines}"
+            told = asyncio.run(live.measure(num_engines, num_pairs, num_requests, at))
+            result[f"live, {num_engines} engines"] = {
+                "requests in a step": num_requests,
+                **told,
+                SHARE: told["cpu_ms of recording"] / 10 / STEP_S,
             }
     publish(result, as_json=arguments.json, title="What recording costs")
 

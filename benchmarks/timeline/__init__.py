@@ -1,0 +1,1 @@
+"""What recording costs, counted and measured live."""
