@@ -1,25 +1,20 @@
 """One fake engine: SGLang 0.5.23's control protocol over a few sets and flags.
 
 Always true:
-- a call that ends the real engine ends this one: its connection drops, and every later call
-  raises ``EngineUnreachable``;
+- a call that ends the real engine ends this one;
 - a call returns or raises only when the engine has really done, or really not done, what it was
-  asked, unless its answer was to be lost;
-- time passes only where the event loop's clock does.
+  asked, unless its answer was to be lost.
 
 Not here: how long things take, HTTP, and what several ranks do.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any
 
-from engines.errors import EngineRejected, EngineUnreachable
-from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate, lose
+from engines.fake.calls import Callee, Died, never
 from engines.fake.requests import Request
 from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, digest_of, unpack_tensors
 from engines.protocol import (
@@ -46,7 +41,7 @@ _PATHS = frozenset(
 )
 
 
-class FakeEngine:
+class FakeEngine(Callee):
     """``protocol.Engine`` in memory.
 
     Args:
@@ -59,13 +54,7 @@ class FakeEngine:
             does not.
         tells_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
 
-    Attributes:
-        faults: what goes wrong with which call; see ``engines/fake/README.md``.
-        director: asked at every call, after ``faults``, what is to go wrong with it; whoever
-            explores orders of events decides here, and may let the call wait.
-        is_frozen: nothing is answered, as after SIGSTOP.
-        calls: every call that reached it, in order.
-        dead_because: what ended it; empty while it lives.
+    Attributes, besides those of ``Callee``:
         released: tags whose memory is given back.
         paused: the mode of the pause; None while it serves.
         in_flight: admitted requests, by id.
@@ -93,19 +82,14 @@ class FakeEngine:
         tells_manifest: bool = False,
         tells_released: bool = False,
     ) -> None:
-        self.engine_id = engine_id
+        super().__init__(engine_id)
         self.endpoint = endpoint
-        self.calls: list[Call] = []
-        self.dead_because = ""
         self.released: set[MemoryTag] = set()
         self.paused: PauseMode | None = None
         self.in_flight: dict[str, Request] = {}
         self.num_held = 0
         self.is_cache_stale = False
         self.num_closed = 0
-        self.faults = FaultPlan()
-        self.director: Callable[[Call], Awaitable[Fault | None]] | None = None
-        self.is_frozen = False
         self.weights = FakeWeights.initial(tensors)
         self.adapters: dict[str, str] = {}
         self._version = weight_version
@@ -127,49 +111,8 @@ class FakeEngine:
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
         self._is_marked_unhealthy = False
-        self._changed = asyncio.Event()
 
-    # For tests: faults in, facts out
-
-    def hold(self, operation: str) -> Gate:
-        """Hold every call of ``operation`` before it does anything, until the gate is opened.
-
-        A generation is held when it has been admitted: it counts as in flight.
-        """
-        gate = self.faults.gates[operation] = Gate(self._notify)
-        return gate
-
-    def fail_next(self, operation: str, error: BaseException) -> None:
-        """The next call of ``operation`` raises ``error`` and does nothing."""
-        self.faults.strike(operation, Fault(FaultKind.REJECT, error=error))
-
-    def lose_next_answer(self, operation: str) -> None:
-        """The next call of ``operation`` takes effect, and its connection breaks."""
-        self.faults.strike(operation, lose(executed=True))
-
-    def freeze(self) -> None:
-        """As SIGSTOP: nothing is answered or done, until ``thaw`` or a kill."""
-        self.is_frozen = True
-
-    def thaw(self) -> None:
-        """As SIGCONT."""
-        self.is_frozen = False
-        self._notify()
-
-    def die(self, because: str) -> None:
-        """End it; calls that wait for an answer get a broken connection."""
-        self.dead_because = self.dead_because or because
-        self._notify()
-
-    async def died(self) -> str:
-        """Wait until something has ended it; what."""
-        while not self.is_dead:
-            await self._changed.wait()
-        return self.dead_because
-
-    @property
-    def is_dead(self) -> bool:
-        return bool(self.dead_because)
+    # For tests: facts out
 
     @property
     def weights_are_garbage(self) -> bool:
@@ -188,10 +131,6 @@ class FakeEngine:
             return 0
         released = self.released if self._memory_saver else set()
         return self._memory_bytes - len(released) * (self._memory_bytes // len(MemoryTag))
-
-    def operations(self) -> list[str]:
-        """Names of the calls it got, in order."""
-        return [call.operation for call in self.calls]
 
     # Requests in flight
 
@@ -451,108 +390,13 @@ class FakeEngine:
     async def aclose(self) -> None:
         self.num_closed += 1
 
-    # How a call is made
+    # What refuses a call
 
-    def _call(self, operation: str, **arguments: Any) -> _Calling:
-        return _Calling(self, operation, arguments)
+    def _garble(self) -> None:
+        self.weights.garble()
 
-    async def _arrive(self, operation: str, arguments: Mapping[str, Any]) -> Fault | None:
-        """The call has come; what is to go wrong with it later on."""
-        call = Call(operation, arguments, asyncio.get_running_loop().time())
-        self.calls.append(call)
-        if self.is_dead:
-            raise EngineUnreachable(
-                f"engine {self.engine_id}: {operation} cannot connect: {self.dead_because}",
-                engine=self.engine_id,
-                operation=operation,
-                maybe_executed=False,
-            )
-        fault = self.faults.for_call(operation)
-        if self.director is not None:
-            fault = await self.director(call) or fault
-            if self.is_dead:
-                raise self._broken(operation)
-        if fault is not None and not fault.executed and fault.tokens is None:
-            await self._strike(operation, fault)
-            return None
-        if self.is_frozen:
-            await self._until(_always)
-        return fault
-
-    async def _strike(self, operation: str, fault: Fault) -> None:
-        match fault.kind:
-            case FaultKind.REJECT:
-                raise fault.error or self._rejected(operation, fault.body, fault.status)
-            case FaultKind.LOSE:
-                raise self._broken(operation)
-            case FaultKind.DIE:
-                raise Fatal(f"a planned death in {operation}")
-            case FaultKind.HANG:
-                await self._until(_never)
-            case FaultKind.FREEZE:
-                self.freeze()
-                await self._until(_always)
-            case FaultKind.SLOW:
-                await self._until(_never, fault.seconds)
-            case FaultKind.GARBLE:
-                self.weights.garble()
-
-    async def _pass_gate(self, operation: str, is_over: Callable[[], bool] = bool) -> None:
-        gate = self.faults.gates.get(operation)
-        if gate is None or gate.is_open:
-            return
-        gate.entered.set()
-        gate.num_waiting += 1
-        try:
-            await self._until(lambda: gate.is_open or is_over())
-        except _Died:
-            raise self._broken(operation) from None
-        finally:
-            gate.num_waiting -= 1
-
-    async def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``is_so``; False if it was not within ``timeout_s``."""
-        if is_so() and not self.is_frozen and not self.is_dead:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.is_dead and (self.is_frozen or not is_so()):
-                    await self._changed.wait()
-        except TimeoutError:
-            # A frozen engine notices only later that the time is over.
-            while self.is_frozen and not self.is_dead:
-                await self._changed.wait()
-            return is_so()
-        if self.is_dead:
-            raise _Died
-        return True
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    # What ends or refuses a call
-
-    def _assert(self, holds: bool, because: str) -> None:
-        if not holds:
-            raise Fatal(because)
-
-    def _broken(self, operation: str) -> EngineUnreachable:
-        because = self.dead_because or "its answer was lost"
-        return EngineUnreachable(
-            f"engine {self.engine_id}: {operation}: connection broke: {because}",
-            engine=self.engine_id,
-            operation=operation,
-        )
-
-    def _rejected(self, operation: str, body: str, status: int = 400) -> EngineRejected:
-        return EngineRejected(
-            f"engine {self.engine_id}: {operation} answered {status}: {body}",
-            engine=self.engine_id,
-            operation=operation,
-            status=status,
-            body=body,
-        )
+    def _is_stuck(self, operation: str) -> bool:
+        return self._is_wedged and operation.endswith("_generation")
 
     def _require_session(self, operation: str) -> None:
         if self._needs_session and not self._is_updating:
@@ -616,7 +460,7 @@ class FakeEngine:
                 await self._pass_gate("generate", lambda: request.is_aborted)
                 yield request
                 if request.is_aborted and self._drain_s:
-                    await self._until(_never, self._drain_s)
+                    await self._until(never, self._drain_s)
             finally:
                 del self.in_flight[request.rid]
                 self._notify()
@@ -626,7 +470,7 @@ class FakeEngine:
         except Fatal as error:
             self.die(str(error))
             raise self._broken("generate") from None
-        except _Died:
+        except Died:
             raise self._broken("generate") from None
 
     async def _wait_for_continue(self) -> None:
@@ -669,63 +513,6 @@ class FakeEngine:
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
             request.add_token(self._version, self._vocab_size, shift)
-
-
-class _Died(Exception):
-    """The engine ended while a call of it waited."""
-
-
-class _Calling:
-    """One control call from its arrival to its answer.
-
-    A class, not a generator: explorers make millions of calls.
-    """
-
-    __slots__ = ("_arguments", "_engine", "_fault", "_operation")
-
-    def __init__(self, engine: FakeEngine, operation: str, arguments: Mapping[str, Any]) -> None:
-        self._engine = engine
-        self._operation = operation
-        self._arguments = arguments
-        self._fault: Fault | None = None
-
-    async def __aenter__(self) -> None:
-        engine, operation = self._engine, self._operation
-        try:
-            self._fault = await engine._arrive(operation, self._arguments)
-            if engine.faults.gates:
-                await engine._pass_gate(operation)
-            if engine._is_wedged and operation.endswith("_generation"):
-                await engine._until(_never)
-        except (Fatal, _Died) as error:
-            self._end(error)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Fatal | _Died):
-            self._end(error)
-        if error is None and self._fault is not None:
-            try:
-                await self._engine._strike(self._operation, self._fault)
-            except (Fatal, _Died) as fatal:
-                self._end(fatal)
-
-    def _end(self, error: BaseException) -> None:
-        if isinstance(error, Fatal):
-            self._engine.die(str(error))
-        raise self._engine._broken(self._operation) from None
-
-
-def _always() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
 
 
 def _prompt_ids(input_ids: Sequence[int] | None, text: str | None) -> tuple[int, ...]:
