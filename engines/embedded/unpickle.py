@@ -12,6 +12,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import pybase64
 import torch
 
 from engines.embedded.errors import Invalid
@@ -76,7 +77,7 @@ def _load_storage(content: bytes) -> Any:
 def read_payload(payload: str, load_format: str | None) -> NamedTensors:
     """The named tensors of one base64 payload; ``Invalid`` if it holds anything else."""
     try:
-        loaded = _Reader(io.BytesIO(binascii.a2b_base64(payload, strict_mode=True))).load()
+        loaded = _Reader(io.BytesIO(pybase64.b64decode(payload, validate=True))).load()
     except Invalid:
         raise
     except (binascii.Error, ValueError) as error:

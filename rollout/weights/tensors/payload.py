@@ -9,6 +9,8 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import struct
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -35,57 +37,113 @@ class FlattenedTensorMetadata:
     numel: int
 
 
+_OWN_NAME = f"c{__name__}\nFlattenedTensorMetadata\n".encode()
 _SGLANG_NAME = b"csglang.srt.weight_sync.tensor_bucket\nFlattenedTensorMetadata\n"
 
 
-class _Pickler(pickle._Pickler):  # the one in C cannot name a class that is not installed
-    def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj is FlattenedTensorMetadata:
-            self.write(_SGLANG_NAME)  # type: ignore[attr-defined]
-            self.memoize(obj)  # type: ignore[attr-defined]
-        else:
-            super().save_global(obj, name)  # type: ignore[misc]
-
-
-class _HandlePickler(_Pickler):
+class _HandlePickler(pickle.Pickler):
     """Puts handles in the place of the memory of CUDA tensors, as torch's processes do."""
 
     dispatch_table = copyreg.dispatch_table | ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 def flattened_bucket(pairs: Pairs) -> bytes:
-    """One bucket as one tensor of bytes on the CPU, ``load_format="flattened_bucket"``."""
-    return _dump(_Pickler, _flatten(pairs, torch.device("cpu")))
+    """One bucket as one tensor of bytes on the CPU, ``load_format="flattened_bucket"``.
+
+    The pickle is put together by hand around the tensors' bytes: a pickler would copy them three
+    times into memory that is new each time.
+    """
+    metadata, ordered = _laid_out(pairs)
+    contents = [_host_bytes(tensor) for tensor in ordered]
+    num_bytes = sum(content.nbytes for content in contents)
+    storage = _storage_head(num_bytes)
+    return b"".join(
+        (
+            pickle.PROTO + b"\x03",
+            pickle.EMPTY_DICT + pickle.MARK,
+            _ops("metadata"),
+            _named_as_sglang_does(pickle.dumps(metadata, 3))[2:-1],
+            _ops("flattened_tensor"),
+            # _rebuild_tensor_v2(_load_from_bytes(...), 0, (num_bytes,), (1,), False, OrderedDict())
+            _ops(torch._utils._rebuild_tensor_v2) + pickle.MARK,
+            _ops(torch.storage._load_from_bytes),
+            pickle.BINBYTES8 + struct.pack("<Q", len(storage) + num_bytes),
+            storage,
+            *contents,
+            pickle.TUPLE1 + pickle.REDUCE,
+            _ops(0) + _ops(num_bytes) + pickle.TUPLE1 + _ops(1) + pickle.TUPLE1 + _ops(False),
+            _ops(OrderedDict) + pickle.EMPTY_TUPLE + pickle.REDUCE,
+            pickle.TUPLE + pickle.REDUCE,
+            pickle.SETITEMS + pickle.STOP,
+        )
+    )
+
+
+def _ops(value: Any) -> bytes:
+    """What puts ``value`` on a pickle machine's stack; remembered by none, as another part of the
+    same pickle counts what it remembers from the beginning."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, 3)
+    pickler.fast = True
+    pickler.dump(value)
+    return stream.getvalue()[2:-1]
+
+
+def _storage_head(num_bytes: int) -> bytes:
+    """What ``torch.save`` writes in a pickle before the bytes of a storage of uint8."""
+    identity = ("storage", torch.ByteStorage, "0", "cpu", num_bytes, None)
+    machine = {
+        "protocol_version": 1001,
+        "little_endian": True,
+        "type_sizes": {"short": 2, "int": 4, "long": 4},
+    }
+    return b"".join(
+        (
+            pickle.dumps(0x1950A86A20F9469CFC6C, 2),
+            pickle.dumps(1001, 2),
+            pickle.dumps(machine, 2),
+            pickle.PROTO + b"\x02" + _ops(identity) + pickle.BINPERSID + pickle.STOP,
+            pickle.dumps(["0"], 2),
+            struct.pack("<q", num_bytes),
+        )
+    )
 
 
 def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
     """The same as a CUDA IPC handle, and the tensor behind it: keep that until the engine has
     read it.  Not run where this was written, for want of a GPU."""
-    bucket = _flatten(pairs, pairs[0][1].device)
-    return _dump(_HandlePickler, bucket), bucket["flattened_tensor"]
+    device = pairs[0][1].device
+    metadata, ordered = _laid_out(pairs)
+    flat = torch.empty(sum(one.nbytes for one in ordered), dtype=torch.uint8, device=device)
+    for place, tensor in zip(metadata, ordered, strict=True):
+        flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
+    stream = io.BytesIO()
+    _HandlePickler(stream, 3).dump({"flattened_tensor": flat, "metadata": metadata})
+    return _named_as_sglang_does(stream.getvalue()), flat
 
 
-def _flatten(pairs: Pairs, device: torch.device) -> dict[str, Any]:
+def _laid_out(pairs: Pairs) -> tuple[list[FlattenedTensorMetadata], list[torch.Tensor]]:
     # Wide elements first: what follows them is then aligned whatever its own width.
     ordered = sorted(pairs, key=lambda pair: -pair[1].itemsize)
-    num_bytes = sum(tensor.nbytes for _, tensor in ordered)
-    flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     metadata = []
     start = 0
     for name, tensor in ordered:
         end = start + tensor.nbytes
-        flat[start:end].copy_(as_bytes(tensor))
-        metadata.append(
-            FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, end - start)
-        )
+        place = FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, end - start)
+        metadata.append(place)
         start = end
-    return {"flattened_tensor": flat, "metadata": metadata}
+    return metadata, [tensor for _, tensor in ordered]
 
 
-def _dump(pickler: type[_Pickler], value: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
+def _named_as_sglang_does(pickled: bytes) -> bytes:
+    """With SGLang's name for the class, which a pickler could not write where SGLang is not
+    installed.  It stands there once, before any tensor's name: later ones refer to it."""
+    return pickled.replace(_OWN_NAME, _SGLANG_NAME, 1)
+
+
+def _host_bytes(tensor: torch.Tensor) -> memoryview:
+    array: Any = as_bytes(tensor).cpu().numpy()  # numpy's types do not say that it is a buffer
+    return memoryview(array)
 
 
 def pickled_pairs(pairs: Pairs) -> bytes:

@@ -31,7 +31,7 @@ from rollout.weights.tensors.writing import (
 )
 from rollout.weights.transports.by_broadcast import ByBroadcast
 from rollout.weights.transports.by_path import ByPath
-from rollout.weights.transports.by_value import ByValue
+from rollout.weights.transports.by_value import MOST_BUCKET_BYTES, ByValue
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
@@ -127,7 +127,7 @@ class Sender:
             return self._copied_to_slots(weights, version, contents)
         fingerprints: dict[str, str] = {}
         buckets = []
-        for pairs, _ in weights.gathered():
+        for pairs, _ in weights.gathered(MOST_BUCKET_BYTES):
             buckets.append(flattened_bucket(pairs))
             fingerprints |= self._fingerprints(pairs)
             del pairs
@@ -212,7 +212,7 @@ class Sender:
                 self.pool.give(slot)
 
     def _values(self, weights: Weights) -> Iterator[Bucket]:
-        for pairs, is_last in weights.gathered():
+        for pairs, is_last in weights.gathered(MOST_BUCKET_BYTES):
             found = self._fingerprints(pairs)
             payload = flattened_bucket(pairs)
             del pairs

@@ -105,6 +105,7 @@ class Weights:
         self._parts = [self._planned(name, tensor) for name, tensor in pairs]
         self.manifest = Manifest.of(spec for part in self._parts for spec in part.specs)
         self.has_shards = any(_is_shard(part.tensor) for part in self._parts)
+        self._bucket_bytes = bucket_bytes
         self._buckets = list(_split(self._parts, bucket_bytes))
 
     @property
@@ -119,13 +120,21 @@ class Weights:
     def is_on_cuda(self) -> bool:
         return any(part.tensor.is_cuda for part in self._parts)
 
-    def gathered(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    def gathered(
+        self, most_bytes: int | None = None
+    ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
         """Each bucket's whole tensors, and whether they are the last.
 
         Drop one (``del``) before asking for the next, or both are alive.
+
+        Args:
+            most_bytes: smaller buckets than those that were planned.
         """
-        for index, bucket in enumerate(self._buckets):
-            is_last = index == len(self._buckets) - 1
+        buckets = self._buckets
+        if most_bytes is not None and most_bytes < self._bucket_bytes:
+            buckets = list(_split(self._parts, most_bytes))
+        for index, bucket in enumerate(buckets):
+            is_last = index == len(buckets) - 1
             yield [pair for part in bucket for pair in self._whole(part)], is_last
 
     def _planned(self, name: str, tensor: torch.Tensor) -> _Part:

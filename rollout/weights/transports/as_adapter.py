@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import pybase64
 
 from engines.errors import EngineRejected
 from rollout.errors import WeightMismatch
@@ -28,7 +29,7 @@ class AsAdapter(SimpleCarrier):
     def pack(self, payload: Payload) -> Any:
         if not isinstance(payload, bytes):
             raise WeightMismatch(f"an adapter travels as bytes, not as {payload!r:.80}")
-        return base64.b64encode(payload).decode("ascii")
+        return pybase64.b64encode_as_string(payload)
 
     async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
         engine = target.engine

@@ -1,7 +1,10 @@
 """Named tensors to manifest and buckets.  Needs torch."""
 
 import base64
+import pickle
 import pickletools
+import sys
+import types
 
 import pytest
 
@@ -15,6 +18,7 @@ torch = pytest.importorskip("torch")
 from engines.embedded.fingerprint import bytes_fingerprint  # noqa: E402
 from engines.embedded.unpickle import read_payload  # noqa: E402
 from rollout.weights.tensors import make_push  # noqa: E402  only where there is torch
+from rollout.weights.tensors.payload import FlattenedTensorMetadata  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -25,8 +29,9 @@ def unpickled(bucket: bytes) -> dict:
 
 def test_a_bucket_names_sglangs_own_class_which_need_not_be_installed() -> None:
     (bucket,) = make_push({"a": torch.zeros(3)}, version=1, bucket_bytes=100).buckets
-    names = [one for code, one, _ in pickletools.genops(bucket) if code.name == "GLOBAL"]
-    assert names == ["sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata"]
+    classes = {one for code, one, _ in pickletools.genops(bucket) if code.name == "GLOBAL"}
+    assert "sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata" in classes
+    assert not any("rollout" in one for one in classes)
 
 
 def test_tensors_of_several_dtypes_share_a_bucket_aligned() -> None:
@@ -116,3 +121,36 @@ async def test_a_fake_engine_takes_a_real_push() -> None:
     assert answers["fake"].failure is None
     assert len(push.buckets) == 2
     assert not engine.weights_are_garbage
+
+
+def test_a_plain_unpickler_that_knows_sglangs_class_reads_a_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SGLang does, which has torch load the storage."""
+    module = types.ModuleType("sglang.srt.weight_sync.tensor_bucket")
+    module.FlattenedTensorMetadata = FlattenedTensorMetadata
+    for name in ("sglang", "sglang.srt", "sglang.srt.weight_sync"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    tensors = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.randn(2, 70000),
+        "none": torch.zeros(0, 2),
+        "FlattenedTensorMetadata": torch.randn(5).to(torch.bfloat16),
+    }
+    (bucket,) = make_push(tensors, version=1, bucket_bytes=1 << 20).buckets
+    read = pickle.loads(bucket)
+    flat = read["flattened_tensor"]
+    assert flat.dtype == torch.uint8
+    assert flat.shape == (sum(one.nbytes for one in tensors.values()),)
+    assert {one.name for one in read["metadata"]} == set(tensors)
+    for one in read["metadata"]:
+        assert one.numel == one.end_idx - one.start_idx
+        content = flat[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape)
+        assert torch.equal(content, tensors[one.name])
+
+
+def test_buckets_by_value_are_small_however_large_others_are() -> None:
+    tensors = {f"t{index}": torch.zeros(5 << 20, dtype=torch.uint8) for index in range(7)}
+    push = make_push(tensors, version=1, bucket_bytes=1 << 30)
+    assert [len(unpickled(bucket)) for bucket in push.buckets] == [3, 3, 1]
