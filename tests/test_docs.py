@@ -6,6 +6,7 @@ names are looked up.
 """
 
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -21,7 +22,7 @@ import rollout.errors
 from engines.fake.http import HttpFakeLauncher
 from rollout.cli import app
 from rollout.config import RolloutConfig
-from rollout.handle import DeploymentHandle, OffloadWindow
+from rollout.handle import DeploymentHandle, OffloadWindow, ServerHandle
 from rollout.local import launch_local
 from tests.support import builders
 from tests.support.builders import write_checkpoint
@@ -232,3 +233,15 @@ def test_what_is_generated_names_every_setting_every_command_and_every_metric() 
 
 def is_part_of_a_histogram(series: str) -> bool:
     return series.endswith(("_bucket", "_sum", "_count"))
+
+
+def test_what_a_user_of_slime_is_sent_to_exists() -> None:
+    text = (ROOT / "docs/how-to/from-slime.md").read_text()
+    for path in re.findall(r"`(rollout\.driver\.[\w.]+)`", text):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+    owners = {"policy": ServerHandle, "driver": rollout.Driver, "deployment": DeploymentHandle}
+    for owner, name in re.findall(r"`(policy|driver|deployment)\.(\w+)", text):
+        assert hasattr(owners[owner], name), f"{owner}.{name}"
+    for kind, arguments in re.findall(r"`rollout\.(Hooks|RolloutOptions)\(([^`]*)\)`", text):
+        assert set(re.findall(r"(\w+)=", arguments)) <= set(getattr(rollout, kind).__slots__)

@@ -127,7 +127,7 @@ def find(
         looked = "; ".join(gone) or f"no {CONTROL_FILE} in {run or './runs'}"
         raise ConfigError(
             f"no running server found: {looked}. Give a run folder, the URL of a page, or "
-            "--ray and the run's id"
+            "--ray and the run's id; of a run that has died, `rollout attach RUN` says what is left"
         )
     return found
 
