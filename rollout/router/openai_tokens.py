@@ -264,7 +264,7 @@ class OpenAITranscript:
         """Go back to the last safe token, or to none if this request starts from nothing."""
         had = self._base.num + self._now.num
         now, safe = self._now, self._safe
-        if self._wants_logprobs and any(length != safe.num for length in safe.logprobs.values()):
+        if self._wants_logprobs and self._lacks_logprobs(safe):
             self.can_continue = False
         if self.can_continue:
             logprobs = {name: now.logprobs[name][:end] for name, end in safe.logprobs.items()}
@@ -280,6 +280,13 @@ class OpenAITranscript:
         self.num_seams += 1
         self._now, self._safe, self._is_safe = _Part(), _Mark(), True
         self._usage, self._finish = {}, None
+
+    def _lacks_logprobs(self, safe: _Mark) -> bool:
+        """A token came without them.  A list that stays empty is none that was asked for: SGLang
+        sends ``top_logprobs`` so."""
+        owed = "content" if self._is_chat else "token_logprobs"
+        lengths = safe.logprobs.items()
+        return any(num != safe.num for name, num in lengths if num or name == owed)
 
     # -- to the client ----------------------------------------------------------------------
 

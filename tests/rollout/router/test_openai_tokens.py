@@ -73,7 +73,12 @@ class Engine:
         places = range(start + sent, start + len(out))
         end = {"finish_reason": reason, "matched_stop": matched}
         if not self.is_chat:
-            logprobs = {"tokens": [str(n) for n in places], "token_logprobs": [-n for n in places]}
+            logprobs = {
+                "tokens": [str(n) for n in places],
+                "token_logprobs": [-n for n in places],
+                "text_offset": [-1 for _ in places],
+                "top_logprobs": [],  # as SGLang has it where none are asked for
+            }
             ids = {"token_ids": out[sent:]} | ({} if sent else {"prompt_token_ids": PROMPT})
             yield self.chunk({"text": delta, "logprobs": logprobs, **ids, **end}) | usage
             return
@@ -173,6 +178,26 @@ def test_log_probs_are_as_many_as_the_tokens_of_a_completion(tokens, budget, dea
     choice = transcript.payload()["choices"][0]
     assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
     assert choice["logprobs"]["token_logprobs"] == [-n for n in range(len(choice["token_ids"]))]
+
+
+def test_a_stream_with_log_probs_goes_on_from_the_tokens_it_was_told():
+    body = request(False, 10, [], logprobs=0, stream=True, prompt=PROMPT)
+    transcript, told = run(body, [Engine([0] * 60, False), Engine([0] * 60, False)], [4])
+    assert transcript.can_continue
+    assert (transcript.num_kept, transcript.num_recomputed) == (4, 0)
+    assert joined(told, False) == ("a" * 10, ["length"])
+
+
+def test_a_token_without_its_log_prob_is_not_gone_on_from():
+    transcript = read_openai(
+        json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode(), is_chat=False
+    )
+    assert transcript is not None
+    transcript.absorb(
+        Engine.chunk({"text": "a", "token_ids": [0], "logprobs": {"token_logprobs": []}})
+    )
+    transcript.lose_engine()
+    assert not transcript.can_continue
 
 
 def test_a_chat_goes_on_from_its_text_with_what_is_left_of_its_budget():
