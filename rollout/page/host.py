@@ -25,9 +25,10 @@ from rollout.config import PageConfig, ServerConfig
 from rollout.errors import RolloutError
 from rollout.observation import Observation
 from rollout.page.access import Access
-from rollout.page.app import Steering, page_app
+from rollout.page.app import page_app
 from rollout.page.feed import Feed
 from rollout.page.observatory import Observatory
+from rollout.page.steering import Steering
 from rollout.router.host import bind
 from rollout.run_folder import CONTROL_FILE, FIGURES_FILE, RunFolder
 
