@@ -1,8 +1,9 @@
 """Do engines think alike of a few fixed texts?  Decided from log-probabilities.
 
 Asked where fingerprints cannot be compared.  Always true: an engine is passed only if all it told
-are numbers, close to what it told of the same weights before; else to what an engine tells whose
-weights are proved otherwise; else to what most engines tell.  Where there is no majority nobody is
+are numbers, close to what the trainer's own model told, if that was asked, and to what the engine
+told of the same weights before; else to what an engine tells whose weights are proved otherwise;
+else to what most engines tell.  Where there is no majority nobody is
 passed.
 
 How close: the same weights give other numbers on other kernels, in other batches and over another
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Prompt = tuple[int, ...]
+Logprobs = tuple[tuple[float, ...], ...]
 _NUM_PROMPTS, _NUM_TOKENS = 2, 32
 _OF_ONE_TOKEN = 10.0
 
@@ -34,7 +36,7 @@ class Canary:
     """
 
     made_of: str
-    logprobs: tuple[tuple[float, ...], ...]
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,21 @@ class Heard:
         now: what it tells, by adapter; the model's own under the empty name.
         before: what it told when it was last proved.
         is_proved: its weights are proved otherwise.
+        expected: what the trainer's model told, by adapter.
     """
 
     now: Mapping[str, Canary]
     before: Mapping[str, Canary] = field(default_factory=dict)
     is_proved: bool = False
+    expected: Mapping[str, Logprobs] = field(default_factory=dict)
+
+    def of_trainer(self) -> dict[str, Canary]:
+        """What the trainer's model told."""
+        return {adapter: Canary("the trainer's", told) for adapter, told in self.expected.items()}
+
+    def is_vouched_for(self) -> bool:
+        """Whether all it tells could be held against something that is its own."""
+        return self.is_proved or self.now.keys() <= self.known().keys() | self.expected.keys()
 
     def known(self) -> dict[str, Canary]:
         """What it told before of weights that are still the same."""
@@ -80,16 +92,14 @@ def judge_canaries(heard: Mapping[str, Heard], tolerance: float) -> dict[str, st
     wrong = {}
     for engine_id, one in heard.items():
         told = no_number(one.now)
+        if not told and (found := difference(one.now, one.of_trainer(), tolerance)):
+            told = f"{found} by the trainer's own model"
         if not told and (found := difference(one.now, one.known(), tolerance)):
             told = f"{found} when the weights were the same"
         if told:
             wrong[engine_id] = told
     left = {engine_id: one for engine_id, one in heard.items() if engine_id not in wrong}
-    proved = [
-        engine_id
-        for engine_id, one in left.items()
-        if one.is_proved or one.known().keys() == one.now.keys()
-    ]
+    proved = [engine_id for engine_id, one in left.items() if one.is_vouched_for()]
     if proved:
         return wrong | _unlike(proved, left, tolerance)
     return wrong | _outvoted(left, tolerance)

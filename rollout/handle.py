@@ -7,12 +7,15 @@ the ``Caller`` differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rollout.canary import Logprobs, Prompt
 from rollout.config import RolloutConfig, ServerConfig, WeightUpdate
 from rollout.deployment import Deployment, ServerPort
 from rollout.errors import LifecycleError
+from rollout.hearing import check_expected, prompts_of
 from rollout.pending import LoopThread, Pending
 from rollout.pushing import Pushes
 from rollout.types import EngineReport, EngineStatus, ServerStatus, StepReport
@@ -55,6 +58,8 @@ class ServerHandle:
         self._url = ""
         self._version = 0
         self._pushes = Pushes(config, _Around(target, caller))
+        self._config = config
+        self._expected: Logprobs = ()
 
     @property
     def url(self) -> str:
@@ -67,6 +72,28 @@ class ServerHandle:
     def weight_version(self) -> int:
         """The version published last through this handle."""
         return self._version
+
+    # -- canary -----------------------------------------------------------------------------
+
+    @property
+    def canary_prompts(self) -> tuple[Prompt, ...]:
+        """What engines are asked where fingerprints cannot prove them; token ids."""
+        return prompts_of(self._config.lifecycle, self._config.model_path)
+
+    def expect(self, logprobs: Sequence[Sequence[float]]) -> None:
+        """What the trainer's own model tells of ``canary_prompts`` with the weights that are pushed
+        next: engines that tell otherwise are fenced, however they hold those weights.
+
+        Args:
+            logprobs: of each prompt's tokens after the first; ``weights.tensors.canary_logprobs``
+                has them of a model of transformers.
+
+        Raises:
+            WeightMismatch: they are not of these prompts.
+        """
+        expected = tuple(tuple(values) for values in logprobs)
+        check_expected(expected, self.canary_prompts)
+        self._expected = expected
 
     # -- whole transitions ------------------------------------------------------------------
 
@@ -262,6 +289,8 @@ class ServerHandle:
 
     def _shipped(self, push: WeightPush) -> WeightPush:
         self._version = max(self._version, push.version)
+        if self._expected:
+            push, self._expected = replace(push, canary=self._expected), ()
         return self._caller.ship(push)
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import SamplingParams, WorkerType
-from rollout.canary import Canary, Heard, Prompt, judge_canaries, prompts_for
-from rollout.errors import LifecycleError
+from rollout.canary import Canary, Heard, Logprobs, Prompt, judge_canaries, prompts_for
+from rollout.config import LifecycleConfig
+from rollout.errors import LifecycleError, WeightMismatch
 from rollout.fanout import Answer
 from rollout.group_settings import GroupSettings
 from rollout.member import Member
@@ -46,8 +47,8 @@ class Hearing:
         # Prefill and decode workers answer only in pairs, and encoders not at all.
         can_be_asked = settings.group.worker_type is WorkerType.REGULAR
         self.prompts: tuple[Prompt, ...] = ()
-        if self._is_wanted and can_be_asked:
-            self.prompts = settings.lifecycle.canary_prompts or _prompts_of(settings.model_path)
+        if can_be_asked:
+            self.prompts = prompts_of(settings.lifecycle, settings.model_path)
 
     def alone_proves(self, member: Member) -> bool:
         """Whether nothing but a canary tells what some of this engine's weights are."""
@@ -126,10 +127,7 @@ class Hearing:
             if one.failure is None and one.value is not None
         }
         wrong = judge_canaries(
-            {
-                engine_id: Heard(now, roster[engine_id].canary, not roster[engine_id].owes_canary)
-                for engine_id, now in told.items()
-            },
+            {engine_id: _heard(roster[engine_id], now) for engine_id, now in told.items()},
             self._tolerance,
         )
         for engine_id, now in told.items():
@@ -151,7 +149,7 @@ class Hearing:
         heard = {
             peer.engine_id: Heard(peer.canary, is_proved=True) for peer in peers if peer.canary
         }
-        heard[member.engine_id] = Heard(now, member.canary)
+        heard[member.engine_id] = Heard(now, member.canary, expected=member.expected)
         if why := judge_canaries(heard, self._tolerance).get(member.engine_id, ""):
             return why
         keep(member, now)
@@ -164,7 +162,33 @@ def keep(member: Member, told: Canaries) -> None:
     member.owes_canary = False
 
 
-def _prompts_of(model_path: str) -> tuple[Prompt, ...]:
+def _heard(member: Member, now: Canaries) -> Heard:
+    return Heard(now, member.canary, not member.owes_canary, member.expected)
+
+
+def check_expected(expected: Logprobs, prompts: Sequence[Prompt]) -> None:
+    """Refuse what cannot be what a model told of these prompts.
+
+    Raises:
+        WeightMismatch: there are more or fewer of them, or of their tokens.
+    """
+    wanted = [len(prompt) - 1 for prompt in prompts]
+    given = [len(values) for values in expected]
+    if given != wanted:
+        raise WeightMismatch(
+            f"expected log-probabilities of {given} tokens; the canary's prompts have {wanted} "
+            "after the first (see canary_prompts; none with verify_by: version)"
+        )
+
+
+def prompts_of(lifecycle: LifecycleConfig, model_path: str) -> tuple[Prompt, ...]:
+    """What engines of this model are asked; nothing where no canary is wanted or can be made."""
+    if lifecycle.verify_by == "version":
+        return ()
+    return lifecycle.canary_prompts or _drawn_for(model_path)
+
+
+def _drawn_for(model_path: str) -> tuple[Prompt, ...]:
     try:
         config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         text_config = config.get("text_config") or {}

@@ -32,6 +32,7 @@ class Member:
         pushed: fingerprints of what it was given, as the trainer took them; its dtypes beside it.
         base_version: the version that brought what is no adapter; None where nobody knows.
         adapter: name of the adapter that it was given; empty for none.
+        expected: what the trainer's model told of the same prompts, by adapter; empty if nothing.
         canary: what it told of fixed prompts when it was last proved so, see ``hearing``.
         owes_canary: fingerprints have left open what it holds, so it has to tell before it serves.
         is_stale: it was started again and lacks what was pushed before: it goes through every
@@ -57,6 +58,7 @@ class Member:
     pushed_dtypes: dict[str, str] = field(default_factory=dict)
     base_version: int | None = None
     adapter: str = ""
+    expected: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     canary: dict[str, Canary] = field(default_factory=dict)
     owes_canary: bool = False
     is_stale: bool = False

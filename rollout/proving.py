@@ -68,6 +68,8 @@ def compare(
         elif not roster[name].is_stale:
             roster[name].prove(report)
             because = left_open(passed[name], len(passed) - 1) if name in passed else _SAYS_NOTHING
+            if roster[name].expected:
+                because = because or "the trainer has told what it should tell"
             if because:
                 hearing.owe(roster[name], because)
     return answers

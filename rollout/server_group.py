@@ -26,7 +26,7 @@ from rollout.errors import EngineFailure
 from rollout.fanout import describe, finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
-from rollout.hearing import Hearing
+from rollout.hearing import Hearing, check_expected
 from rollout.lending import Lending
 from rollout.lifecycle import Command, Phase
 from rollout.member import Member
@@ -188,6 +188,8 @@ class ServerGroup:
         command, started = Command.UPDATE_WEIGHTS, now()
         why_not = next(filter(None, (one.without_weights() for one in self._roster.unfenced())), "")
         target = self._commands.target(command, why_not)
+        if push.canary and self._hearing.prompts:
+            check_expected(push.canary, self._hearing.prompts)
         answers = await self._updating.push(push)
         return await finish(self._commands.conclude(command, target, answers, started))
 

@@ -82,6 +82,8 @@ class Updating:
             member.base_version = push.version
         elif isinstance(push.carrier, AsAdapter):
             member.adapter = push.carrier.name
+        of = member.adapter if contents is WeightUpdate.LORA else ""
+        member.expected = {of: push.canary} if push.canary else {}
         is_whole = contents is WeightUpdate.FULL or (
             # The base on disk is the one under the adapter unless another was pushed.
             contents is WeightUpdate.LORA and self.adapters.base_version == 0

@@ -40,6 +40,8 @@ class WeightPush:
         feed: where the trainer hands out buckets as it makes them; None if all are here.
         contents: what of the model they bring; None: what ``weights.update`` says, and with
             ``lora`` some of its tensors.
+        canary: what the trainer's own model tells of the canary's prompts; empty if it was not
+            asked.
     """
 
     version: int
@@ -48,6 +50,7 @@ class WeightPush:
     carrier: Carrier = field(default_factory=ByValue)
     feed: FeedAddress | None = None
     contents: WeightUpdate | None = None
+    canary: tuple[tuple[float, ...], ...] = ()
 
     def read_by(self, num_groups: int) -> WeightPush:
         """The same, for so many groups: a feed must know how many will come."""

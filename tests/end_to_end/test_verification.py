@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from engines.client import EngineClient
 from engines.embedded.tiny import make_tiny_model
@@ -18,6 +19,7 @@ from rollout import RolloutConfig
 from rollout.errors import PhaseFailed
 from rollout.handle import ServerHandle
 from rollout.local import launch_local
+from rollout.weights.tensors import canary_logprobs
 
 pytestmark = pytest.mark.embedded
 
@@ -27,32 +29,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", architecture="qwen3")
 
 
-class Forgetful(EngineClient):
-    """Says that each part of a push was taken, and leaves the first out."""
+class Forgetful:
+    """Makes clients that say that each part of a push was taken, and leave some out.
 
-    num_left_out = 1
+    Attributes:
+        num_left_out: parts that are still to be left out.
+    """
+
+    def __init__(self, num_left_out: int = 0) -> None:
+        self.num_left_out = num_left_out
+
+    def connect(self, endpoint: Endpoint, engine_id: str) -> EngineClient:
+        return _Client(self, endpoint, engine_id)
+
+
+class _Client(EngineClient):
+    def __init__(self, forgetful: Forgetful, endpoint: Endpoint, engine_id: str) -> None:
+        super().__init__(endpoint, engine_id=engine_id)
+        self._forgetful = forgetful
 
     async def update_weights_from_disk(self, *about: Any, **more: Any) -> None:
-        if self.num_left_out:
-            self.num_left_out -= 1
+        if self._forgetful.num_left_out:
+            self._forgetful.num_left_out -= 1
         else:
             await super().update_weights_from_disk(*about, **more)
 
 
 @contextmanager
-def policy(model: Path, folder: Path, client: type[EngineClient], **more: Any) -> Iterator[Any]:
+def policy(model: Path, folder: Path, forgetful: Forgetful, **more: Any) -> Iterator[ServerHandle]:
     server = {
         "model_path": str(model),
         "groups": {"main": {"engine": {"kind": "embedded"}}},
         "health": {"recover": False},
         **more,
     }
-    config = {"log_dir": str(folder), "servers": {"policy": server}}
-
-    def connect(endpoint: Endpoint, engine_id: str) -> EngineClient:
-        return client(endpoint, engine_id=engine_id)
-
-    with launch_local(RolloutConfig.from_dict(config), connect=connect) as deployment:
+    config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": server}})
+    with launch_local(config, connect=forgetful.connect) as deployment:
         yield deployment["policy"]
 
 
@@ -64,7 +76,7 @@ def test_the_only_engine_that_took_half_a_push_is_fenced_with_the_first_wrong_te
         "transport": "shared_memory",
         "shared_memory_path": str(tmp_path),
     }
-    with policy(model, tmp_path, Forgetful, weights=weights) as server:
+    with policy(model, tmp_path, Forgetful(1), weights=weights) as server:
         tensors = load_file(model / "model.safetensors")
         new = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
         with pytest.raises(PhaseFailed, match=r"tensor '.+' is not what the trainer sent") as told:
@@ -74,6 +86,29 @@ def test_the_only_engine_that_took_half_a_push_is_fenced_with_the_first_wrong_te
         assert engine.state == "fenced"
         first = engine.fenced_because.split("'")[1]
         assert first in tensors
+
+
+def test_an_engine_in_another_dtype_is_held_against_the_trainers_own_model(
+    model: Path, tmp_path: Path
+) -> None:
+    """No fingerprint can be: the trainer is float32, the engine bfloat16, and alone."""
+    other = make_tiny_model(tmp_path / "other", architecture="qwen3", seed=5)
+    trainer: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    tensors = load_file(other / "model.safetensors")
+    how = {
+        "groups": {"main": {"engine": {"kind": "embedded", "options": {"dtype": "bfloat16"}}}},
+        "weights": {"bucket_bytes": 100_000, "shared_memory_path": str(tmp_path)},
+    }
+    forgetful = Forgetful()
+    with policy(model, tmp_path, forgetful, **how) as server:
+        told = canary_logprobs(trainer, server.canary_prompts)
+        server.expect(told)
+        server.sync_weights(tensors, version=1).result(60)
+        server.sync_weights(load_file(model / "model.safetensors"), version=2).result(60)
+        forgetful.num_left_out = 1
+        server.expect(told)
+        with pytest.raises(PhaseFailed, match="by the trainer's own model"):
+            server.sync_weights(tensors, version=3).result(60)
 
 
 def step(server: ServerHandle, *, lose: bool = False) -> None:
@@ -100,7 +135,7 @@ def test_a_canary_alone_finds_weights_that_came_back_as_garbage(
     model: Path, tmp_path: Path
 ) -> None:
     how = {"lifecycle": {"verify_by": "canary"}, "weights": {"update": "frozen"}}
-    with policy(model, tmp_path, EngineClient, **how) as server:
+    with policy(model, tmp_path, Forgetful(), **how) as server:
         step(server)
         assert server.status().result(30).gate == "open"
         with pytest.raises(PhaseFailed, match=r"canary prompt \d, token \d+ has log-prob") as told:

@@ -107,3 +107,26 @@ def test_prompts_are_always_the_same_and_keep_away_from_the_ends_of_the_vocabula
     assert len(set(prompts)) == len(prompts) == 2
     assert all(250 <= token < 750 for prompt in prompts for token in prompt)
     assert prompts_for(0) == prompts_for(3) == ()
+
+
+def test_what_the_trainers_model_told_comes_first() -> None:
+    now = {"": Canary("7", (GARBAGE,))}
+    wrong = judge_canaries(
+        {
+            "e-0": Heard(now, expected={"": (RIGHT,)}),
+            "e-1": Heard(now, is_proved=True, expected={"": (RIGHT,)}),
+        },
+        TOLERANCE,
+    )
+    assert set(wrong) == {"e-0", "e-1"}  # that all tell the same helps nobody
+    assert "log-probability -11.000, and -1.000" in wrong["e-0"]
+    assert wrong["e-0"].endswith("by the trainer's own model")
+
+
+def test_one_that_tells_what_the_trainer_does_outvotes_the_rest() -> None:
+    right = Heard({"": Canary("7", (NOISY,))}, expected={"": (RIGHT,)})
+    garbage = Heard({"": Canary("7", (GARBAGE,))})
+    assert set(judge_canaries({"e-0": garbage, "e-1": garbage, "e-2": right}, TOLERANCE)) == {
+        "e-0",
+        "e-1",
+    }

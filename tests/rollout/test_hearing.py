@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from engines.fake import FakeEngine, FakeTensor
+from engines.fake import FakeEngine, FakeTensor, faults
+from engines.fake.weights import DEFAULT_TENSORS, FakeWeights
 from engines.protocol import PauseMode
+from rollout.canary import Logprobs
 from rollout.config import LifecycleConfig, WeightUpdate
 from rollout.errors import PhaseFailed, WeightMismatch
 from rollout.server_group import ServerGroup
@@ -197,3 +199,39 @@ async def test_an_adapter_is_heard_of_through_prompts_under_it() -> None:
     report = await group.continue_generation()
     assert [one.engine_id for one in report.failures] == ["main-1"]
     assert "when the weights were the same" in report.failures[0].failure
+
+
+def told_by_a_trainer(version: int) -> Logprobs:
+    """What an engine tells that holds a push rightly."""
+    weights = FakeWeights.initial(DEFAULT_TENSORS)
+    weights.write((one.name, FakeTensor(one.shape, version)) for one in DEFAULT_TENSORS)
+    return tuple(weights.logprobs(prompt, "") for prompt in BY_CANARY["canary_prompts"])
+
+
+async def test_what_all_took_wrongly_alike_is_found_by_what_the_trainers_model_tells() -> None:
+    prompts = {"canary_prompts": BY_CANARY["canary_prompts"]}
+    for is_garbled in (False, True):
+        group, engines = await started_group(2, lifecycle=prompts)
+        await offload(group)
+        await group.resume_weights()
+        for engine in engines if is_garbled else ():
+            engine.faults.strike("update_weights_from_tensor", faults.garble())
+        await group.update_weights(replace(push(1), canary=told_by_a_trainer(1)))
+        await up_to_continue(group, 1)
+        if not is_garbled:
+            assert not (await group.continue_generation()).failures
+            continue
+        with pytest.raises(PhaseFailed, match="by the trainer's own model"):
+            await group.continue_generation()
+        assert set((await states(group)).values()) == {"fenced"}
+
+
+async def test_expectations_of_other_prompts_are_refused_before_anything_is_sent() -> None:
+    group, engines = await started_group(1, lifecycle=BY_CANARY)
+    await group.pause()
+    await group.flush()
+    with pytest.raises(
+        WeightMismatch, match=r"of \[1\] tokens; the canary's prompts have \[2, 1\]"
+    ):
+        await group.update_weights(replace(push(1), canary=((-1.0,),)))
+    assert "update_weights_from_tensor" not in engines[0].operations()

@@ -12,6 +12,7 @@ from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.slots import SlotPool
+from rollout.weights.tensors.canary import canary_logprobs
 from rollout.weights.tensors.sending import Outgoing, Sender
 from rollout.weights.tensors.sources import NamedTensors, NameMap, Weights, take_part
 
@@ -50,6 +51,7 @@ __all__ = [
     "Sender",
     "Weights",
     "bytes_fingerprint",
+    "canary_logprobs",
     "device_fingerprint",
     "make_push",
     "take_part",
