@@ -14,9 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from engines.identity import identify
 from engines.protocol import ProcessIdentity
@@ -26,6 +28,7 @@ from rollout.types import GroupStatus
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+_READABLE = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Journal:
             if number < self._num_written:  # a thread was slow: a newer one is there already
                 return
             try:
-                _replace(self.path, json.dumps(asdict(record), indent=1) + "\n", durable)
+                _replace(self.path, orjson.dumps(record, option=_READABLE), durable)
                 self._num_written, self._is_broken = number, False
             except OSError as error:
                 if not self._is_broken:
@@ -143,12 +146,12 @@ class Journal:
                 self._is_broken = True
 
 
-def _replace(path: Path, text: str, durable: bool) -> None:
+def _replace(path: Path, content: bytes, durable: bool) -> None:
     """The file has the new contents or the old ones; if ``durable``, after a power failure too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w") as file:
-        file.write(text)
+    with part.open("wb") as file:
+        file.write(content)
         if durable:
             file.flush()
             os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from engines.protocol import Endpoint
 from rollout.actors.engines import Started
 from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.actors.parts import Inheritance, MadeParts, ServerParts, running_engines
+from rollout.actors.process import keep_what_is_loaded
 from rollout.config import RouterConfig, ServerConfig
 from rollout.errors import ConfigError
 from rollout.journal import Journal
@@ -106,6 +107,7 @@ class ServerGroupActor:
         self._inherited = inherited
 
     async def start(self) -> GroupStatus:
+        keep_what_is_loaded()
         if self._inherited is None:
             return await self._group.start()
         given = self._inherited
@@ -173,6 +175,7 @@ class RouterActor:
         self._host = RouterHost(config)
 
     async def start(self) -> Endpoint:
+        keep_what_is_loaded()
         return await self._host.start()
 
     async def stop(self, budget_s: float) -> None:
@@ -231,6 +234,7 @@ class RolloutServerActor:
         return self._parts.host_engine(engine_id, shares, num_cpus)
 
     async def start(self) -> ServerStatus:
+        keep_what_is_loaded()
         return await self._server.start()
 
     async def stop(self) -> None:

@@ -4,11 +4,13 @@ Run over the stub and over Ray, which is what keeps the stub honest.
 """
 
 import asyncio
+import os
 import threading
 from typing import Any
 
 import pytest
 
+from rollout.actors.process import is_own_process
 from tests.support.ray_worlds import World
 
 TIMEOUT_S = 20
@@ -36,6 +38,9 @@ class Notebook:
 
     async def read(self) -> list[Any]:
         return self.notes
+
+    async def where(self) -> tuple[int, bool]:
+        return os.getpid(), is_own_process()
 
     async def fail(self) -> None:
         raise ValueError("the book is full")
@@ -84,6 +89,12 @@ def test_every_call_is_carried_out_once_in_whatever_order(world: World, notebook
     refs = [notebook.note.remote(number) for number in range(30)]
     assert get(world, refs) == list(range(30))
     assert sorted(get(world, notebook.read.remote())) == list(range(30))
+
+
+def test_an_actor_knows_whether_its_process_is_its_own(world: World, notebook: Any) -> None:
+    pid, is_its_own = get(world, notebook.where.remote())
+    assert is_its_own == (pid != os.getpid())
+    assert not is_own_process()
 
 
 def test_an_argument_is_a_copy(world: World, notebook: Any) -> None:
