@@ -1,51 +1,24 @@
-"""What a training loop holds: servers and deployments seen from outside, Ray or not.
-
-Every method starts its call and returns a ``Pending`` at once; nothing blocks until that is
-waited for.  The same classes stand in front of objects in this process and of Ray actors; only
-the ``Caller`` differs.
-"""
+"""One server from outside: every verb of it, and the pushes it is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rollout.canary import Logprobs, Prompt
-from rollout.config import RolloutConfig, ServerConfig, WeightUpdate
-from rollout.deployment import Deployment, ServerPort
-from rollout.errors import LifecycleError
+from rollout.config import ServerConfig, WeightUpdate
+from rollout.deployment import ServerPort
+from rollout.handle.calling import Around, Caller
+from rollout.handle.window import OffloadWindow
 from rollout.hearing import check_expected, prompts_of
-from rollout.pending import LoopThread, Pending
+from rollout.pending import Pending
 from rollout.pushing import Pushes
 from rollout.types import EngineReport, EngineStatus, ServerStatus, StepReport
-from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors, NameMap
-
-T = TypeVar("T")
-
-
-class Caller(Protocol):
-    """How a handle reaches its object: the one difference between in-process and Ray."""
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
-        """Start ``method(*args)``; returns at once."""
-        ...
-
-    def ship(self, push: WeightPush) -> WeightPush:
-        """Put the payload of a push where the server can reach it cheaply."""
-        ...
-
-    def is_here(self, node_id: str, host: str) -> bool:
-        """Whether an engine on this node, listening there, runs on this process's host."""
-        ...
-
-    def own_host(self) -> str:
-        """Address of this machine that the server can reach."""
-        ...
 
 
 class ServerHandle:
@@ -57,7 +30,7 @@ class ServerHandle:
         self._caller = caller
         self._url = ""
         self._version = 0
-        self._pushes = Pushes(config, _Around(target, caller))
+        self._pushes = Pushes(config, Around(target, caller))
         self._config = config
         self._expected: Logprobs = ()
 
@@ -292,184 +265,3 @@ class ServerHandle:
         if self._expected:
             push, self._expected = replace(push, canary=self._expected), ()
         return self._caller.ship(push)
-
-
-class _Around:
-    """What pushes must know of the server."""
-
-    def __init__(self, target: ServerPort, caller: Caller) -> None:
-        self._target = target
-        self._caller = caller
-        self.is_here = caller.is_here
-        self.own_host = caller.own_host
-
-    def expected_manifest(self) -> Manifest | None:
-        manifest: Manifest | None = self._caller.call(self._target.expected_manifest).result()
-        return manifest
-
-    def status(self) -> ServerStatus:
-        status: ServerStatus = self._caller.call(self._target.status).result()
-        return status
-
-
-class OffloadWindow:
-    """The time between offload and onload, as a context manager, sync and async.
-
-    If the block raises, nothing is onloaded: the engines stay as they are, the gate stays shut,
-    and the error goes on.  ``report`` holds the figures of both transitions afterwards.
-    """
-
-    def __init__(
-        self,
-        server: ServerHandle,
-        weights: Callable[[], NamedTensors] | None,
-        version: int | None,
-    ) -> None:
-        self._server = server
-        self._weights = weights
-        self._version = version
-        self._push: WeightPush | None = None
-        self.report = StepReport()
-
-    def push(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
-        """Copy these tensors now; they are sent when the block ends.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-            LifecycleError: the block has already pushed.
-        """
-        self._check_first()
-        chosen = self._version if version is None else version
-        self._push = self._server.make_push(named_tensors, chosen)
-
-    def push_adapter(
-        self, named_tensors: NamedTensors, config: Mapping[str, Any], *, version: int | None = None
-    ) -> None:
-        """Copy a LoRA adapter now (``update: lora``); it is sent when the block ends.
-
-        Raises:
-            WeightMismatch: it does not fit the model.
-            LifecycleError: the block has already pushed.
-        """
-        self._check_first()
-        chosen = self._version if version is None else version
-        self._push = self._server.make_adapter_push(named_tensors, config, chosen)
-
-    def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
-        """Copy all base weights now, or base and adapter merged (``update: lora``); sent when the
-        block ends.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-            LifecycleError: the block has already pushed.
-        """
-        self._check_first()
-        chosen = self._version if version is None else version
-        self._push = self._server.make_base_push(named_tensors, chosen)
-
-    def _check_first(self) -> None:
-        if self._push is not None:
-            raise LifecycleError("this offload window already has a push", command="push")
-
-    def _finish(self) -> Pending[StepReport]:
-        if self._weights is not None:
-            self._check_first()
-            return self._server.onload(self._weights(), version=self._version)
-        return self._server.onload_push(self._push)
-
-    def __enter__(self) -> OffloadWindow:
-        self.report = self._server.offload().result()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.report = self.report.merged(self._finish().result())
-
-    async def __aenter__(self) -> OffloadWindow:
-        self.report = await self._server.offload()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.report = self.report.merged(await self._finish())
-
-
-class DeploymentHandle(Mapping[str, ServerHandle]):
-    """All servers of a run, by name; a context manager that stops them at its end.
-
-    Args:
-        on_close: undoes what ``launch`` did besides the servers, after they have stopped.
-        placement_group: Ray's, whose leading ``cluster.trainer_gpus`` bundles the trainer shares;
-            None without Ray.
-    """
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        servers: Mapping[str, ServerHandle],
-        deployment: Deployment,
-        loop: LoopThread,
-        on_close: Callable[[], None] = lambda: None,
-        placement_group: Any = None,
-    ) -> None:
-        self.config = config
-        self.placement_group = placement_group
-        self._servers = dict(servers)
-        self._deployment = deployment
-        self._loop = loop
-        self._on_close = on_close
-        self._closed = False
-
-    def __getitem__(self, name: str) -> ServerHandle:
-        return self._servers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._servers)
-
-    def __len__(self) -> int:
-        return len(self._servers)
-
-    def start(self) -> Pending[dict[str, ServerStatus]]:
-        """Start all servers."""
-        return self._loop.submit(self._deployment.start())
-
-    def offload(self) -> Pending[dict[str, StepReport]]:
-        """Offload all servers as one transaction."""
-        return self._loop.submit(self._deployment.offload())
-
-    def onload(
-        self, weights: Mapping[str, NamedTensors | WeightPush] | None = None
-    ) -> Pending[dict[str, StepReport]]:
-        """Onload all servers as one transaction, pushing ``weights`` by server name."""
-        pushes = {
-            name: self._servers[name].prepare(tensors) for name, tensors in (weights or {}).items()
-        }
-
-        def end_pushes() -> None:
-            for name, push in pushes.items():
-                self._servers[name].end_push(push)
-
-        return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
-
-    def status(self) -> Pending[dict[str, ServerStatus]]:
-        """Where every server is."""
-        return self._loop.submit(self._deployment.status())
-
-    def stop(self) -> None:
-        """Stop everything that ``launch`` started, and wait until it is gone."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._loop.submit(self._deployment.stop()).result()
-        finally:
-            for server in self._servers.values():
-                server.close()
-            self._on_close()
-            self._loop.close()
-
-    def __enter__(self) -> DeploymentHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
