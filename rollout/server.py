@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from engines.protocol import Endpoint
-from rollout.config import ServerConfig, WeightUpdate
+from rollout.config import ServerConfig
 from rollout.errors import ActorLost, WeightMismatch
 from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
@@ -37,7 +37,8 @@ from rollout.router_link import RouterLink
 from rollout.steps import Steps
 from rollout.timeline.recorder import Timeline
 from rollout.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
-from rollout.weights.manifest import Manifest, check_push, read_checkpoint_manifest
+from rollout.weights.fitting import check_fits
+from rollout.weights.manifest import Manifest, read_checkpoint_manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.store.store import WeightStore
 from rollout.window import Window
@@ -407,21 +408,4 @@ class RolloutServer:
 
     def _check_push(self, push: WeightPush) -> None:
         update = self._config.weights.update
-        if update is WeightUpdate.FROZEN:
-            raise WeightMismatch(f"server {self.name} is frozen: its weights are never updated")
-        if push.version <= self.weight_version:
-            raise WeightMismatch(
-                f"weight version {push.version} is not newer than {self.weight_version}, "
-                "which the engines were given last"
-            )
-        if push.is_empty:
-            raise WeightMismatch(f"the push of weight version {push.version} holds no tensors")
-        contents = push.contents_under(update)
-        if contents is not update and update is not WeightUpdate.LORA:
-            raise WeightMismatch(
-                f"a push of contents {contents!s} to server {self.name}, whose weights.update is "
-                f"{update!s}: only with lora are adapters pushed, and the base under them"
-            )
-        if self._expected is not None and contents is not WeightUpdate.LORA:
-            is_full = contents is WeightUpdate.FULL
-            check_push(push.manifest, self._expected, must_be_complete=is_full)
+        check_fits(push, self.name, update, self.weight_version, self._expected)
