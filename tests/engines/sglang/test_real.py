@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.errors import EngineNotReady
+from engines.errors import EngineNotReady, EngineRejected
 from engines.features import read_features
 from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import MemoryTag, PauseMode
+from tests.engines.embedded.reference import greedy
 from tests.engines.test_attached import config
-from tests.support.contract import CPU_OPTIONS, Bench, Models, client, payload
+from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, Bench, Models, client, payload
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -121,3 +122,42 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
     finally:
         await engine.aclose()
         await asyncio.gather(leader.stop(10.0), follower.stop(10.0))
+
+
+async def test_replicas_take_weights_from_disk_only_and_one_answers_a_flush_for_all(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    """Why an engine with ``--dp`` is only let in where weights are not pushed."""
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    wanted = spec(contract_models, tmp_path, options={"dp": 2}, env=env)
+    async with launched(wanted, contract_models) as bench:
+        found = read_features(await bench.engine.server_info(), await bench.engine.endpoints())
+        assert not found.takes_tensors
+        before = await bench.greedy()
+        await bench.engine.begin_weight_update()
+        with pytest.raises(EngineRejected, match="update_weights_from_tensor answered 500"):
+            await bench.engine.update_weights_from_tensor(
+                payload("sglang", bench.tensors("second")), weight_version="1"
+            )
+        async with bench.http() as http:  # it has closed the other connection
+            assert (await http.post("/end_weight_update", json={})).status_code == 200
+        assert await bench.greedy() == before
+        assert "data-parallel replicas are not supported" in await bench.running.log_tail(200)
+
+        # One replica has nothing to do, and now and then its answer is the one that comes.
+        async with bench.in_flight() as busy, bench.http() as http:
+            statuses = {(await http.post("/flush_cache")).status_code for _ in range(20)}
+            assert busy.task is not None
+            assert not busy.task.done()
+        assert 200 in statuses
+
+        await bench.engine.pause_generation(PauseMode.ABORT)
+        await bench.engine.flush_cache(timeout_s=5.0)
+        await bench.release(KV, W)
+        await bench.resume(W)
+        await bench.engine.update_weights_from_disk(str(contract_models.second), weight_version="2")
+        await bench.resume(KV)
+        await bench.engine.continue_generation()
+        expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
+        # In turn: each replica answers half of these.
+        assert [await bench.greedy() for _ in range(4)] == [tuple(expected)] * 4
