@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.errors import EngineRejected
 from engines.protocol import SamplingParams, WorkerType
 from rollout.canary import Canary, Heard, Logprobs, Prompt, judge_canaries, prompts_for
 from rollout.config import LifecycleConfig
@@ -40,7 +41,6 @@ class Hearing:
     """
 
     def __init__(self, settings: GroupSettings) -> None:
-        self._name = settings.name
         self._tolerance = settings.lifecycle.canary_tolerance
         self._is_wanted = settings.lifecycle.verify_by != "version"
         self._warned_of: set[str] = set()
@@ -98,14 +98,20 @@ class Hearing:
 
     async def _ask(self, member: Member, index: int, adapter: str) -> tuple[float, ...]:
         prompt = self.prompts[index]
-        reply = await member.engine.generate(
-            input_ids=prompt,
-            sampling_params=_NO_TOKENS,
-            rid=f"{RID_PREFIX}{secrets.token_hex(4)}",
-            return_logprob=True,
-            logprob_start_len=0,
-            lora_path=adapter or None,
-        )
+        try:
+            reply = await member.engine.generate(
+                input_ids=prompt,
+                sampling_params=_NO_TOKENS,
+                rid=f"{RID_PREFIX}{secrets.token_hex(4)}",
+                return_logprob=True,
+                logprob_start_len=0,
+                lora_path=adapter or None,
+            )
+        except EngineRejected as error:
+            raise LifecycleError(
+                f"it refuses canary prompt {index}: {error}; if it cannot tell log-probabilities "
+                "of prompts, set lifecycle.verify_by to version"
+            ) from error
         values = reply.input_logprobs
         if values is None or len(values) != len(prompt) - 1:
             reason = reply.finish_reason

@@ -113,6 +113,14 @@ async def test_an_engine_that_does_not_answer_it_is_fenced() -> None:
     assert [one.engine_id for one in report.failures] == ["main-0"]
 
 
+async def test_an_engine_that_refuses_it_says_what_can_be_set() -> None:
+    group, (engine,) = await started_group(1, lifecycle=BY_CANARY)
+    await give(group, 1)
+    engine.faults.strike("generate", faults.reject(400, "no log-probabilities here"))
+    with pytest.raises(PhaseFailed, match=r"no log-probabilities here; .*verify_by to version"):
+        await group.continue_generation()
+
+
 async def test_without_fingerprints_nothing_is_retracted_that_would_run_unproved() -> None:
     for lifecycle, mode in ((BY_CANARY, PauseMode.ABORT), ({}, PauseMode.RETRACT)):
         group, (engine,) = await started_group(1, lifecycle=lifecycle | {"drain": "retract"})

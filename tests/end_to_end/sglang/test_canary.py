@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,18 +19,19 @@ from tests.support.real_sglang import one_engine, real_config
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def policy(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
-    config = real_config(
-        models[0],
-        tmp_path,
-        {"main": one_engine()},
-        lifecycle={"verify_by": "canary"},
-        weights={"update": "frozen"},
-        health={"recover": False},
-    )
+@contextmanager
+def serving(model: Path, folder: Path, **server: Any) -> Iterator[ServerHandle]:
+    """One engine of its own, which may be fenced."""
+    config = real_config(model, folder, {"main": one_engine()}, health={"recover": False}, **server)
     with launch_local(config) as deployment:
         yield deployment["policy"]
+
+
+@pytest.fixture
+def frozen(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
+    how = {"lifecycle": {"verify_by": "canary"}, "weights": {"update": "frozen"}}
+    with serving(models[0], tmp_path, **how) as policy:
+        yield policy
 
 
 def step(policy: ServerHandle, *, lose: bool = False) -> None:
@@ -55,8 +58,9 @@ def generate(policy: ServerHandle) -> httpx.Response:
 
 
 def test_a_canary_passes_what_came_back_whole_and_fences_what_did_not(
-    policy: ServerHandle,
+    frozen: ServerHandle,
 ) -> None:
+    policy = frozen
     before = generate(policy).json()["output_ids"]
     for _ in range(2):
         step(policy)
@@ -72,3 +76,27 @@ def test_a_canary_passes_what_came_back_whole_and_fences_what_did_not(
     assert (status.gate, engine.state) == ("closed", "fenced")
     assert "when the weights were the same" in engine.fenced_because
     assert generate(policy).status_code == 503
+
+
+def test_an_engine_is_held_against_the_trainers_own_model(
+    models: list[Path], tmp_path: Path
+) -> None:
+    """Its fused names tell the trainer's fingerprints nothing, and it is alone."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from rollout.weights.tensors import canary_logprobs
+
+    model: Any = AutoModelForCausalLM.from_pretrained(models[1])
+    tensors = load_file(models[1] / "model.safetensors")
+    with serving(models[0], tmp_path) as policy:
+        told = canary_logprobs(model, policy.canary_prompts)
+        policy.expect(told)
+        policy.sync_weights(tensors).result(120)
+        assert policy.status().result(30).gate == "open"
+        # The next push is not what its trainer holds.
+        policy.expect(told)
+        other = load_file(models[2] / "model.safetensors")
+        with pytest.raises(rollout.PhaseFailed, match="by the trainer's own model") as failed:
+            policy.sync_weights(other).result(120)
+        assert failed.value.phase == "continue"
