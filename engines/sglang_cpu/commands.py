@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,20 +24,23 @@ from engines.sglang_cpu.installation import Installation
 from engines.sglang_cpu.smoke import smoke_test
 
 app = typer.Typer(help="Real SGLang without a GPU.", no_args_is_help=True)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; what goes on is on stderr.")]
 
 
 @app.command()
-def install() -> None:
+def install(as_json: AsJson = False) -> None:
     """Make the environment it runs in, once: 2 GB in the user's cache folder."""
     with told():
-        typer.echo(Installation().make(typer.echo))
+        made = Installation().make(partial(typer.echo, err=as_json))
+        typer.echo(json.dumps({"python": str(made)}) if as_json else made)
 
 
 @app.command()
-def path() -> None:
+def path(as_json: AsJson = False) -> None:
     """Print the interpreter of that environment."""
     with told():
-        typer.echo(Installation().require())
+        found = Installation().require()
+        typer.echo(json.dumps({"python": str(found)}) if as_json else found)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -66,12 +71,15 @@ def serve(
 
 
 @app.command()
-def smoke() -> None:
+def smoke(as_json: AsJson = False) -> None:
     """Install it if need be, start a tiny model, take it through one step of training."""
+    say = partial(typer.echo, err=as_json)
     with told():
-        Installation().make(typer.echo)
+        Installation().make(say)
         with tempfile.TemporaryDirectory(prefix="sglang-cpu-smoke-") as folder:
-            asyncio.run(smoke_test(Path(folder), typer.echo))
+            seen = asyncio.run(smoke_test(Path(folder), say))
+    if as_json:
+        typer.echo(json.dumps(seen))
 
 
 @contextmanager

@@ -27,8 +27,8 @@ def make_model(path: Path, seed: int) -> Path:
     return path
 
 
-async def smoke_test(folder: Path, say: Callable[[str], None]) -> None:
-    """Release the weights, bring others, and see that the answers are theirs.
+async def smoke_test(folder: Path, say: Callable[[str], None]) -> dict[str, float]:
+    """Release the weights, bring others, and see that the answers are theirs; what was measured.
 
     Raises:
         EngineError: the engine did not start, refused a call, or did not do it.
@@ -46,7 +46,8 @@ async def smoke_test(folder: Path, say: Callable[[str], None]) -> None:
     running = await LocalLauncher().launch(spec)
     client = EngineClient(running.endpoint, engine_id=spec.engine_id)
     try:
-        say(f"ready after {time.monotonic() - started:.0f} s")
+        ready_s = time.monotonic() - started
+        say(f"ready after {ready_s:.0f} s")
         before = await client.generate(input_ids=_PROMPT, sampling_params=_GREEDY)
         await client.pause_generation(PauseMode.ABORT)
         await client.flush_cache(timeout_s=10.0)
@@ -67,3 +68,4 @@ async def smoke_test(folder: Path, say: Callable[[str], None]) -> None:
         await client.aclose()
         await running.stop(10.0)
     say("all well")
+    return {"ready_s": ready_s, "freed_bytes": freed}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -247,6 +248,18 @@ def test_serve_runs_until_it_is_stopped_by_name(
 
 
 def test_every_command_that_answers_can_answer_in_json() -> None:
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        assert "--json" in typed(name, "--help"), name
+    commands = dict(typer.main.get_command(app).commands)
+    of_sglang = commands.pop("sglang-cpu").commands
+    # What becomes SGLang itself answers nothing.
+    assert of_sglang.pop("serve")
+    for name, command in (commands | of_sglang).items():
+        assert any("--json" in option.opts for option in command.params), name
+
+
+def test_the_interpreter_of_sglang_can_be_asked_for_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = looked("sglang-cpu", "path", "--json")
+    assert result.exit_code == 1
+    assert "rollout sglang-cpu install" in result.output
