@@ -203,6 +203,13 @@ class EngineClient:
         }
         await self._change("update_weights_from_disk", body, self.deadlines.update_s)
 
+    async def update_weights_from_peer(
+        self, url: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        """All weights of the engine at ``url``.  Only the embedded engine can do that."""
+        body = {"url": url, "flush_cache": flush_cache, **_given(weight_version=weight_version)}
+        await self._change("update_weights_from_peer", body, self.deadlines.update_s)
+
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
     ) -> None:

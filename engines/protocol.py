@@ -304,6 +304,9 @@ class Engine(Protocol):
     async def update_weights_from_disk(
         self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
     ) -> None: ...
+    async def update_weights_from_peer(
+        self, url: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None: ...
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
     ) -> None: ...

@@ -51,8 +51,12 @@ class GroupSettings:
         """Whether the failure of one engine stops the step."""
         return self.lifecycle.on_failure == "raise"
 
-    @property
-    def all_sources(self) -> tuple[WeightSource, ...]:
-        """Where a restarted engine gets its weights from, in this order."""
+    def all_sources(self, *between: WeightSource) -> tuple[WeightSource, ...]:
+        """Where a restarted engine gets its weights from, in this order.
+
+        Args:
+            between: those that are asked before the disk.
+        """
         path = self.health.weights_path
-        return self.sources if path is None else (*self.sources, DiskSource(path))
+        disk = () if path is None else (DiskSource(path),)
+        return (*self.sources, *between, *disk)

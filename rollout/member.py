@@ -27,6 +27,7 @@ class Member:
         record: its fingerprints when it was last proved; None where none were taken.
         changed: names of the tensors that were pushed since the record.
         has_checker: it can tell fingerprints of its weights, and is asked for them.
+        gives_weights: it hands out its weights to others of its kind.
         tells_memory: it can tell how much memory each tag has.
         tensors: what it says its weights are; empty where it cannot tell.
         pushed: fingerprints of what it was given, as the trainer took them; its dtypes beside it.
@@ -50,6 +51,7 @@ class Member:
     is_proved: bool = True
     fenced_because: str = ""
     has_checker: bool = False
+    gives_weights: bool = False
     tells_memory: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()

@@ -76,7 +76,9 @@ class Recovery:
     ) -> None:
         self._name = name
         self._config = config
-        self._has_sources = has_sources or config.weights_path is not None
+        self._has_sources = (
+            has_sources or config.weights_from_peers or config.weights_path is not None
+        )
         self._groups = groups
         self._lost_groups: dict[str, RecoverableGroup] = {}
         self._server = server

@@ -32,6 +32,7 @@ from rollout.lifecycle import Command, Phase
 from rollout.member import Member
 from rollout.memory import release, resume, size_of_weights
 from rollout.mending import Mending
+from rollout.peers import PeerSource
 from rollout.policy import elastic_backup_note, group_traits, release_policy
 from rollout.proving import compare, reached_nobody, testify
 from rollout.roster import Roster
@@ -44,6 +45,7 @@ from rollout.updating import Updating
 from rollout.verification import Proof
 from rollout.watching import GroupProbe
 from rollout.weights.push import WeightPush
+from rollout.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +95,19 @@ class ServerGroup:
             self._roster,
             self._commands,
             self._policy.tags if self._traits.needs_offload else (),
-            (*settings.all_sources, self._updating.adapters.over(settings.all_sources)),
+            self._sources(),
             self._hearing,
         )
         self._lending = Lending(
             settings, self._roster, self._commands, self._policy, self._checkpoint_bytes
         )
+
+    def _sources(self) -> tuple[WeightSource, ...]:
+        settings = self._settings
+        peers = (PeerSource(self._roster.unfenced),) if settings.health.weights_from_peers else ()
+        # Under an adapter a base of its own version is wanted, which no peer says it has.
+        adapters = self._updating.adapters.over(settings.all_sources())
+        return (*settings.all_sources(*peers), adapters)
 
     # -- start and stop ---------------------------------------------------------------------
 

@@ -131,6 +131,7 @@ class Starter:
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
+            gives_weights="/weights_content" in endpoints,
             tells_memory=bool(info.resident_bytes),
             tensors=tuple(await engine.weights_manifest())
             if "/weights_manifest" in endpoints

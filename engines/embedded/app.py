@@ -39,6 +39,8 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/end_weight_update", _POST, control.end_weight_update),
     ("/update_weights_from_tensor", _POST, control.update_weights_from_tensor),
     ("/update_weights_from_disk", _POST, control.update_weights_from_disk),
+    ("/update_weights_from_peer", _POST, control.update_weights_from_peer),
+    ("/weights_content", _GET, control.weights_content),
     ("/init_weights_update_group", _POST, control.init_weights_update_group),
     ("/destroy_weights_update_group", _POST, control.destroy_weights_update_group),
     ("/update_weights_from_distributed", _POST, control.update_weights_from_distributed),

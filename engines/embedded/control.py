@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from engines.embedded import peers
 from engines.embedded.engine import Engine
 from engines.embedded.errors import Invalid
 from engines.embedded.lora import read_adapter
 from engines.embedded.serving import json_response, read_json
 from engines.embedded.unpickle import read_payload
-from engines.protocol import MemoryTag, PauseMode
+from engines.protocol import Endpoint, MemoryTag, PauseMode
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]
 
@@ -125,6 +126,28 @@ async def update_weights_from_disk(engine: Engine, request: Request) -> Response
     raw = await read_json(request)
     await engine.update_from_disk(_need(raw, "model_path", str), **_how(raw))
     return _ok("Succeeded to update model weights.", num_paused_requests=0)
+
+
+async def update_weights_from_peer(engine: Engine, request: Request) -> Response:
+    """The weights of another embedded engine; SGLang has nothing like it."""
+    raw = await read_json(request)
+    try:
+        peer = Endpoint.of_url(_need(raw, "url", str))
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+    command = "update_weights_from_peer"
+    await engine.update(lambda: peers.take(engine.weights, peer), command, **_how(raw))
+    return _ok(f"Took the weights of {peer.url}.")
+
+
+async def weights_content(engine: Engine, request: Request) -> Response:
+    """All weights, for a peer."""
+    head, num_bytes = await _with_weights(engine, lambda: peers.describe(engine.weights))
+    return StreamingResponse(
+        peers.give(engine, head),
+        media_type="application/octet-stream",
+        headers={"content-length": str(num_bytes)},
+    )
 
 
 async def init_weights_update_group(engine: Engine, request: Request) -> Response:

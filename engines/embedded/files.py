@@ -30,11 +30,11 @@ from engines.protocol import STAYS
 if TYPE_CHECKING:
     from engines.embedded.weights import Weights
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 # One keeps a core busy with copying out of the page cache.
 _MOST_READERS = 4
 _BATCH_BYTES = 16 << 20
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -49,7 +49,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """One tensor in an open file."""
 
     name: str
@@ -99,7 +99,7 @@ def _jobs(
     header = _read_header(descriptor)
     kept = mapped.find(file, descriptor) if mapped else None
     if kept is None or kept.header != header:
-        pieces, stays = _pieces(header, descriptor)
+        pieces, stays = read_pieces(header, descriptor, os.fstat(descriptor).st_size)
         weights.check((one.name, one.shape, one.dtype) for one in pieces)
         copies, others = _places(weights, pieces)
         if mapped is None or not stays or others:
@@ -114,36 +114,40 @@ def _jobs(
 
 def _read_header(descriptor: int) -> bytes:
     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
-    if length > _MAX_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         raise ValueError(f"header of {length} bytes")
     return os.pread(descriptor, length, 8)
 
 
-def _pieces(header: bytes, descriptor: int) -> tuple[list[_Piece], bool]:
-    """What is in a file, and whether the file stays."""
+def read_pieces(header: bytes, descriptor: int, num_bytes: int) -> tuple[list[Piece], bool]:
+    """What is in a file of this length, and whether the file stays.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is none.
+    """
     entries: dict[str, Any] = orjson.loads(header)
     start = 8 + len(header)
-    room = os.fstat(descriptor).st_size - start
+    room = num_bytes - start
     stays = STAYS in entries.pop("__metadata__", {})
     pieces = []
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         if not 0 <= begin <= end <= room:
             raise ValueError(f"{name} ends at byte {end} of {room}")
-        dtype = _DTYPES.get(entry["dtype"])
+        dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} is {entry['dtype']}, which is not read here")
         shape = tuple(entry["shape"])
         if math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"{name} of shape {list(shape)} has {end - begin} bytes")
-        pieces.append(_Piece(name, dtype, shape, descriptor, start + begin, end - begin))
+        pieces.append(Piece(name, dtype, shape, descriptor, start + begin, end - begin))
     return pieces, stays
 
 
-def _places(weights: Weights, pieces: Sequence[_Piece]) -> tuple[list[list[Copy]], list[_Piece]]:
+def _places(weights: Weights, pieces: Sequence[Piece]) -> tuple[list[list[Copy]], list[Piece]]:
     """Where the bytes of a file go, in batches; and what cannot simply be copied there."""
     batches: list[list[Copy]] = [[]]
-    others: list[_Piece] = []
+    others: list[Piece] = []
     size = 0
     for piece in pieces:
         mine = weights.find(piece.name)
@@ -171,7 +175,7 @@ def _do_all(jobs: Sequence[Callable[[], None]]) -> None:
             pass
 
 
-def _convert(weights: Weights, piece: _Piece) -> None:
+def _convert(weights: Weights, piece: Piece) -> None:
     loaded = torch.empty(piece.shape, dtype=piece.dtype)
     read_copies(piece.descriptor, [(loaded.data_ptr(), piece.offset, piece.num_bytes)])
     weights.find(piece.name).copy_(loaded)

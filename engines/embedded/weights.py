@@ -6,7 +6,7 @@ of the model changes; parameters keep their storage for the life of the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,10 @@ class Weights:
         """Overwrite parameters in place; the caller has checked them."""
         for name, tensor in named:
             self.find(name).copy_(tensor)
+
+    def own(self) -> Mapping[str, torch.Tensor]:
+        """All parameters, each under one name."""
+        return self._tensors
 
     def find(self, name: str) -> torch.Tensor:
         """The parameter of this name, which has been checked."""

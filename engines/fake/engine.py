@@ -262,6 +262,13 @@ class FakeEngine(Callee):
             self.weights.load_path(model_path)
             self._model_path = model_path
 
+    async def update_weights_from_peer(
+        self, url: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        """Refused, as by SGLang, which has no such endpoint."""
+        async with self._call("update_weights_from_peer", url=url):
+            raise self._rejected("update_weights_from_peer", "Not Found", 404)
+
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
     ) -> None:

@@ -94,6 +94,9 @@ class HealthConfig(Slice):
     """Engines of a server started again at the same time; loading many starves the others."""
     weights_path: str | None = None
     """Where saved weights are, as ``/ckpt/{version}``: a restarted engine need not await a push."""
+    weights_from_peers: bool = False
+    """A restarted engine takes the weights of one of its group that was proved at the current
+    version, after the store and before the disk. Embedded engines only, without an adapter."""
 
     @model_validator(mode="after")
     def _thresholds_fit(self) -> HealthConfig:

@@ -180,6 +180,12 @@ CHANGES = [
         {"model_path": "model", "flush_cache": True, "weight_version": "9"},
     ),
     Case(
+        "peer",
+        lambda c: c.update_weights_from_peer("http://there:1", weight_version="9"),
+        "/update_weights_from_peer",
+        {"url": "http://there:1", "flush_cache": True, "weight_version": "9"},
+    ),
+    Case(
         "version",
         lambda c: c.update_weight_version("9"),
         "/update_weight_version",
