@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
+# Engines let go of files that were removed within a second; more than that, for a busy host.
+LET_GO_S = 3.0
 # What must stay for everything else on the host.
 SPARE_BYTES = 256 << 20
 
@@ -94,7 +97,8 @@ class SlotPool:
 
     def __init__(self, root: str | Path = "/dev/shm") -> None:
         root = Path(root)
-        remove_leftovers(root)
+        # When files went whose memory engines may give back a little later.
+        self._removed_at = time.monotonic() if remove_leftovers(root) else float("-inf")
         started = psutil.Process().create_time()
         owner = f"{os.getpid()}-{started:.2f}"
         self.folder = root / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
@@ -124,16 +128,18 @@ class SlotPool:
     def _new(self, num_bytes: int) -> Slot:
         if not self.folder.exists():
             self.folder.mkdir(mode=0o700)
-        self._num_made += 1
-        try:
-            return Slot(self.folder / f"{self._num_made:06d}", num_bytes)
-        except WeightsUnavailable:
-            if not self._free:
-                raise
-        # Slots of other sizes stand in the way: the model's buckets have changed.
-        self.trim()
-        self._num_made += 1
-        return Slot(self.folder / f"{self._num_made:06d}", num_bytes)
+        while True:
+            self._num_made += 1
+            try:
+                return Slot(self.folder / f"{self._num_made:06d}", num_bytes)
+            except WeightsUnavailable:
+                if self._free:
+                    # Slots of other sizes stand in the way: the model's buckets have changed.
+                    self.trim()
+                elif time.monotonic() - self._removed_at > LET_GO_S:
+                    raise
+                else:  # engines may still have mapped what was removed
+                    time.sleep(0.05)
 
     def give(self, slot: Slot) -> None:
         """It may be written again."""
@@ -144,6 +150,7 @@ class SlotPool:
 
     def trim(self) -> None:
         """Remove the slots nobody has taken."""
+        self._removed_at = time.monotonic()
         while self._free:
             self._free.pop().remove()
 
@@ -164,14 +171,17 @@ def _remove_own(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_leftovers(root: Path) -> None:
-    """Remove the files of trainers that were killed."""
+def remove_leftovers(root: Path) -> int:
+    """Remove the files of trainers that were killed; returns of how many."""
+    num_removed = 0
     for folder in root.glob(f"{_PREFIX}-*"):
         parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
         with suppress(ValueError, IndexError):
             if not _lives(int(parts[0]), float(parts[1])):
                 logger.info("removing %s: its process has ended", folder)
                 shutil.rmtree(folder, ignore_errors=True)
+                num_removed += 1
+    return num_removed
 
 
 def _lives(pid: int, started: float) -> bool:

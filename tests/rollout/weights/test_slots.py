@@ -64,6 +64,34 @@ def test_slots_of_other_sizes_make_way(tmp_path: Path, monkeypatch: pytest.Monke
     pool.close()
 
 
+def test_memory_that_engines_have_still_mapped_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SlotPool(tmp_path)
+    pool.give(pool.take(5000))
+    asked = []
+
+    def full_four_times(more: int, folder: Path) -> str:
+        asked.append(more)
+        return "full" if len(asked) <= 4 else ""
+
+    monkeypatch.setattr("rollout.weights.slots.why_no_room", full_four_times)
+    assert pool.take(6000).num_bytes == pool.num_bytes() == 6000
+    assert asked == [6000] * 5
+    pool.close()
+
+
+def test_room_that_nothing_was_removed_for_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SlotPool(tmp_path)
+    monkeypatch.setattr("rollout.weights.slots.time.sleep", lambda _: pytest.fail("it waited"))
+    monkeypatch.setattr("rollout.weights.slots.why_no_room", lambda more, folder: "full")
+    with pytest.raises(WeightsUnavailable, match="full"):
+        pool.take(6000)
+    pool.close()
+
+
 def test_a_closed_pool_leaves_nothing(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     pool.take(100)
