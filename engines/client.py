@@ -295,7 +295,7 @@ class EngineClient:
             ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion
                 asked for.
         """
-        body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
+        body = wire.generate_body(input_ids, text, sampling_params, rid, return_logprob)
         body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
         call, answer = await self._post("generate", body, self.deadlines.generate_s)
         return call.read(answer, wire.read_generate)
@@ -314,7 +314,7 @@ class EngineClient:
         Closing the generator early closes the connection, upon which the engine aborts.
         An engine started with ``--incremental-streaming-output`` is not understood.
         """
-        body = _generate_body(input_ids, text, sampling_params, rid, return_logprob)
+        body = wire.generate_body(input_ids, text, sampling_params, rid, return_logprob)
         call = Call(self._engine, "generate", self.deadlines.generate_s)
         async with AsyncExitStack() as stack:
             content = orjson.dumps(body | {"stream": True})
@@ -382,22 +382,6 @@ class EngineClient:
 
 def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _generate_body(
-    input_ids: Sequence[int] | None,
-    text: str | None,
-    sampling_params: SamplingParams,
-    rid: str | None,
-    return_logprob: bool,
-) -> dict[str, Any]:
-    if (input_ids is None) == (text is None):
-        raise ValueError("generate takes either input_ids or text")
-    if sampling_params.n != 1:
-        raise ValueError(f"generate makes one completion, not n={sampling_params.n}: call it again")
-    prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
-    body = prompt | {"sampling_params": sampling_params.to_wire()} | _given(rid=rid)
-    return body | {"return_logprob": True} if return_logprob else body
 
 
 def _said_failure(answer: Answer) -> bool:

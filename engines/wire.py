@@ -1,4 +1,4 @@
-"""SGLang's JSON into the values of ``protocol``, and server-sent events into their payloads.
+"""SGLang's JSON: what is sent to ``/generate``, answers into the values of ``protocol``, events.
 
 Plain functions.  An answer of another shape raises ``KeyError``, ``TypeError`` or ``ValueError``,
 which ``client.py`` turns into an error that names the engine.
@@ -7,7 +7,7 @@ which ``client.py`` turns into an error that names the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import (
@@ -15,6 +15,7 @@ from engines.protocol import (
     GenerateReply,
     Loads,
     ModelInfo,
+    SamplingParams,
     ServerInfo,
     TensorInfo,
     VersionSpan,
@@ -37,6 +38,29 @@ async def sse_payloads(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, No
         for line in lines:
             if line.startswith(b"data:"):
                 yield bytes(line[5:].strip())
+
+
+def generate_body(
+    input_ids: Sequence[int] | None,
+    text: str | None,
+    sampling_params: SamplingParams,
+    rid: str | None,
+    return_logprob: bool,
+) -> dict[str, Any]:
+    """What ``/generate`` is sent.
+
+    Raises:
+        ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion.
+    """
+    if (input_ids is None) == (text is None):
+        raise ValueError("generate takes either input_ids or text")
+    if sampling_params.n != 1:
+        raise ValueError(f"generate makes one completion, not n={sampling_params.n}: call it again")
+    prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
+    body: dict[str, Any] = prompt | {"sampling_params": sampling_params.to_wire()}
+    if rid is not None:
+        body["rid"] = rid
+    return body | {"return_logprob": True} if return_logprob else body
 
 
 def read_generate(answer: Any) -> GenerateReply:
