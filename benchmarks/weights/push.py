@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import torch
 
 from benchmarks.weights.clock import Row, memcpy, rate
 from engines.client import EngineClient
+from engines.embedded.command import ALLOCATOR
 from engines.protocol import Endpoint
 from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import TensorSpec
@@ -78,6 +80,7 @@ def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=ALLOCATOR | os.environ,
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -12,6 +12,13 @@ from engines.invocation import Invocation, as_flags, normalized, refuse
 from engines.protocol import Endpoint, WorkerType
 from engines.spec import EngineSpec
 
+# Of glibc: up to so much stays with the process when it is freed.  A push by value goes through a
+# dozen buffers of its size; memory that is new for each costs more than all the rest of it.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
+
 _OWNERS = {
     "model_path": "the server's model_path",
     "host": "chosen at launch",
@@ -57,4 +64,5 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
     """How this engine is started."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)}
-    return Invocation(build_command(spec, endpoint), {**inherited, **visible, **spec.env})
+    environment = {**ALLOCATOR, **inherited, **visible, **spec.env}
+    return Invocation(build_command(spec, endpoint), environment)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from engines.embedded.command import build_command
+from engines.embedded.command import build_command, invocation
 from engines.embedded.config import parse_args
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
@@ -31,3 +33,11 @@ def test_a_spec_becomes_flags_the_engine_understands() -> None:
 def test_an_option_that_is_ours_or_nobodys_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name.replace("-", "_")):
         build_command(spec(**{name: 1}), HERE)
+
+
+def test_freed_memory_stays_with_the_engine_unless_its_environment_says_otherwise() -> None:
+    name = "MALLOC_TRIM_THRESHOLD_"
+    own = replace(spec(), env={name: "2"})
+    assert int(invocation(spec(), HERE, {}).env[name]) == 128 << 20
+    assert invocation(spec(), HERE, {name: "1"}).env[name] == "1"
+    assert invocation(own, HERE, {name: "1"}).env[name] == "2"
