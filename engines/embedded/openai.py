@@ -276,7 +276,14 @@ def _logprobs(engine: Engine, job: Job, one: Generation, first: int, end: int) -
     tokens = [engine.text.token(token_id) for token_id in one.output_ids[first:end]]
     values = one.logprobs[first:end]
     if not job.is_chat:
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None}
+        # SGLang's form: it knows no offsets, and the list of what was not asked for is empty.
+        offsets = [-1] * len(tokens)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "text_offset": offsets,
+            "top_logprobs": [],
+        }
     return {
         "content": [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}

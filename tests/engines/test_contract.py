@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from engines.errors import EngineRejected
 from engines.features import read_features
 from engines.ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
+from tests.engines.conftest import KINDS
 from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench
 
 pytestmark = pytest.mark.timeout(400)
@@ -97,6 +99,32 @@ async def test_the_logprobs_of_a_prompt_tell_one_set_of_weights_from_another(
     await bench.push("second", "1")
     after = await ask()
     assert max(abs(one - other) for one, other in zip(before, after, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS[2:], indirect=True)
+async def test_a_streamed_completion_tells_each_token_with_its_log_prob(bench: Bench) -> None:
+    """What a router goes on from when this engine is lost; the fakes have no such route."""
+    body = {
+        "prompt": list(PROMPT),
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    async with bench.http() as http:
+        # Not by httpx's lines: random text has characters that end a line for it.
+        lines = (await http.post("/v1/completions", json=body)).content.split(b"\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    ids = [token for one in choices for token in one.get("token_ids") or ()]
+    assert tuple(ids) == await bench.greedy()
+    told = [one["logprobs"] for one in choices if one["logprobs"]]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert sum(len(one[name]) for one in told) == 8, name
+    # Empty, not missing: none were asked for.
+    assert [one["top_logprobs"] for one in told] == [[]] * len(told)
 
 
 async def test_a_stream_is_cumulative_and_ends_like_the_whole_answer(bench: Bench) -> None:
