@@ -1,6 +1,7 @@
 """What holds for the whole run: it leaves no process and no shared memory behind."""
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -10,6 +11,15 @@ import psutil
 import pytest
 
 from tests.support.ray_worlds import RayWorld, ray_world
+
+# A shell ignores these for what it starts in the background, and whatever we start inherits it: no
+# test could then end anything as Ctrl-C does.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 SHARED_MEMORY = Path("/dev/shm")
 # Set before the first test: what a test starts inherits it, however often it is reparented.

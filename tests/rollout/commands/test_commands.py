@@ -57,6 +57,12 @@ def told(*words: str, status: int = 0) -> Any:
     return json.loads(typed(*words, "--json", status=status))
 
 
+def recorded(what: str, *words: str) -> bool:
+    """Whether it tells of a step yet: what is recorded is written a moment later."""
+    result = looked(*words, "--json")
+    return result.exit_code == 0 and bool(json.loads(result.output)[what])
+
+
 def test_status_shows_every_engine(run: str) -> None:
     output = typed("status", run)
     for word in ("policy", "serving", "shared-0", "shared-1", "apart-0", "gate open"):
@@ -160,7 +166,7 @@ def test_a_run_that_has_ended_is_called_that(tmp_path: Path) -> None:
 
 def test_a_trace_opens_elsewhere_and_says_where_the_time_went(run: str, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    until(lambda: bool(told("trace", run, "-o", str(out))["steps"]), "the step is in the files")
+    until(lambda: recorded("steps", "trace", run, "-o", str(out)), "the step is in the files")
     assert {"ph", "name", "pid"} <= set(json.loads(out.read_text())["traceEvents"][0])
     output = typed("trace", run, "-o", str(out))
     assert "lost at the boundary" in output
@@ -173,7 +179,7 @@ def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> No
     one = {"at_s": 1.0, "step": 1, "metrics": metrics, "lengths": {"64": 3}}
     figures.write_text(json.dumps(one) + "\n{cut")
     out = tmp_path / "report.html"
-    until(lambda: told("report", run, "-o", str(out))["num_steps"] >= 1, "the step is there")
+    until(lambda: recorded("num_steps", "report", run, "-o", str(out)), "the step is there")
     page = out.read_text()
     for word in ("Reward", "Version lag", "≤ 64", "release", "lost", "Evaluations"):
         assert word in page

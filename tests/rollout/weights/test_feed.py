@@ -107,11 +107,22 @@ async def test_a_reader_that_leaves_does_not_hold_up_the_others() -> None:
     feed.close()
 
 
-async def test_the_trainers_own_part_comes_after_all_have_the_bucket() -> None:
+async def test_the_trainers_own_part_comes_while_all_have_the_bucket() -> None:
+    is_done = threading.Event()
     done = []
-    bucket = Bucket({"names": []}, True, then=lambda: done.append(threading.current_thread().name))
-    feed = Feed(iter([bucket]))
-    assert await read_all(reader_of(feed, "a")) == [{"names": []}]
+
+    def take_part() -> None:
+        done.append(threading.current_thread().name)
+        is_done.set()
+
+    feed = Feed(iter([Bucket({"names": []}, True, then=take_part)]))
+    reader = reader_of(feed, "a")
+    await reader.open(1)
+    async for payload, _ in reader:
+        assert payload == {"names": []}
+        # As in a broadcast: nobody is ready with the bucket before the trainer has done its part.
+        assert await asyncio.to_thread(is_done.wait, 30)
+    await reader.close()
     assert done == ["feed-make"]
     feed.close()
 
