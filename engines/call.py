@@ -69,11 +69,9 @@ class Call:
             ) from error
         except aiohttp.ClientConnectorError as error:
             raise self.unreachable(f"cannot connect: {error}", maybe_executed=False) from error
-        except aiohttp.ClientPayloadError as error:
+        except (aiohttp.ClientError, OSError) as error:
             if isinstance(error.__cause__, ContentEncodingError):
                 raise self.rejected(f"sent an unreadable body: {error.__cause__}") from error
-            raise self.unreachable(f"connection broke: {_describe(error)}") from error
-        except (aiohttp.ClientError, OSError) as error:
             raise self.unreachable(f"connection broke: {_describe(error)}") from error
 
     def accept(self, answer: Answer) -> None:

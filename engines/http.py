@@ -87,13 +87,13 @@ class Connections:
     @asynccontextmanager
     async def post_for_stream(
         self, path: str, content: bytes
-    ) -> AsyncIterator[tuple[int, AsyncGenerator[bytes, None]]]:
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
         """POST JSON; the status, and the pieces of the body as they come.
 
         Left early, it closes the connection.
         """
         async with self._posting(path, content) as response:
-            yield response.status, _pieces_of(response)
+            yield response.status, response.content.iter_any()
 
     def _posting(
         self, path: str, content: bytes
@@ -119,8 +119,3 @@ async def _pieces(content: bytes) -> AsyncGenerator[memoryview, None]:
     view = memoryview(content)
     for start in range(0, len(content), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
-
-
-async def _pieces_of(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    async for piece in response.content.iter_any():
-        yield piece

@@ -100,6 +100,11 @@ class Member:
         """What it says of its memory now; empty where it cannot tell."""
         return (await self.engine.server_info()).resident_bytes if self.tells_memory else {}
 
+    def is_proved_at(self, version: int) -> bool:
+        """Whether it holds the weights of ``version``, and nothing of them is open."""
+        is_whole = self.is_proved and not self.owes_canary and not self.is_stale
+        return is_whole and self.weight_version == version
+
     def prove(self, report: WeightsReport | None) -> None:
         """Its weights are as they should be, and this is what they look like."""
         self.is_proved = True

@@ -7,15 +7,15 @@ engine holds, see ``settling.py``, or fails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
-from engines.errors import EngineError
 from engines.protocol import MemoryTag
 from rollout.errors import LifecycleError
 from rollout.member import Member
 from rollout.policy import ReleasePolicy, least_freed_bytes
-from rollout.settling import Fate, fate_of_release, fate_of_resume, is_lost, look, tell
+from rollout.settling import Fate, carry_out, fate_of_release, fate_of_resume
 from rollout.timeline.recorder import current
 
 
@@ -31,19 +31,14 @@ async def release(member: Member, policy: ReleasePolicy, checkpoint_bytes: int) 
     by_tag = await member.memory_by_tag()
     before = await member.process.resident_bytes()
     least = least_freed_bytes(tags, by_tag, checkpoint_bytes)
-    try:
-        await member.engine.release_memory_occupation(tags)
-    except EngineError as error:
-        if not is_lost(error):
-            raise
-        released, now = await look(member, error), await member.process.resident_bytes()
+
+    async def fate_of(released: Collection[str] | None) -> Fate:
+        now = await member.process.resident_bytes()
         freed = None if before is None or now is None else before - now
-        fate = fate_of_release(tags, released, freed, least)
-        if fate is Fate.UNCERTAIN:
-            raise
-        tell(member, "release", fate, error)
-        if fate is Fate.NOT_DONE:
-            await member.engine.release_memory_occupation(tags)
+        return fate_of_release(tags, released, freed, least)
+
+    call = partial(member.engine.release_memory_occupation, tags)
+    await carry_out(member, "release", call, fate_of)
     member.released.update(tags)
     if not policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
         member.weight_version = None
@@ -64,17 +59,12 @@ async def resume(member: Member, tags: Sequence[MemoryTag]) -> None:
     wanted = [tag for tag in tags if tag in member.released]
     if wanted:
         before = await member.process.resident_bytes()
-        try:
-            await member.engine.resume_memory_occupation(wanted)
-        except EngineError as error:
-            if not is_lost(error):
-                raise
-            fate = fate_of_resume(wanted, await look(member, error))
-            if fate is Fate.UNCERTAIN:
-                raise
-            tell(member, "resume", fate, error)
-            if fate is Fate.NOT_DONE:
-                await member.engine.resume_memory_occupation(wanted)
+
+        async def fate_of(released: Collection[str] | None) -> Fate:
+            return fate_of_resume(wanted, released)
+
+        call = partial(member.engine.resume_memory_occupation, wanted)
+        await carry_out(member, "resume", call, fate_of)
         member.released.difference_update(wanted)
         _note(before, await member.process.resident_bytes())
 

@@ -99,7 +99,7 @@ class Mending:
             self._hearing.owe(member, left_open)
             if not member.owes_canary or self._commands.phase is not Phase.SERVING:
                 return ""  # nobody can be asked, or it is asked with the others when they go on
-            peers = [one for one in self._roster.unfenced() if _is_proved_at(version, one)]
+            peers = [one for one in self._roster.unfenced() if one.is_proved_at(version)]
             return await self._hearing.why_unlike(member, peers)
 
         return await adopt(member, version, self._sources, self._proof_of(version, member), ask)
@@ -114,8 +114,3 @@ class Mending:
             and not member.changed
         )
         return next(proofs, None)
-
-
-def _is_proved_at(version: int, member: Member) -> bool:
-    is_whole = member.is_proved and not member.owes_canary and not member.is_stale
-    return is_whole and member.weight_version == version

@@ -54,12 +54,7 @@ class PeerSource:
 
 def can_give(peer: Member, version: int) -> bool:
     """Whether these are the weights that are wanted, and it hands them out."""
-    return (
-        peer.gives_weights
-        and peer.weight_version == version
-        and peer.is_proved
-        and not (peer.is_stale or peer.owes_canary or peer.adapter or peer.released)
-    )
+    return peer.gives_weights and peer.is_proved_at(version) and not (peer.adapter or peer.released)
 
 
 def _given_by(peer: Member) -> Manifest:

@@ -9,7 +9,7 @@ engine itself says that it was not done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from enum import StrEnum
 
 from engines.errors import EngineError, EngineRejected, EngineUnreachable
@@ -84,8 +84,30 @@ async def look(member: Member, error: EngineError) -> Collection[str] | None:
         raise error from silent
 
 
-def tell(member: Member, operation: str, fate: Fate, error: EngineError) -> None:
-    """It goes on; what it was about is worth knowing."""
-    said = f"{operation} was lost and is {fate}: {error}"
-    happened("settled", said, engine_id=member.engine_id)
-    logger.warning("engine %s: %s", member.engine_id, said)
+async def carry_out(
+    member: Member,
+    operation: str,
+    call: Callable[[], Awaitable[None]],
+    fate_of: Callable[[Collection[str] | None], Awaitable[Fate]],
+) -> None:
+    """``call``, and if its answer is lost, what is left to do of it.
+
+    Args:
+        fate_of: what became of it, by what the engine says is released.
+
+    Raises:
+        EngineError: of the call, unless what became of it is certain.
+    """
+    try:
+        await call()
+    except EngineError as error:
+        if not is_lost(error):
+            raise
+        fate = await fate_of(await look(member, error))
+        if fate is Fate.UNCERTAIN:
+            raise
+        said = f"{operation} was lost and is {fate}: {error}"
+        happened("settled", said, engine_id=member.engine_id)
+        logger.warning("engine %s: %s", member.engine_id, said)
+        if fate is Fate.NOT_DONE:
+            await call()

@@ -44,8 +44,7 @@ class OffloadWindow:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed.
         """
-        self._check_first()
-        chosen = self._version if version is None else version
+        chosen = self._version_of_first(version)
         self._push = self._server.make_push(named_tensors, chosen)
 
     def push_adapter(
@@ -57,8 +56,7 @@ class OffloadWindow:
             WeightMismatch: it does not fit the model.
             LifecycleError: the block has already pushed.
         """
-        self._check_first()
-        chosen = self._version if version is None else version
+        chosen = self._version_of_first(version)
         self._push = self._server.make_adapter_push(named_tensors, config, chosen)
 
     def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
@@ -69,9 +67,12 @@ class OffloadWindow:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed.
         """
-        self._check_first()
-        chosen = self._version if version is None else version
+        chosen = self._version_of_first(version)
         self._push = self._server.make_base_push(named_tensors, chosen)
+
+    def _version_of_first(self, version: int | None) -> int | None:
+        self._check_first()
+        return self._version if version is None else version
 
     def _check_first(self) -> None:
         if self._push is not None:

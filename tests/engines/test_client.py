@@ -1,14 +1,11 @@
 """Every method against the path, method and body SGLang 0.5.23 expects, and its answers."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import RawTestServer
 
 from engines.client import EngineClient
 from engines.errors import EngineRejected
@@ -22,6 +19,7 @@ from engines.protocol import (
     TensorInfo,
     VersionSpan,
 )
+from tests.support.asking import asking
 
 DONE = {"success": True, "message": ""}
 COMPLETION = {
@@ -38,36 +36,6 @@ COMPLETION = {
         "output_token_logprobs": [[-0.5, 3116, None]],
     },
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    content: bytes
-
-
-@asynccontextmanager
-async def asking(
-    answer: Any = "", *, status: int = 200, **options: Any
-) -> AsyncIterator[tuple[EngineClient, list[Request]]]:
-    """A client of an engine that answers everything alike, and what it was asked."""
-    requests: list[Request] = []
-    text = answer if isinstance(answer, str) else json.dumps(answer)
-
-    async def handle(request: web.BaseRequest) -> web.Response:
-        content = await request.content.read()
-        requests.append(Request(request.method, request.path_qs, request.headers, content))
-        return web.Response(status=status, text=text)
-
-    async with RawTestServer(handle, host="127.0.0.1") as server:
-        assert server.port is not None
-        client = EngineClient(Endpoint("127.0.0.1", server.port), **options)
-        try:
-            yield client, requests
-        finally:
-            await client.aclose()
 
 
 @dataclass

@@ -1,21 +1,16 @@
 """What records itself, what is kept, and what running spans look like from outside."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import RawTestServer
 
-from engines.client import EngineClient
 from engines.errors import EngineRejected
-from engines.protocol import Endpoint
 from rollout.fanout import fan_out
 from rollout.timeline.lines import SpanFile
 from rollout.timeline.recorder import Timeline, current, happened
 from rollout.timeline.span import Kind, Outcome, Span, read_lines
+from tests.support.asking import asking
 
 
 class Clock:
@@ -26,23 +21,9 @@ class Clock:
         return self.now_s
 
 
-@asynccontextmanager
-async def client_told(text: str, status: int = 200) -> AsyncIterator[EngineClient]:
-    """A client of an engine that answers everything so."""
-
-    async def answer(request: web.BaseRequest) -> web.Response:
-        return web.Response(status=status, text=text)
-
-    async with RawTestServer(answer, host="127.0.0.1") as server:
-        assert server.port is not None
-        client = EngineClient(Endpoint("127.0.0.1", server.port), engine_id="main-0")
-        yield client
-        await client.aclose()
-
-
 async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> None:
     timeline = Timeline("policy/main")
-    async with client_told('{"success": true}') as client:
+    async with asking({"success": True}, engine_id="main-0") as (client, _):
 
         async def update() -> None:
             await client.update_weights_from_tensor(["x" * 100])
@@ -66,7 +47,7 @@ async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> No
 
 async def test_an_engine_that_refuses_is_a_failed_call_with_its_words() -> None:
     timeline = Timeline("policy/main")
-    async with client_told("no such luck", status=502) as client:
+    async with asking("no such luck", status=502, engine_id="main-0") as (client, _):
         with timeline.span(Kind.ENGINE, "pause", engine_id="main-0"), pytest.raises(EngineRejected):
             await client.pause_generation()
     call = timeline.since().spans[0]
