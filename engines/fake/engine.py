@@ -10,13 +10,13 @@ Not here: how long things take, HTTP, and what several ranks do.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
-from engines.fake.calls import Callee, Died, never
+from engines.fake.calls import Died, never
+from engines.fake.holding import Holder
 from engines.fake.requests import Request
-from engines.fake.weights import DEFAULT_TENSORS, FakeWeights, Fatal, digest_of, unpack_tensors
+from engines.fake.weights import DEFAULT_TENSORS, Fatal
 from engines.protocol import (
     Endpoint,
     GenerateReply,
@@ -27,7 +27,6 @@ from engines.protocol import (
     SamplingParams,
     ServerInfo,
     TensorInfo,
-    WeightsReport,
 )
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -41,7 +40,7 @@ _PATHS = frozenset(
 )
 
 
-class FakeEngine(Callee):
+class FakeEngine(Holder):
     """``protocol.Engine`` in memory.
 
     Args:
@@ -54,12 +53,10 @@ class FakeEngine(Callee):
             does not.
         tells_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
 
-    Attributes, besides those of ``Callee``:
-        released: tags whose memory is given back.
+    Attributes, besides those of ``Holder`` and ``Callee``:
         paused: the mode of the pause; None while it serves.
         in_flight: admitted requests, by id.
         num_held: requests that arrived in a pause and got no answer yet.
-        is_cache_stale: the prefix cache holds entries of older weights.
         num_closed: how often a client of it was closed.
     """
 
@@ -82,55 +79,31 @@ class FakeEngine(Callee):
         tells_manifest: bool = False,
         tells_released: bool = False,
     ) -> None:
-        super().__init__(engine_id)
+        super().__init__(
+            engine_id,
+            model_path=model_path,
+            tensors=tensors,
+            weight_version=weight_version,
+            memory_saver=memory_saver,
+            weights_cpu_backup=weights_cpu_backup,
+            needs_session=needs_session,
+            memory_bytes=memory_bytes,
+        )
         self.endpoint = endpoint
-        self.released: set[MemoryTag] = set()
         self.paused: PauseMode | None = None
         self.in_flight: dict[str, Request] = {}
         self.num_held = 0
-        self.is_cache_stale = False
         self.num_closed = 0
-        self.weights = FakeWeights.initial(tensors)
-        self.adapters: dict[str, str] = {}
-        self._version = weight_version
-        self._model_path = model_path
-        self._memory_saver = memory_saver
-        self._backup = weights_cpu_backup
-        self._needs_session = needs_session
         self._token_s = token_s
         self._drain_s = drain_s
         self._vocab_size = vocab_size
         self._context_length = context_length
-        self._memory_bytes = memory_bytes
         self._tells_manifest = tells_manifest
         self._tells_released = tells_released
-        self._is_updating = False
         self._is_wedged = False
-        self._groups: set[str] = set()
-        self._snapshot: dict[str, str] = {}
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
         self._is_marked_unhealthy = False
-
-    # For tests: facts out
-
-    @property
-    def weights_are_garbage(self) -> bool:
-        """Whether any tensor's contents were lost and not written again."""
-        return bool(self.weights.lost)
-
-    @property
-    def is_updating(self) -> bool:
-        """Whether a weight update session is open."""
-        return self._is_updating
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory it holds: a third of the whole per tag."""
-        if self.is_dead:
-            return 0
-        released = self.released if self._memory_saver else set()
-        return self._memory_bytes - len(released) * (self._memory_bytes // len(MemoryTag))
 
     # Requests in flight
 
@@ -138,7 +111,7 @@ class FakeEngine(Callee):
         async with self._call("pause_generation", mode=mode):
             if mode is PauseMode.ABORT and self.paused is PauseMode.IN_PLACE and self.in_flight:
                 self._is_wedged = True
-                await self._until(lambda: False)
+                await self._until(never)
             if self.paused is None:
                 self._loads_at_pause = self._loads()
             self.paused = mode
@@ -168,107 +141,6 @@ class FakeEngine(Callee):
         async with self._call("abort_request", rid=rid):
             self._abort(rid or "")
 
-    # Memory
-
-    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
-        async with self._call("release_memory_occupation", tags=tuple(tags)):
-            wanted = set(tags) or set(MemoryTag)
-            if self._num_holding_kv:
-                self._assert(False, f"release while {len(self.in_flight)} requests run")
-            if self._memory_saver:
-                self._assert(not wanted & self.released, "release of a tag twice")
-                self.released |= wanted
-
-    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
-        async with self._call("resume_memory_occupation", tags=tuple(tags)):
-            wanted = set(tags) or set(MemoryTag)
-            if self._memory_saver:
-                self._assert(wanted <= self.released, "resume of a tag that is not released")
-                self.released -= wanted
-                if MemoryTag.WEIGHTS in wanted and not self._backup:
-                    self.weights.lose()
-
-    # Weights
-
-    async def begin_weight_update(self) -> None:
-        async with self._call("begin_weight_update"):
-            if self._is_updating:
-                raise self._rejected("begin_weight_update", "a weight update is already open")
-            self._is_updating = True
-
-    async def end_weight_update(self) -> None:
-        async with self._call("end_weight_update"):
-            if not self._is_updating:
-                raise self._rejected("end_weight_update", "no weight update is open")
-            self._is_updating = False
-
-    async def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: Sequence[str],
-        *,
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        weight_version: str | None = None,
-    ) -> None:
-        operation = "update_weights_from_tensor"
-        async with self._call(operation, flush_cache=flush_cache, weight_version=weight_version):
-            self._require_session(operation)
-            self._assert(bool(serialized_named_tensors), "too few payloads")
-            pairs = unpack_tensors(serialized_named_tensors[0])
-            await self._write(operation, pairs, flush_cache, weight_version)
-
-    async def init_weights_update_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-    ) -> None:
-        async with self._call("init_weights_update_group", group_name=group_name):
-            self._groups.add(group_name)
-
-    async def destroy_weights_update_group(self, group_name: str) -> None:
-        async with self._call("destroy_weights_update_group", group_name=group_name):
-            self._require_group("destroy_weights_update_group", group_name)
-            self._groups.remove(group_name)
-
-    async def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        flush_cache: bool = True,
-        weight_version: str | None = None,
-    ) -> None:
-        operation = "update_weights_from_distributed"
-        async with self._call(operation, flush_cache=flush_cache, weight_version=weight_version):
-            self._require_session(operation)
-            self._require_group(operation, group_name)
-            # No numbers travel to a fake: what came is told by its version.
-            pairs = [(name, f"{name}@{weight_version}") for name in names]
-            await self._write(operation, pairs, flush_cache, weight_version)
-
-    async def update_weights_from_disk(
-        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
-    ) -> None:
-        operation = "update_weights_from_disk"
-        async with self._call(operation, model_path=model_path, weight_version=weight_version):
-            await self._write(operation, [], flush_cache, weight_version)
-            self.weights.load_path(model_path)
-            self._model_path = model_path
-
-    async def update_weights_from_peer(
-        self, url: str, *, flush_cache: bool = True, weight_version: str | None = None
-    ) -> None:
-        """Refused, as by SGLang, which has no such endpoint."""
-        async with self._call("update_weights_from_peer", url=url):
-            raise self._rejected("update_weights_from_peer", "Not Found", 404)
-
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
     ) -> None:
@@ -276,48 +148,6 @@ class FakeEngine(Callee):
             if abort_all_requests:
                 self._abort("")
             self._version = version
-
-    async def weight_version(self) -> str:
-        async with self._call("weight_version"):
-            return self._version
-
-    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
-        async with self._call("weights_checker", action=action):
-            self._require_weights("check weights")
-            if action == "snapshot":
-                self._snapshot = dict(self.weights.digests)
-            elif action == "compare":
-                if self._snapshot != self.weights.digests:
-                    raise self._rejected("weights_checker", "weights differ from the snapshot")
-            elif action == "reset_tensors":
-                self.weights.lose()
-            elif action == "checksum":
-                return WeightsReport(self.weights.checksum(), (dict(self.weights.digests),))
-            else:
-                raise self._rejected("weights_checker", f"unknown action {action!r}")
-            return WeightsReport(None)
-
-    async def weights_manifest(self) -> tuple[TensorInfo, ...]:
-        async with self._call("weights_manifest"):
-            return tuple(self.weights.tensors.values())
-
-    # LoRA
-
-    async def load_lora_adapter(self, name: str, path: str) -> None:
-        async with self._call("load_lora_adapter", name=name):
-            self._load_adapter("load_lora_adapter", name, path)
-
-    async def load_lora_adapter_from_tensors(
-        self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
-    ) -> None:
-        async with self._call("load_lora_adapter_from_tensors", name=name):
-            content = digest_of(tuple(serialized_named_tensors))
-            self._load_adapter("load_lora_adapter_from_tensors", name, content)
-
-    async def unload_lora_adapter(self, name: str) -> None:
-        async with self._call("unload_lora_adapter", name=name):
-            if self.adapters.pop(name, None) is None:
-                raise self._rejected("unload_lora_adapter", f"no adapter {name!r} is loaded")
 
     # Questions
 
@@ -397,24 +227,13 @@ class FakeEngine(Callee):
     async def aclose(self) -> None:
         self.num_closed += 1
 
-    # What refuses a call
-
-    def _garble(self) -> None:
-        self.weights.garble()
+    # What holds a call up
 
     def _is_stuck(self, operation: str) -> bool:
         return self._is_wedged and operation.endswith("_generation")
 
-    def _require_session(self, operation: str) -> None:
-        if self._needs_session and not self._is_updating:
-            raise self._rejected(operation, "weights are updated only after begin_weight_update")
-
-    def _require_group(self, operation: str, group_name: str) -> None:
-        if group_name not in self._groups:
-            raise self._rejected(operation, f"no weight update group {group_name!r}")
-
-    def _require_weights(self, what: str) -> None:
-        self._assert(MemoryTag.WEIGHTS not in self.released, f"{what} while weights are released")
+    def _may_update(self) -> bool:
+        return self.paused is not None or not self.in_flight
 
     # What calls do
 
@@ -430,29 +249,6 @@ class FakeEngine(Callee):
             if rid.startswith(prefix):
                 request.is_aborted = True
         self._notify()
-
-    def _load_adapter(self, operation: str, name: str, source: str) -> None:
-        if name in self.adapters:
-            raise self._rejected(operation, f"adapter {name!r} is already loaded")
-        self._require_weights("load an adapter")
-        self.adapters[name] = source
-
-    async def _write(
-        self,
-        operation: str,
-        pairs: Sequence[tuple[str, Any]],
-        flush_cache: bool,
-        weight_version: str | None,
-    ) -> None:
-        self._require_weights("update")
-        # Not paused, an update waits for all requests in flight.
-        await self._until(lambda: self.paused is not None or not self.in_flight)
-        self.weights.write(pairs)
-        self._version = weight_version or self._version
-        self.is_cache_stale = not flush_cache
-        if flush_cache and self._num_holding_kv:
-            self.is_cache_stale = True
-            raise self._rejected(operation, "weights changed, but the cache was not flushed")
 
     @asynccontextmanager
     async def _admitted(
