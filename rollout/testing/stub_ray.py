@@ -6,8 +6,8 @@
 
 Inside the block ``import ray`` gives the stub, and ``rollout.actors`` is imported anew upon it;
 afterwards both are as they were.  It keeps Ray's failure semantics, not its speed or its whole
-interface: ``stub_runtime`` says which.  The tests of ``rollout.actors`` run over stub and real
-Ray alike, which is what keeps it honest.
+interface: ``stub_refs``, ``stub_actors`` and ``stub_cluster`` say which.  The tests of
+``rollout.actors`` run over stub and real Ray alike, which is what keeps it honest.
 """
 
 from __future__ import annotations
@@ -26,17 +26,9 @@ from types import ModuleType
 from typing import Any
 
 from rollout.testing import stub_errors
-from rollout.testing.stub_runtime import (
-    CURRENT,
-    PLACE,
-    Actor,
-    Call,
-    Cluster,
-    Live,
-    ObjectRef,
-    Parcel,
-    PlacementGroup,
-)
+from rollout.testing.stub_actors import PLACE, Actor, Call
+from rollout.testing.stub_cluster import Cluster, PlacementGroup
+from rollout.testing.stub_refs import CURRENT, Live, ObjectRef, Parcel
 
 
 @contextmanager
