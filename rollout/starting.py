@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from engines.client import Deadlines, EngineClient
+from engines.client import EngineClient
+from engines.deadlines import Deadlines
 from engines.features import read_features
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine

@@ -17,6 +17,7 @@ ROWS = ("words", "decisions", "effects", "ray", "doors")
 # The longest prefix wins.  What is not named here is an effect.
 ROW_OF = {
     "engines": "effects",
+    "engines.deadlines": "words",
     "engines.errors": "words",
     "engines.features": "decisions",
     "engines.fingerprint": "decisions",

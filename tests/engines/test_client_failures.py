@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engines.client import Deadlines, EngineClient
+from engines.client import EngineClient
+from engines.deadlines import Deadlines
 from engines.errors import EngineError, EngineHung, EngineRejected, EngineUnreachable
 from engines.protocol import Endpoint, FinishReason, GenerateReply
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from engines.client import Deadlines, EngineClient
+from engines.client import EngineClient
+from engines.deadlines import Deadlines
 from engines.errors import EngineError, EngineRejected
 from engines.fake import FakeLauncher
 from engines.fake.engine import FakeEngine

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from engines.client import Deadlines, EngineClient
+from engines.client import EngineClient
+from engines.deadlines import Deadlines
 from engines.protocol import Endpoint, PauseMode
 from rollout.config import RolloutConfig
 from rollout.handle import ServerHandle
