@@ -23,6 +23,7 @@ import psutil
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.layout import Layouts
+from rollout.weights.tmpfs import take_space
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Slot:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self.num_bytes)
+            take_space(descriptor, self.num_bytes)
             # All pages at once: faulting them in one by one costs more than the copy itself.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             return mmap.mmap(descriptor, self.num_bytes, flags=flags)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout.weights.fingerprint import Buffer
+from rollout.weights.tmpfs import take_space
 
 
 class Files:
@@ -72,9 +73,7 @@ class Files:
         try:
             if os.fstat(descriptor).st_size > num_bytes:
                 os.ftruncate(descriptor, num_bytes)
-            # It also makes the file longer, at its end: so one of full length has all its space,
-            # also after a kill in between.
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            take_space(descriptor, num_bytes)
         except OSError:
             path.unlink(missing_ok=True)
             raise
