@@ -4,8 +4,8 @@ Always true: all of a file's space is taken when ``take_space`` returns, in larg
 
 tmpfs gives pages of 4 KiB unless it is mounted with ``huge=``, which takes root, and then reading a
 file costs three times the copy.  ``MADV_COLLAPSE`` (Linux 6.1, madvise(2)) makes large pages of one
-file's small ones whatever the mount says, and needs no right but to write the file.  Pages that
-nobody has touched yet are cleared all at once, so first touch becomes cheaper by more than it costs.
+file's small ones whatever the mount says, and needs no right but to write the file.  It is called
+before first touch, which then finds its pages there.
 """
 
 from __future__ import annotations
