@@ -86,5 +86,5 @@ def test_a_file_on_a_disk_is_as_good(tmp_path: Path) -> None:
 
 
 def test_no_space_is_an_error(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="large|space"):
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match=r"large|space"):
         tmpfs.take_space(file.fileno(), 1 << 60)
