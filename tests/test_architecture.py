@@ -49,6 +49,7 @@ ROW_OF = {
     "rollout.driver.prompts": "words",
     "rollout.driver.retry": "decisions",
     "rollout.driver.work": "decisions",
+    "rollout.driver.works": "decisions",
     "rollout.errors": "words",
     "rollout.health": "decisions",
     "rollout.lifecycle": "decisions",

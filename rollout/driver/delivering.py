@@ -1,8 +1,9 @@
-"""A full batch on its last yards: post-processing, and what happens when too much of it failed."""
+"""A batch on its last yards: post-processing, and its end where too much failed or was dropped."""
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 
 from rollout.driver.hooks import Hooks
@@ -10,6 +11,29 @@ from rollout.driver.partial import restart
 from rollout.driver.work import Work
 from rollout.errors import RolloutError
 from rollout.samples import SampleGroup, SampleStatus, all_samples
+
+_REJECTED_PER_GROUP = 10
+
+
+def check_rejections(
+    rejected: Counter[str], max_rejected: int | None, *, num_kept: int, num_wanted: int
+) -> None:
+    """Give up a batch for which filters dropped too much.
+
+    Args:
+        rejected: groups that were dropped, by reason.
+        max_rejected: None for ten groups per group that is wanted.
+
+    Raises:
+        RolloutError: with the reasons.
+    """
+    most = _REJECTED_PER_GROUP * num_wanted if max_rejected is None else max_rejected
+    if rejected.total() > most:
+        reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
+        raise RolloutError(
+            f"filters dropped {rejected.total()} groups, more than {most}, and kept "
+            f"{num_kept} of {num_wanted} wanted ({reasons})"
+        )
 
 
 def post_process(hooks: Hooks, groups: list[SampleGroup]) -> None:

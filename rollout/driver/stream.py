@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import insort
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,15 +21,16 @@ from rollout.driver.aging import Age, begins_anew, renew
 from rollout.driver.audit import Auditor
 from rollout.driver.completing import Scope
 from rollout.driver.counting import Counting
-from rollout.driver.delivering import check_failures, post_process, take_back
+from rollout.driver.delivering import check_failures, check_rejections, post_process, take_back
 from rollout.driver.group_run import STALE, GroupRun, Outlook
 from rollout.driver.hooks import Hooks, OnSample
 from rollout.driver.metrics import StepStats
 from rollout.driver.options import Batch, RolloutOptions
 from rollout.driver.partial import restart
-from rollout.driver.plan import Freshness, Mode, capacity, deliverable, may_begin
+from rollout.driver.plan import Freshness, Mode, capacity, may_begin
 from rollout.driver.ports import Engines, Progress, PromptSource
-from rollout.driver.work import Work, work_of, work_state
+from rollout.driver.work import Work
+from rollout.driver.works import Works
 from rollout.errors import ConfigError, RolloutError
 from rollout.samples import Sample, SampleGroup
 
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 # A request that was on its way to its engine when the abort came is aborted next time.
 _ABORT_AGAIN_S = (0.1, 0.5)
-_REJECTED_PER_GROUP = 10
 _CLOSE_TIMEOUT_S = 3.0
 
 
@@ -67,13 +66,8 @@ class Stream:
         self._batch = batch
         self._options = options
         self._scope = Scope()
-        self._next_serial = 0
-        self._aside: list[Work] = []
-        self._open: dict[int, Work] = {}
-        self._ready: dict[int, Work] = {}
+        self._works = Works()
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
-        self._left: dict[int, int] = {}
-        self._num_unfinished = 0
         self._is_asked = False
         self._is_exhausted = False
         self._is_closed = False
@@ -150,7 +144,7 @@ class Stream:
     @property
     def pending(self) -> list[int]:
         """Serials of the prompts that are taken and not yet delivered or dropped."""
-        return [work.serial for work in self._works()]
+        return [work.serial for work in self._works.all()]
 
     async def close(self) -> None:
         """Abort what is in flight and stop; everything pending is put aside.
@@ -162,10 +156,6 @@ class Stream:
         await self._cancel(list(self._tasks))
         self._changed.set()
 
-    def _works(self) -> list[Work]:
-        works = [*self._aside, *self._open.values(), *self._ready.values()]
-        return sorted(works, key=lambda work: work.serial)
-
     # -- across a restart -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,8 +165,7 @@ class Stream:
         """
         return {
             "source": dict(self._source.state_dict()),
-            "next_serial": self._next_serial,
-            "works": [work_state(work) for work in self._works()],
+            **self._works.state_dict(),
             "audit": self.auditor.state_dict(),
         }
 
@@ -186,28 +175,18 @@ class Stream:
         Raises:
             ConfigError: groups in it have another size than those that are wanted.
         """
-        if self._next_serial or self._tasks:
+        if self._works.num_taken or self._tasks:
             raise ConfigError("a stream is restored before its first batch, not after")
-        works = [work_of(one) for one in state["works"]]
-        odd = [work for work in works if len(work.samples) > self._batch.group_size]
-        if odd:
-            raise ConfigError(
-                f"group_size = {self._batch.group_size}: the state has groups of "
-                f"{len(odd[0].samples)}",
-                setting="group_size",
-                value=self._batch.group_size,
-            )
+        works = Works.of_state(state, self._batch.group_size)
         self._source.load_state_dict(state["source"])
-        self._next_serial = state["next_serial"]
-        self._ready = {work.serial: work for work in works if work.is_accepted}
-        self._aside = [work for work in works if not work.is_accepted]
+        self._works = works
         self.auditor.load_state_dict(state["audit"])
 
     # -- what is begun ----------------------------------------------------------------------
 
     def _top_up(self) -> None:
         """Begin groups while there is room; an error of the source is told to who waits."""
-        options, batch = self._options, self._batch
+        options, batch, works = self._options, self._batch, self._works
         most = capacity(
             Mode(options.mode),
             batch.num_groups,
@@ -217,7 +196,7 @@ class Stream:
         )
         limit = self._engines.limiter.limit
         while not self._scope.is_stopping and may_begin(
-            len(self._open), len(self._ready), self._num_unfinished, limit, most
+            len(works.under_way), len(works.ready), works.num_unfinished, limit, most
         ):
             work = self._next()
             if work is None:
@@ -225,8 +204,8 @@ class Stream:
             self._begin(work)
 
     def _next(self) -> Work | None:
-        while self._aside:
-            work = self._aside.pop(0)
+        while self._works.aside:
+            work = self._works.aside.pop(0)
             if self._renew(work) is not Age.TOO_OLD:
                 return work
             self._drop(work, STALE)
@@ -242,22 +221,18 @@ class Stream:
             self._is_exhausted = True
             self._changed.set()
             return None
-        work = Work.begin(self._next_serial, prompt, self._batch.group_size)
-        self._next_serial += 1
+        work = self._works.take(prompt, self._batch.group_size)
         self.auditor.take(work.serial)
         return work
 
     def _begin(self, work: Work) -> None:
-        self._open[work.serial] = work
-        self._left[work.serial] = work.num_unfinished
-        self._num_unfinished += work.num_unfinished
+        self._works.begin(work)
         task = asyncio.get_running_loop().create_task(self._runs.run(work))
         self._tasks[work.serial] = task
         task.add_done_callback(partial(self._ended, work))
 
     def _has_generated(self, work: Work) -> None:
-        self._left[work.serial] -= 1
-        self._num_unfinished -= 1
+        self._works.has_generated(work)
         if self._scope.is_stopping:
             self._changed.set()
         else:
@@ -268,14 +243,13 @@ class Stream:
             self._on_sample(sample)
 
     def _ended(self, work: Work, task: asyncio.Task[str | None]) -> None:
-        serial = work.serial
-        del self._tasks[serial], self._open[serial]
-        self._num_unfinished -= self._left.pop(serial)
+        del self._tasks[work.serial]
+        self._works.end(work)
         outcome: str | None = None
         if not task.cancelled():
             error = task.exception()
             if error is not None:
-                logger.error("group %d failed in the driver itself", serial, exc_info=error)
+                logger.error("group %d failed in the driver itself", work.serial, exc_info=error)
                 self._broken = error
             else:
                 outcome = task.result()
@@ -284,8 +258,7 @@ class Stream:
         elif outcome:
             self._drop(work, outcome)
         else:
-            work.is_accepted = True
-            self._ready[serial] = work
+            self._works.put_ready(work)
         self._changed.set()
         self._top_up()
 
@@ -299,7 +272,7 @@ class Stream:
                 for sample in work.samples:
                     restart(sample)
                 work.judged.clear()
-        insort(self._aside, work, key=lambda one: one.serial)
+        self._works.put_aside(work)
 
     def _drop(self, work: Work, reason: str) -> None:
         if reason == STALE:
@@ -325,11 +298,11 @@ class Stream:
         if version == self._checked_version and not always:
             return
         self._checked_version = version
-        for work in list(self._ready.values()):
+        for work in list(self._works.ready.values()):
             age = self._renew(work)
             if age is Age.FRESH:
                 continue
-            del self._ready[work.serial]
+            del self._works.ready[work.serial]
             if age is Age.TOO_OLD:
                 self._drop(work, STALE)
             else:
@@ -338,9 +311,10 @@ class Stream:
     # -- when a batch is full ---------------------------------------------------------------
 
     def _is_full(self) -> bool:
-        if len(self._ready) >= self._batch.num_groups:
+        works = self._works
+        if len(works.ready) >= self._batch.num_groups:
             return True
-        return self._is_exhausted and not self._open and not self._aside
+        return self._is_exhausted and not works.under_way and not works.aside
 
     def _raise_what_is_wrong(self) -> None:
         if self._is_closed:
@@ -348,22 +322,15 @@ class Stream:
         if self._broken is not None:
             error, self._broken = self._broken, None
             raise error
-        most = self._options.max_rejected
-        if most is None:
-            most = _REJECTED_PER_GROUP * self._batch.num_groups
-        rejected = self.stats.rejected
-        if rejected.total() > most:
-            reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
-            raise RolloutError(
-                f"filters dropped {rejected.total()} groups, more than {most}, and kept "
-                f"{len(self._ready)} of {self._batch.num_groups} wanted ({reasons})"
-            )
+        check_rejections(
+            self.stats.rejected,
+            self._options.max_rejected,
+            num_kept=len(self._works.ready),
+            num_wanted=self._batch.num_groups,
+        )
 
     def _deliver(self) -> list[SampleGroup]:
-        works = [
-            self._ready.pop(serial)
-            for serial in deliverable(list(self._ready), self._batch.num_groups)
-        ]
+        works = self._works.take_ready(self._batch.num_groups)
         groups = [work.group() for work in works]
         post_process(self._hooks, groups)
         try:
@@ -371,9 +338,9 @@ class Stream:
         except RolloutError:
             for work in works:
                 if take_back(work):
-                    insort(self._aside, work, key=lambda one: one.serial)
+                    self._works.put_aside(work)
                 else:
-                    self._ready[work.serial] = work
+                    self._works.put_ready(work)
             raise
         for work in works:
             self.auditor.deliver(work.serial)
@@ -386,20 +353,21 @@ class Stream:
         deadline_s = loop.time() + timeout_s
         # One call for all that have reached an engine; what remains was parked or on its way.
         rids, again_s = [self._scope.prefix], _ABORT_AGAIN_S[0]
-        while self._num_unfinished and loop.time() < deadline_s:
+        while self._works.num_unfinished and loop.time() < deadline_s:
             self._changed.clear()
             if self._scope.rids:
                 await self._engines.door.abort(rids)
-            if self._num_unfinished:
+            if self._works.num_unfinished:
                 await self._wait_for_end(loop.time() + again_s)
             rids, again_s = list(self._scope.rids), _ABORT_AGAIN_S[1]
         # What is whole and only waits for its reward goes on.
-        await self._cancel([serial for serial, one in self._open.items() if one.num_unfinished])
+        under_way = self._works.under_way
+        await self._cancel([serial for serial, one in under_way.items() if one.num_unfinished])
 
     async def _wait_for_end(self, until_s: float) -> None:
         try:
             async with asyncio.timeout_at(until_s):
-                while self._num_unfinished:
+                while self._works.num_unfinished:
                     await self._changed.wait()
                     self._changed.clear()
         except TimeoutError:
@@ -414,8 +382,8 @@ class Stream:
 
     def _progress(self) -> Progress:
         return Progress(
-            min(len(self._ready), self._batch.num_groups),
+            min(len(self._works.ready), self._batch.num_groups),
             self._batch.num_groups,
-            len(self._open),
+            len(self._works.under_way),
             self.stats.rejected.total(),
         )
