@@ -20,7 +20,7 @@ from typing import Any
 
 from engines.protocol import Endpoint
 from rollout.config import ServerConfig
-from rollout.errors import ActorLost, WeightMismatch
+from rollout.errors import WeightMismatch
 from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_settings import fewest_engines
@@ -33,6 +33,7 @@ from rollout.observation import Observation
 from rollout.places import Places
 from rollout.ports import GroupPort, PagePort, Remaker, RouterPort
 from rollout.recovery import Recovery
+from rollout.reviving import revive_group
 from rollout.router_link import RouterLink
 from rollout.steps import Steps
 from rollout.timeline.recorder import Timeline
@@ -44,9 +45,6 @@ from rollout.weights.store.store import WeightStore
 from rollout.window import Window
 
 logger = logging.getLogger(__name__)
-
-# An actor starts, looks at its engines and ends those it cannot take over.
-_REVIVE_TIMEOUT_S = 120.0
 
 
 class RolloutServer:
@@ -79,38 +77,26 @@ class RolloutServer:
         remake = None if remaker is None else remaker.router
         router = self._router = RouterLink(name, router, config.router.control_timeout_s, remake)
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
-        self._view = GroupView(name, config, groups)
-        self._recovery = Recovery(
-            name,
-            config.health,
-            self._view.groups,
-            {group: recovery_terms(config, group) for group in self._view.groups},
-            self,
-            router,
-            self._lock,
-            has_sources=store is not None,
+        view = self._view = GroupView(name, config, groups)
+        terms = {group: recovery_terms(config, group) for group in view.groups}
+        has_store = store is not None
+        recovery = self._recovery = Recovery(
+            name, config.health, view.groups, terms, self, router, self._lock, has_sources=has_store
         )
-        self._gate = Gatekeeper(
+        gate = self._gate = Gatekeeper(
             router,
-            self._view.look,
+            view.look,
             self._fewest_engines,
-            self._recovery.out_of_routing,
-            self._recovery.has_published,
+            recovery.out_of_routing,
+            recovery.has_published,
             self.timeline,
         )
         self._steps = Steps(
-            name,
-            config.lifecycle,
-            self._view,
-            self._gate,
-            self._recovery,
-            self.timeline,
-            store,
-            self._note,
+            name, config.lifecycle, view, gate, recovery, self.timeline, store, self._note
         )
         self._journal = journal
-        self._window = Window(self.status, self.timeline, self._view.groups, router)
-        self._places = Places(name, config, self._view, self._gate, self._recovery)
+        self._window = Window(self.status, self.timeline, view.groups, router)
+        self._places = Places(name, config, view, gate, recovery)
         self._expected: Manifest | None = None
         self._endpoint: Endpoint | None = None
 
@@ -386,16 +372,10 @@ class RolloutServer:
         Raises:
             ActorLost: nobody can make another.
         """
-        if self._remaker is None:
-            raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
-        known = self._view.last_known(name)
         # Only then has every engine done what it was told last.
         is_at_rest = self._gate.state == "open"
-        async with asyncio.timeout(_REVIVE_TIMEOUT_S):
-            group = await self._remaker.group(
-                name, known, self.weight_version if is_at_rest else None
-            )
-            self._view.is_now(name, group, await group.start())
+        version = self.weight_version if is_at_rest else None
+        await revive_group(name, self._view, self._remaker, version)
         await self.publish_members()
 
     async def expected_manifest(self) -> Manifest | None:
