@@ -19,13 +19,13 @@ from rollout.errors import EngineFailure, LifecycleError
 from rollout.fanout import describe, finish
 from rollout.group_commands import GroupCommands, now
 from rollout.group_settings import GroupSettings
+from rollout.leading import released_in, walk
 from rollout.lifecycle import Phase
 from rollout.member import Member
 from rollout.memory import release, resume
 from rollout.policy import ReleasePolicy
 from rollout.roster import Roster
 from rollout.types import EngineReport, GroupStatus
-from rollout.watching import released_in, walk
 
 logger = logging.getLogger(__name__)
 

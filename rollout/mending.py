@@ -15,10 +15,11 @@ from rollout.errors import EngineFailure
 from rollout.group_commands import GroupCommands
 from rollout.health import LOOKS
 from rollout.hearing import Hearing
+from rollout.leading import adopt, walk
 from rollout.lifecycle import Phase
 from rollout.member import Member
 from rollout.roster import Roster
-from rollout.watching import GroupProbe, adopt, probe_all, walk
+from rollout.watching import GroupProbe, probe_all
 from rollout.weights.source import WeightSource
 
 

@@ -7,8 +7,8 @@ import pytest
 from engines.protocol import MemoryTag
 from rollout.errors import EngineFailure, LifecycleError, PhaseFailed
 from rollout.health import Finding
+from rollout.leading import released_in
 from rollout.lifecycle import Phase
-from rollout.watching import released_in
 from tests.support.builders import make_group, push
 from tests.support.virtual_time import virtual_time
 

@@ -7,9 +7,9 @@ import pytest
 
 from engines.protocol import TensorInfo, WeightsReport
 from rollout.errors import WeightMismatch
+from rollout.leading import adopt
 from rollout.member import Member
 from rollout.types import EngineSlot
-from rollout.watching import adopt
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.source import Restored
 
