@@ -6,13 +6,14 @@ import json
 import sys
 
 from rollout.weights.store.agent import AgentSettings, StoreAgent
+from rollout.weights.store.mooncake import mover_of
 from rollout.weights.store.serving import AgentServer
 
 
 def main() -> None:
-    node, base, run = sys.argv[1:]
+    node, base, run, transfer = sys.argv[1:]
     agent = StoreAgent(AgentSettings(node, base, run, spare_bytes=0))
-    server = AgentServer(agent)
+    server = AgentServer(agent, mover=mover_of(transfer, "127.0.0.1"))
     print(json.dumps(server.address), flush=True)
     sys.stdin.read()
     server.close()

@@ -4,7 +4,8 @@ Rows of ``restore_*`` and ``disk_*`` end with the tensors in the memory of an en
 embedded engine does; those of ``*_safe_open`` as SGLang does: ``safe_open`` and a copy.
 ``restore_*`` are proved, tensor by tensor, before they are loaded; ``disk_*`` are not, but for
 ``disk_warm_proved``, whose tensors are hashed where they were loaded to.  ``half_remote``: half of
-the units are on another node, an agent in a process of its own, and come over TCP.
+the units are on another node, an agent in a process of its own, and come over TCP;
+``half_mooncake``: by Mooncake's TransferEngine, where that is installed.
 
 ``BENCH_DISK`` and ``BENCH_SHM``: folders for the checkpoint and for the store, where the usual ones
 are not what shall be measured (a tmpfs with huge pages).
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.weights.clock import Row, rate
+from rollout.errors import WeightsUnavailable
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.client import AgentClient
 from rollout.weights.store.coordinator import Coordinator
+from rollout.weights.store.mooncake import open_mooncake
+from rollout.weights.store.moving import Mover
 
 SHAPES = ("dense", "experts")
 SHARED_MEMORY = os.environ.get("BENCH_SHM", "/dev/shm")
@@ -114,10 +118,11 @@ class Model:
 
 
 @contextmanager
-def remote_agent(node: str, base: Path) -> Iterator[tuple[AgentClient, int]]:
+def remote_agent(node: str, base: Path, mover: Mover | None) -> Iterator[tuple[AgentClient, int]]:
     """An agent in another process, and its pid."""
+    transfer = "mooncake" if mover else "tcp"
     peer = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.weights.peer", node, str(base), "bench"],
+        [sys.executable, "-m", "benchmarks.weights.peer", node, str(base), "bench", transfer],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -126,7 +131,7 @@ def remote_agent(node: str, base: Path) -> Iterator[tuple[AgentClient, int]]:
     assert peer.stdout is not None
     try:
         host, port = json.loads(peer.stdout.readline())
-        yield AgentClient(node, (host, port)), peer.pid
+        yield AgentClient(node, (host, port), mover=mover), peer.pid
     finally:
         peer.stdin.close()
         peer.wait(30)
@@ -153,18 +158,32 @@ def _measure(model: Model, repeats: int) -> dict[str, Row]:
         here = StoreAgent(AgentSettings("here", str(base / "local"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         rows |= _local(model, coordinator_of({"here": here}), repeats)
+    rows["restore_half_remote"] = _half(model, repeats, None)
+    if mover := _mooncake():
+        rows["restore_half_mooncake"] = _half(model, repeats, mover)
+    rows |= _disk(model, repeats)
+    return rows
+
+
+def _mooncake() -> Mover | None:
+    try:
+        return open_mooncake("127.0.0.1")
+    except WeightsUnavailable:
+        return None
+
+
+def _half(model: Model, repeats: int, mover: Mover | None) -> Row:
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
-        there, pid = stack.enter_context(remote_agent("there", base / "there"))
+        there, pid = stack.enter_context(remote_agent("there", base / "there", mover))
         here = StoreAgent(AgentSettings("here", str(base / "here"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         coordinator = coordinator_of({"here": here, "there": there})
         coordinator.write(1, model.manifest, model.contents())
-        rows["restore_half_remote"] = _restore(model, coordinator, repeats, [pid])
+        row = _restore(model, coordinator, repeats, [pid])
         coordinator.close()
-    rows |= _disk(model, repeats)
-    return rows
+        return row
 
 
 def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Row]:

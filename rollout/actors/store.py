@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
 from rollout.weights.store.client import Address
+from rollout.weights.store.mooncake import mover_of
 from rollout.weights.store.serving import AgentServer
 
 # Whoever asks wants to go on without the node, if it is gone.
@@ -29,7 +30,8 @@ class StoreAgentActor:
 
     def __init__(self, settings: AgentSettings, name: str, namespace: str) -> None:
         agent = StoreAgent(settings, on_end=lambda: _end(name, namespace))
-        self._server = AgentServer(agent, host=ray.util.get_node_ip_address())
+        host = ray.util.get_node_ip_address()
+        self._server = AgentServer(agent, host, mover=mover_of(settings.transfer, host))
 
     async def address(self) -> Address:
         return self._server.address

@@ -49,6 +49,10 @@ class StoreConfig(Slice):
     """About how much is placed, sent and proved together: an expert, or a piece of a layer."""
     segment_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """About how long one file is."""
+    transfer: Literal["tcp", "mooncake"] = "tcp"
+    """How a node reads what it lacks from others, under Ray. ``mooncake`` (extra ``mooncake``) is
+    for RDMA networks; elsewhere plain ``tcp`` is faster. It authenticates nobody: for closed
+    networks only. Where it fails, ``tcp`` is used."""
     spare_bytes: Annotated[int, Field(ge=0)] = 2 << 30
     """Memory of each node that it leaves free; with less than this, pushes are not kept."""
     lease_s: Seconds = 600.0

@@ -11,8 +11,11 @@ from rollout.errors import WeightsUnavailable
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.assembling import Assembled
+from rollout.weights.store.client import AgentClient
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.files import Files, Region
+from rollout.weights.store.moving import Mover
+from rollout.weights.store.serving import AgentServer
 
 Tensors = dict[str, bytes]
 
@@ -122,6 +125,9 @@ class Node:
             self.files.is_dead = True
             self.agent._is_closed.set()
             self.agent = None
+
+    def ways(self) -> dict[str, Any]:
+        return {"memory": lambda *args: self.read(*args)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -234,6 +240,46 @@ class World:
     def left(self) -> list[str]:
         """Files of the store that are there."""
         return [str(path) for path in self.base.rglob("*")] if self.base.exists() else []
+
+
+class Served:
+    """Agents in this process, each behind a door that can be shut and opened elsewhere."""
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        shares_files: bool,
+        mover: Callable[[str], Mover | None] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        self.world = World(base / "coordinator", 0, **options)
+        self._mover = mover
+        self.servers: dict[str, AgentServer] = {}
+        self.addresses: dict[str, tuple[str, int]] = {}
+        for index in range(3):
+            # Folders of their own, as nodes have them.
+            node = f"node-{index}"
+            self.open(StoreAgent(AgentSettings(node, str(base / node), "run", "secret")))
+        clients = {node: self.client(node) for node in self.servers}
+        if not shares_files:
+            for client in clients.values():
+                client._has_its_files = lambda: False
+        self.world.new_coordinator(clients)
+        self.clients = clients
+
+    def open(self, agent: StoreAgent) -> None:
+        server = AgentServer(agent, mover=self._mover(agent.node))
+        self.servers[agent.node] = server
+        self.addresses[agent.node] = server.address
+
+    def client(self, node: str, token: str = "secret") -> AgentClient:
+        return AgentClient(node, lambda: self.addresses[node], token)
+
+    def close(self) -> None:
+        self.world.coordinator.close()
+        for server in self.servers.values():
+            server.close()
 
 
 def read_folder(folder: Path, manifest: Manifest) -> Tensors:

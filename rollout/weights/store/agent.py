@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.store import lease
-from rollout.weights.store.assembling import Assembled, Assembler, Peer
+from rollout.weights.store.assembling import Assembled, Assembler, Peer, Read
 from rollout.weights.store.commit import NodeState, Write
 from rollout.weights.store.files import Files
 from rollout.weights.store.limits import why_no_room
@@ -40,6 +40,7 @@ class AgentSettings:
     Attributes:
         base: folder of all runs on the node, in memory; ``run``: the folder of this one in it.
         token: whoever speaks to it from another process must know this.
+        transfer: how it reads from others, and lets them read; ``tcp`` always works too.
         lease_s: how long its bytes stay when it hears nothing.
         spare_bytes: memory of the node that it leaves alone.
     """
@@ -48,6 +49,7 @@ class AgentSettings:
     base: str
     run: str
     token: str = ""
+    transfer: str = "tcp"
     lease_s: float = 600.0
     spare_bytes: int = 1 << 30
 
@@ -188,6 +190,10 @@ class StoreAgent:
             stream.seek(offset)
             if stream.readinto(into) != num_bytes:
                 raise WeightsUnavailable(f"{path} is shorter than its record says")
+
+    def ways(self) -> Mapping[str, Read]:
+        """How a peer in this process reads."""
+        return {"memory": self.read}
 
     def assemble(
         self, record: Record, peers: Mapping[str, Peer], model_path: str | None = None

@@ -52,6 +52,7 @@ class StoreTerms:
             base=str(Path(self.config.path) / f"rollout-store-{os.getuid()}"),
             run=self.run,
             token=self.token,
+            transfer=self.config.transfer,
             lease_s=self.config.lease_s,
             spare_bytes=self.config.spare_bytes,
         )

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -36,15 +37,15 @@ _HASHERS = min(4, max(2, len(os.sched_getaffinity(0))))
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+# One unit's bytes, unproved; raises OSError or WeightsUnavailable where they cannot be had so.
+Read = Callable[[Write, int, memoryview], None]
+
+
 class Peer(Protocol):
     """The agent of another node, as far as reading goes."""
 
-    def read(self, write: Write, unit: int, into: memoryview) -> None:
-        """One unit's bytes, unproved.
-
-        Raises:
-            OSError, WeightsUnavailable: it does not have them or cannot be reached.
-        """
+    def ways(self) -> Mapping[str, Read]:
+        """How it can be read from, by name; what is to be tried first comes first."""
         ...
 
 
@@ -54,12 +55,14 @@ class Assembled:
 
     Attributes:
         local_bytes: that were here; fetched_bytes: that came from peers.
+        by: which of those came which way.
         troubles: what was damaged or could not be read on the way, in words.
     """
 
     path: str
     local_bytes: int = 0
     fetched_bytes: int = 0
+    by: Mapping[str, int] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
 
@@ -147,6 +150,8 @@ class _Assembly:
         self._peers = peers
         self._why_no_room = why_no_room
         self._troubles: list[str] = []
+        self._by: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._kept = {node: frozenset(record.kept.get(node, ())) for node in peers}
 
     def into(self, folder: Path) -> Assembled:
@@ -161,7 +166,13 @@ class _Assembly:
             self._bring(missing, good, folder)
         sizes = [unit.num_bytes for unit in self._record.units]
         local_bytes = sum(sizes[unit] for unit in units | good.keys())
-        return Assembled(str(folder), local_bytes, sum(sizes) - local_bytes, tuple(self._troubles))
+        return Assembled(
+            str(folder),
+            local_bytes,
+            sum(sizes) - local_bytes,
+            dict(self._by),
+            tuple(self._troubles),
+        )
 
     def _look_at_local(self) -> tuple[dict[int, memoryview], list[Segment]]:
         """Units that are here and right, with their bytes; files in which all is right."""
@@ -266,21 +277,30 @@ class _Assembly:
             into[:] = here
             if is_proved():
                 return
-        for node in self._holders(unit):
+        for where, way, read in self._sources(unit):
             try:
-                self._peers[node].read(self._record.write, unit, into)
+                read(self._record.write, unit, into)
             except (OSError, WeightsUnavailable) as error:
-                tried.append(f"{node}: {error}")
+                tried.append(f"{where}: {error}")
                 continue
             if is_proved():
                 for one in tried:
                     self._trouble(f"unit {name!r} from {one}")
+                with self._counting:
+                    self._by[way] += len(into)
                 return
-            tried.append(f"{node}: damaged")
+            tried.append(f"{where}: damaged")
         raise WeightsUnavailable(
             f"unit {name!r} of {self._record.write} cannot be had: "
             f"{'; '.join(tried) or 'no other node keeps it'}"
         )
+
+    def _sources(self, unit: int) -> Iterator[tuple[str, str, Read]]:
+        """Every way from every holder, with words for where it leads."""
+        for node in self._holders(unit):
+            ways = self._peers[node].ways()
+            for way, read in ways.items():
+                yield (f"{node} by {way}" if len(ways) > 1 else node), way, read
 
     def _holders(self, unit: int) -> list[str]:
         """Who may be asked, not always in the same order: all are to carry their share."""

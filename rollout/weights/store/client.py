@@ -6,23 +6,28 @@ WeightsUnavailable and nothing else; units are received straight into their plac
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.fingerprint import Buffer
 from rollout.weights.store import wire
-from rollout.weights.store.assembling import Assembled
+from rollout.weights.store.assembling import Assembled, Read
 from rollout.weights.store.commit import NodeState, Write
 from rollout.weights.store.files import Files, Regions
 from rollout.weights.store.layout import Range
+from rollout.weights.store.moving import Mover
 from rollout.weights.store.records import Record, dump, load
 from rollout.weights.store.serving import as_list
 from rollout.weights.store.writer import FileSink, Sink
+
+logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -38,6 +43,8 @@ class AgentClient:
     Args:
         address: where it listens; asked again when it cannot be reached there, for an agent that
             was started again may be elsewhere.
+        mover: to read units with, before the stream is tried; after one failure it is not used
+            again for this agent.
     """
 
     def __init__(
@@ -47,11 +54,13 @@ class AgentClient:
         token: str = "",
         *,
         regions: Regions | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.node = node
         self._find = address if callable(address) else lambda: address
         self._address: Address | None = None
         self._token = token
+        self._mover = mover
         self._files = Files()
         self._regions = regions or Regions(self._files)
         self._lock = threading.Lock()
@@ -89,14 +98,43 @@ class AgentClient:
     def commit(self, write: Write) -> None:
         self._call("commit", {"write": as_list(write)})
 
+    def ways(self) -> Mapping[str, Read]:
+        """How a unit can be read."""
+        mover = self._mover
+        if mover is None:
+            return {"tcp": self.read}
+        return {"mooncake": partial(self._read_by, mover), "tcp": self.read}
+
     def read(self, write: Write, unit: int, into: memoryview) -> None:
+        """One unit as a stream."""
         with self._connection(_CALL_TIMEOUT_S) as connection:
-            words = {"call": "read", "write": as_list(write), "unit": unit, "token": self._token}
-            wire.send(connection, words)
-            num_bytes = self._begin_of_answer(connection)[1]
-            if num_bytes != len(into):
-                raise ConnectionError(f"{num_bytes} bytes come, not {len(into)}")
+            self._ask(connection, "read", write, unit)
+            _check_length(self._begin_of_answer(connection)[1], into)
             wire.receive_into(connection, into)
+
+    def _read_by(self, mover: Mover, write: Write, unit: int, into: memoryview) -> None:
+        """One unit, piece by piece, from memory that the agent lends."""
+        try:
+            with self._connection(_CALL_TIMEOUT_S) as connection:
+                self._ask(connection, "lend", write, unit)
+                lent = self._begin_of_answer(connection)[0]["value"]
+                _check_length(lent["num_bytes"], into)
+                step = min(mover.piece_bytes, lent["piece_bytes"])
+                for at in range(0, len(into), step):
+                    part = into[at : at + step]
+                    wire.send(connection, {"at": at, "length": len(part)})
+                    self._begin_of_answer(connection)
+                    mover.fetch(lent["session"], lent["address"], part)
+                wire.send(connection, {"end": True})
+        except (OSError, WeightsUnavailable) as error:
+            if self._mover is not None:
+                self._mover = None
+                logger.warning("store: streams are used from node %s: %s", self.node, error)
+            raise
+
+    def _ask(self, connection: socket.socket, call: str, write: Write, unit: int) -> None:
+        words = {"call": call, "write": as_list(write), "unit": unit, "token": self._token}
+        wire.send(connection, words)
 
     def assemble(
         self, record: Record, peers: Mapping[str, Any], model_path: str | None = None
@@ -112,6 +150,7 @@ class AgentClient:
             answer["path"],
             answer["local_bytes"],
             answer["fetched_bytes"],
+            answer["by"],
             tuple(answer["troubles"]),
         )
 
@@ -211,6 +250,11 @@ class AgentClient:
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
+
+
+def _check_length(num_bytes: int, into: memoryview) -> None:
+    if num_bytes != len(into):
+        raise ConnectionError(f"{num_bytes} bytes come, not {len(into)}")
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -23,6 +23,7 @@ from rollout.weights.store import wire
 from rollout.weights.store.agent import StoreAgent
 from rollout.weights.store.commit import Write
 from rollout.weights.store.layout import ranges
+from rollout.weights.store.moving import Mover
 from rollout.weights.store.records import dump, load
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,19 @@ class AgentServer:
 
     Args:
         host: address to bind; other nodes must be able to reach it.
+        mover: by which units also travel.
     """
 
-    def __init__(self, agent: StoreAgent, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        agent: StoreAgent,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        mover: Mover | None = None,
+    ) -> None:
         self.agent = agent
+        self._mover = mover
         self._socket = socket.create_server((host, port))
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._connections: set[socket.socket] = set()
@@ -71,7 +81,7 @@ class AgentServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                _Session(self.agent, connection).run()
+                _Session(self.agent, connection, self._mover).run()
         except (OSError, ValueError, KeyError, TypeError, WeightsUnavailable) as error:
             logger.debug("store: connection ended: %s", describe(error))
         finally:
@@ -81,8 +91,9 @@ class AgentServer:
 class _Session:
     """One connection: calls, one after the other."""
 
-    def __init__(self, agent: StoreAgent, connection: socket.socket) -> None:
+    def __init__(self, agent: StoreAgent, connection: socket.socket, mover: Mover | None) -> None:
         self._agent = agent
+        self._mover = mover
         self._connection = connection
         self._calls: dict[str, Callable[[dict[str, Any], bytes], Any]] = {
             "state": self._state,
@@ -114,6 +125,8 @@ class _Session:
                 return
             if words["call"] == "read":
                 self._read(words)
+            elif words["call"] == "lend":
+                self._lend(words)
             elif words["call"] == "fill":
                 self._fill(words, num_bytes)
             else:
@@ -145,7 +158,7 @@ class _Session:
         from rollout.weights.store.client import AgentClient
 
         peers = {
-            node: AgentClient(node, tuple(address), self._agent.settings.token)
+            node: AgentClient(node, tuple(address), self._agent.settings.token, mover=self._mover)
             for node, address in words["peers"].items()
         }
         try:
@@ -157,6 +170,7 @@ class _Session:
             "path": assembled.path,
             "local_bytes": assembled.local_bytes,
             "fetched_bytes": assembled.fetched_bytes,
+            "by": assembled.by,
             "troubles": list(assembled.troubles),
         }
 
@@ -181,6 +195,39 @@ class _Session:
             if not sent:
                 raise ConnectionError("the file ended early")
             offset += sent
+
+    def _lend(self, words: dict[str, Any]) -> None:
+        """A unit, piece by piece, in memory from which the other side reads it."""
+        try:
+            if self._mover is None:
+                raise WeightsUnavailable(f"node {self._agent.node} lends no memory")
+            reading = self._agent.reading(Write(*words["write"]), words["unit"])
+            with (
+                self._mover.lent() as piece,
+                reading as (path, offset, num_bytes),
+                path.open("rb") as stream,
+            ):
+                lent = {
+                    "session": self._mover.session,
+                    "address": piece.address,
+                    "piece_bytes": len(piece.view),
+                    "num_bytes": num_bytes,
+                }
+                wire.send(self._connection, {"value": lent})
+                self._put_pieces(stream.fileno(), offset, piece.view)
+        except WeightsUnavailable as error:
+            wire.send(self._connection, {"error": describe(error)})
+
+    def _put_pieces(self, descriptor: int, offset: int, view: memoryview) -> None:
+        while (message := wire.receive(self._connection)) is not None:
+            words, _ = message
+            if words.get("end"):
+                return
+            at, length = words["at"], words["length"]
+            if os.preadv(descriptor, [view[:length]], offset + at) != length:
+                raise ConnectionError("the file ended early")
+            wire.send(self._connection, {"value": None})
+        raise ConnectionError("the reader went away")
 
     def _fill(self, words: dict[str, Any], num_bytes: int) -> None:
         """Tensors of a write that has begun, one after the other, each into its place."""

@@ -94,7 +94,9 @@ class StoreSource:
 
 def _told(assembled: Assembled) -> str:
     """Where the bytes came from, and what was wrong on the way."""
+    by = ", ".join(f"{gib(num_bytes)} by {way}" for way, num_bytes in assembled.by.items())
     told = f"{gib(assembled.local_bytes)} from here, {gib(assembled.fetched_bytes)} from peers"
+    told += f" ({by})" if by else ""
     return "; ".join((told, *assembled.troubles))
 
 

@@ -10,42 +10,9 @@ from typing import Any
 import pytest
 
 from rollout.errors import WeightsUnavailable
-from rollout.weights.store.agent import AgentSettings, StoreAgent
+from rollout.weights.store.agent import StoreAgent
 from rollout.weights.store.client import AgentClient
-from rollout.weights.store.serving import AgentServer
-from tests.support.store_worlds import World, contents
-
-
-class Served:
-    """Agents in this process, each behind a door that can be shut and opened elsewhere."""
-
-    def __init__(self, base: Path, *, shares_files: bool) -> None:
-        self.world = World(base / "coordinator", 0)
-        self.servers: dict[str, AgentServer] = {}
-        self.addresses: dict[str, tuple[str, int]] = {}
-        for index in range(3):
-            # Folders of their own, as nodes have them.
-            node = f"node-{index}"
-            self.open(StoreAgent(AgentSettings(node, str(base / node), "run", "secret")))
-        clients = {node: self.client(node) for node in self.servers}
-        if not shares_files:
-            for client in clients.values():
-                client._has_its_files = lambda: False
-        self.world.new_coordinator(clients)
-        self.clients = clients
-
-    def open(self, agent: StoreAgent) -> None:
-        server = AgentServer(agent)
-        self.servers[agent.node] = server
-        self.addresses[agent.node] = server.address
-
-    def client(self, node: str, token: str = "secret") -> AgentClient:
-        return AgentClient(node, lambda: self.addresses[node], token)
-
-    def close(self) -> None:
-        self.world.coordinator.close()
-        for server in self.servers.values():
-            server.close()
+from tests.support.store_worlds import Served, contents
 
 
 @pytest.fixture(params=[True, False], ids=["same-host", "streamed"])
