@@ -16,7 +16,7 @@ class EngineSpec:
     Attributes:
         kind: ``embedded`` or ``sglang``; ``attached`` is one that runs already.
         gpu_ids: physical GPUs it gets on this node; empty runs it on the CPU.
-        num_cpus: its number of torch threads on the CPU, rounded up.
+        num_cpus: cores it may use on this node when it runs on the CPU.
         memory_saver: it must be able to give its memory back.
         weights_cpu_backup: it keeps a host copy of its weights while they are released.
         options: more options in the engine's own names, without the leading dashes.

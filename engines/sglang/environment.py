@@ -71,16 +71,21 @@ def bind_cores(spec: EngineSpec, parallel: Parallel, cpu_ids: tuple[int, ...]) -
 
     Engines of a group are numbered; each begins where the one before it ends, so that two engines
     on one machine do not share a core while there are others.
+
+    A node's cores are divided by the ranks on it, and its list stands once for each node: SGLang
+    0.5.23 looks a rank up by its place on its node, older versions by its place in the engine,
+    and those want an entry for every rank.
     """
-    threads = max(1, int(spec.num_cpus) // parallel.num_ranks)
+    num_here = max(1, parallel.num_ranks // spec.num_nodes)
+    threads = max(1, int(spec.num_cpus) // num_here)
     number = re.search(r"\d+$", spec.engine_id)
-    first = int(number[0]) * parallel.num_ranks * threads if number else 0
-    ranks = []
-    for rank in range(parallel.num_ranks):
+    first = int(number[0]) * num_here * threads if number else 0
+    here = []
+    for rank in range(num_here):
         start = first + rank * threads
         cores = {cpu_ids[(start + thread) % len(cpu_ids)] for thread in range(threads)}
-        ranks.append(",".join(str(core) for core in sorted(cores)))
-    return "|".join(ranks)
+        here.append(",".join(str(core) for core in sorted(cores)))
+    return "|".join(here * spec.num_nodes)
 
 
 def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:

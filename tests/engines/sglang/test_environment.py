@@ -68,6 +68,27 @@ def test_engines_on_the_cpu_are_spread_over_its_cores(
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == expected
 
 
+@pytest.mark.parametrize(
+    ("engine_id", "num_ranks", "num_nodes", "num_cpus", "expected"),
+    [
+        ("main-0", 2, 2, 4.0, "0,1,2,3|0,1,2,3"),
+        ("main-0", 4, 2, 4.0, "0,1|2,3|0,1|2,3"),
+        ("main-1", 4, 2, 2.0, "2|3|2|3"),
+    ],
+)
+def test_the_cores_of_each_node_are_divided_by_the_ranks_on_it(
+    engine_id: str, num_ranks: int, num_nodes: int, num_cpus: float, expected: str
+) -> None:
+    env = environment(
+        engine_id=engine_id,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        num_cpus=num_cpus,
+        dist_init_addr="10.0.0.1:5000",
+    )
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
 def test_variables_of_the_configuration_win() -> None:
     env = environment(env={"SGLANG_CPU_OMP_THREADS_BIND": "all", "HOME": "/elsewhere"})
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "all"
