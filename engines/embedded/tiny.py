@@ -37,24 +37,8 @@ def make_tiny_model(
     Returns:
         The directory.
     """
-    import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        LlamaConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
-    from transformers.utils import logging
-
-    quiet: Any = logging
-    quiet.disable_progress_bar()
     path = Path(path)
     tokenizer = make_byte_tokenizer()
-    configs: dict[str, Any] = {
-        "llama": LlamaConfig,
-        "qwen3": Qwen3Config,
-        "qwen3_moe": Qwen3MoeConfig,
-    }
     more: dict[str, Any] = {}
     if architecture == "qwen3_moe":
         more = {
@@ -62,8 +46,7 @@ def make_tiny_model(
             "num_experts_per_tok": 2,
             "moe_intermediate_size": hidden_size // 2,
         }
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    config = configs[architecture](
+    config = _config_class(architecture)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -75,17 +58,33 @@ def make_tiny_model(
         tie_word_embeddings=tie_embeddings,
         initializer_range=0.2,  # spread logits, so that greedy choices are not near ties
         bos_token_id=None,
-        eos_token_id=end,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.pad_token_id,
         **more,
     )
+    _write_random_model(path, config, seed, dtype)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def _config_class(architecture: str) -> Any:
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    return {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[architecture]
+
+
+def _write_random_model(path: Path, config: Any, seed: int, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         make: Any = AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, dtype))
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def make_byte_tokenizer() -> Any:

@@ -23,26 +23,29 @@ from rollout.errors import ConfigError, RolloutError
 
 _CYCLES = 5
 
+_Target = Annotated[
+    str,
+    typer.Argument(
+        help="A configuration file: its engines are started, measured and ended. Or what runs "
+        "already: the URL of a router, an engine or a page, or a run's folder or id. Left out: "
+        "two engines of --engine."
+    ),
+]
+_Cycles = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help=f"Offloads and onloads after that, under the same load; left out: {_CYCLES}. Only "
+        "of engines that bench has started.",
+    ),
+]
+
 
 def bench(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="A configuration file: its engines are started, measured and ended. Or what runs "
-            "already: the URL of a router, an engine or a page, or a run's folder or id. Left out: "
-            "two engines of --engine."
-        ),
-    ] = "",
+    target: _Target = "",
     clients: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 32,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long they are counted.")] = 10.0,
-    cycles: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help=f"Offloads and onloads after that, under the same load; left out: {_CYCLES}. Only "
-            "of engines that bench has started.",
-        ),
-    ] = None,
+    cycles: _Cycles = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 64,
     timeout: Annotated[float, typer.Option(help="Seconds for one completion.")] = 600.0,
