@@ -25,7 +25,6 @@ from engines.embedded.serving import (
     running,
     sse,
 )
-from engines.embedded.text import StreamText
 
 # Fields of SGLang's request that ask for something else than text from text.
 _UNSUPPORTED = (
@@ -147,19 +146,10 @@ async def generate(engine: Engine, request: Request) -> Response:
 
 
 async def _stream(engine: Engine, request: Request, job: Job) -> AsyncIterator[bytes]:
-    texts = [StreamText(engine.text, one.params) for one in job.generations]
     try:
         async with running(engine, request, job.generations, watch=False):
-            async for index, ids in follow(job.generations):
-                one = job.generations[index]
-                if one.refusal is not None:
-                    raise one.refusal
-                if one.is_over:
-                    ids = one.output_ids
-                    text = engine.text.completion(ids, one.params, one.finish_reason)
-                else:
-                    text = texts[index].update(ids)
-                chunk = reply(engine, one, ids, text)
+            async for index, ids, text in follow(engine, job.generations):
+                chunk = reply(engine, job.generations[index], ids, text)
                 yield sse({**chunk, "index": index} if job.is_list else chunk)
     except Refusal as refusal:
         yield sse(body(str(refusal), refusal.status, refusal.kind))

@@ -29,7 +29,6 @@ from engines.embedded.serving import (
     sse,
     with_room,
 )
-from engines.embedded.text import StreamText
 
 # OpenAI's and SGLang's names on the left, sampling_params' on the right.
 _SAMPLING = {
@@ -205,19 +204,11 @@ async def _serve(engine: Engine, request: Request, job: Job) -> Response:
 
 async def _stream(engine: Engine, request: Request, job: Job) -> AsyncIterator[bytes]:
     head = _head(engine, job, "chat.completion.chunk" if job.is_chat else "text_completion")
-    texts = [StreamText(engine.text, one.params) for one in job.generations]
-    sent = [""] * len(texts)
-    counts = [0] * len(texts)
+    sent = [""] * len(job.generations)
+    counts = [0] * len(job.generations)
     try:
         async with running(engine, request, job.generations, watch=False):
-            async for index, ids in follow(job.generations):
-                one = job.generations[index]
-                if one.refusal is not None:
-                    raise one.refusal
-                text = texts[index].update(ids)
-                if one.is_over:
-                    ids = one.output_ids
-                    text = engine.text.completion(ids, one.params, one.finish_reason)
+            async for index, ids, text in follow(engine, job.generations):
                 delta = text[len(sent[index]) :]
                 choice = _choice(engine, job, index, delta, counts[index], len(ids), chunk=True)
                 sent[index], counts[index] = text, len(ids)

@@ -19,6 +19,7 @@ from engines.embedded.engine import Engine
 from engines.embedded.errors import Invalid
 from engines.embedded.generation import Generation
 from engines.embedded.params import Params
+from engines.embedded.text import StreamText
 
 _run_id = uuid.uuid4().hex[:12]
 _counter = itertools.count()
@@ -149,8 +150,27 @@ async def finish(generations: Sequence[Generation]) -> None:
             raise generation.refusal
 
 
-async def follow(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[int]]]:
-    """(index, token ids so far) at every change of any of them, up to each one's end."""
+async def follow(
+    engine: Engine, generations: Sequence[Generation]
+) -> AsyncIterator[tuple[int, list[int], str]]:
+    """(index, token ids so far, their text) at every change of any, up to each one's end.
+
+    Raises:
+        Refusal: one of them was not admitted.
+    """
+    texts = [StreamText(engine.text, one.params) for one in generations]
+    async for index, ids in _changes(generations):
+        one = generations[index]
+        if one.refusal is not None:
+            raise one.refusal
+        if one.is_over:
+            whole = one.output_ids
+            yield index, whole, engine.text.completion(whole, one.params, one.finish_reason)
+        else:
+            yield index, ids, texts[index].update(ids)
+
+
+async def _changes(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[int]]]:
     queue: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
 
     async def watch(index: int, generation: Generation) -> None:
