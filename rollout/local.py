@@ -181,7 +181,7 @@ def launch_local(
     servers = build_servers(config, launcher or LocalLauncher(), visible_gpus(), connect)
     loop = LoopThread("rollout")
     caller = LocalCaller(loop)
-    handle = DeploymentHandle(
+    return DeploymentHandle(
         config,
         {
             name: ServerHandle(name, config.servers[name], server, caller)
@@ -189,10 +189,4 @@ def launch_local(
         },
         Deployment(servers, lock_timeout_s=lock_timeout_s(config)),
         loop,
-    )
-    try:
-        handle.start().result()
-    except BaseException:
-        handle.stop()
-        raise
-    return handle
+    ).started()

@@ -112,7 +112,7 @@ def launch_ray(
         undo()
         raise
     caller = RayCaller()
-    handle = DeploymentHandle(
+    return DeploymentHandle(
         config,
         {
             name: ServerHandle(name, config.servers[name], port, caller)
@@ -126,13 +126,7 @@ def launch_ray(
         loop,
         on_close=undo,
         placement_group=undo.placement_group,
-    )
-    try:
-        handle.start().result()
-    except BaseException:
-        handle.stop()
-        raise
-    return handle
+    ).started()
 
 
 def _connect(config: RolloutConfig) -> bool:

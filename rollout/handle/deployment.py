@@ -55,6 +55,15 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         """Start all servers."""
         return self._loop.submit(self._deployment.start())
 
+    def started(self) -> DeploymentHandle:
+        """Itself, with all servers started; if one does not start, everything is stopped."""
+        try:
+            self.start().result()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
     def offload(self) -> Pending[dict[str, StepReport]]:
         """Offload all servers as one transaction."""
         return self._loop.submit(self._deployment.offload())
