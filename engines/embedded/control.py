@@ -15,7 +15,7 @@ from engines.embedded.engine import Engine
 from engines.embedded.errors import Invalid
 from engines.embedded.lora import read_adapter
 from engines.embedded.serving import json_response, read_json
-from engines.embedded.unpickle import read_payload
+from engines.embedded.unpickle import NamedTensors, read_payload
 from engines.protocol import Endpoint, MemoryTag, PauseMode
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]
@@ -108,15 +108,20 @@ def _how(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def update_weights_from_tensor(engine: Engine, request: Request) -> Response:
-    command = "update_weights_from_tensor"
-    raw = await read_json(request)
-    engine.gate.require_session(command)
+async def _sent_tensors(engine: Engine, raw: dict[str, Any]) -> NamedTensors:
     payloads = _need(raw, "serialized_named_tensors", list)
     if len(payloads) != 1 or not isinstance(payloads[0], str):
         raise Invalid(f"one base64 payload is wanted (tensor parallel size 1): {len(payloads)}")
     load_format = raw.get("load_format")
-    named = await engine.aside(lambda: read_payload(payloads[0], load_format))
+    named: NamedTensors = await engine.aside(lambda: read_payload(payloads[0], load_format))
+    return named
+
+
+async def update_weights_from_tensor(engine: Engine, request: Request) -> Response:
+    command = "update_weights_from_tensor"
+    raw = await read_json(request)
+    engine.gate.require_session(command)
+    named = await _sent_tensors(engine, raw)
     engine.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in named)
     await engine.update(lambda: engine.weights.apply(named), command, **_how(raw))
     return _ok(f"Updated {len(named)} tensors.")
@@ -265,12 +270,7 @@ async def load_lora_adapter(engine: Engine, request: Request) -> Response:
 async def load_lora_adapter_from_tensors(engine: Engine, request: Request) -> Response:
     raw = await read_json(request)
     name, config = _need(raw, "lora_name", str), _need(raw, "config_dict", dict)
-    payloads = _need(raw, "serialized_named_tensors", list)
-    if len(payloads) != 1 or not isinstance(payloads[0], str):
-        raise Invalid(f"one base64 payload is wanted (tensor parallel size 1): {len(payloads)}")
-    load_format = raw.get("load_format")
-    named = await engine.aside(lambda: read_payload(payloads[0], load_format))
-    return await _load_adapter(engine, name, config, named)
+    return await _load_adapter(engine, name, config, await _sent_tensors(engine, raw))
 
 
 async def _load_adapter(engine: Engine, name: str, config: dict[str, Any], named: Any) -> Response:
