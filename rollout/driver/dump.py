@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
 from rollout.errors import ConfigError, RolloutError
+from rollout.extras import extra
 from rollout.samples import Sample, SampleGroup, SampleStatus
 
 _READ_ROWS = 1024
@@ -221,10 +222,6 @@ def _schema(pa: Any) -> Any:
 
 
 def _pyarrow() -> Any:
-    try:
+    with extra("data", "Parquet needs pyarrow, which is not installed"):
         import pyarrow
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed; pip install 'ray-rollout[data]'"
-        ) from None
     return pyarrow

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from rollout.driver.hooks import Reward
-from rollout.errors import ConfigError
+from rollout.extras import extra
 from rollout.samples import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -94,13 +94,8 @@ def math(key: str = "answer") -> Reward:
     Raises:
         ConfigError: math-verify is not installed.
     """
-    try:
+    with extra("data", "rewards.math needs math-verify, which is not installed"):
         from math_verify import parse, verify
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "rewards.math needs math-verify, which is not installed; "
-            "pip install 'ray-rollout[data]'"
-        ) from None
 
     def judge(sample: Sample) -> float:
         # Its own deadlines use signals, which only the main thread can have.

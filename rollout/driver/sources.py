@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rollout.driver.prompts import Prompt
 from rollout.errors import ConfigError
+from rollout.extras import extra
 
 Encode = Callable[[Any], Sequence[int]]
 _ID_KEYS = ("prompt_ids", "input_ids")
@@ -243,13 +244,9 @@ def parquet(path: Path | str, **settings: Any) -> PromptData:
     Raises:
         ConfigError: the file cannot be read, or pyarrow is missing.
     """
-    try:
+    with extra("data", "Parquet needs pyarrow, which is not installed"):
         import pyarrow
         from pyarrow import parquet as reader
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed; pip install 'ray-rollout[data]'"
-        ) from None
     try:
         table = reader.read_table(path)
     except (OSError, pyarrow.ArrowInvalid) as error:

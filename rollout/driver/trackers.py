@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout.driver.driver import OnMetrics
 from rollout.errors import ConfigError
+from rollout.extras import extra
 
 
 def tensorboard(writer: Any) -> OnMetrics:
@@ -24,10 +25,8 @@ def tensorboard(writer: Any) -> OnMetrics:
         ConfigError: tensorboardX is needed and not installed.
     """
     if isinstance(writer, str | Path):
-        try:
+        with extra("tracking", "tensorboardX is not installed"):
             from tensorboardX import SummaryWriter
-        except ModuleNotFoundError:
-            raise _missing("tensorboardX") from None
         writer = SummaryWriter(str(writer))
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -44,10 +43,8 @@ def wandb(run: Any = None) -> OnMetrics:
         ConfigError: wandb is needed and not installed, or has not been begun.
     """
     if run is None:
-        try:
+        with extra("tracking", "wandb is not installed"):
             import wandb as library
-        except ModuleNotFoundError:
-            raise _missing("wandb") from None
         run = library.run
         if run is None:
             raise ConfigError("wandb has no run: call wandb.init first, or pass the run")
@@ -77,7 +74,3 @@ def every(*trackers: OnMetrics) -> OnMetrics:
             tracker(step, metrics)
 
     return write
-
-
-def _missing(library: str) -> ConfigError:
-    return ConfigError(f"{library} is not installed; pip install 'ray-rollout[tracking]'")

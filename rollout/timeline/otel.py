@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from rollout.errors import ConfigError
+from rollout.extras import extra
 from rollout.timeline.span import Kind, Outcome, Span
 from rollout.timeline.worker import Worker
 
@@ -39,12 +39,8 @@ class OtelSink:
     """
 
     def __init__(self, provider: Any = None) -> None:
-        try:
+        with extra("otel", "OpenTelemetry is not installed"):
             from opentelemetry.sdk.trace import TracerProvider
-        except ModuleNotFoundError:
-            raise ConfigError(
-                "OpenTelemetry is not installed; pip install 'ray-rollout[otel]'"
-            ) from None
         self._owns = provider is None
         self._provider: Any = provider or _exporting(TracerProvider(resource=_resource()))
         self._kept: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
@@ -124,12 +120,8 @@ def _resource() -> Any:
 
 
 def _exporting(provider: Any) -> Any:
-    try:
+    with extra("otel", "OpenTelemetry's OTLP exporter is not installed"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "OpenTelemetry's OTLP exporter is not installed; pip install 'ray-rollout[otel]'"
-        ) from None
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
