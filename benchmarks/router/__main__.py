@@ -45,10 +45,17 @@ _ONCE_OVER_S = 20.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of request, how many clients, and the steady rate at which latency is measured."""
+    """A kind of request, how many clients, and the steady rate at which latency is measured.
+
+    Attributes:
+        ramp_s: at that rate for so long before anything counts.
+        times: how much longer a phase is than others.
+    """
 
     num_clients: int
     per_s: float
+    ramp_s: float = 0.0
+    times: float = 1.0
 
 
 SCENARIOS = {
@@ -56,7 +63,7 @@ SCENARIOS = {
     "medium": Scenario(16, 100),
     "large": Scenario(8, 20),
     "sse": Scenario(16, 20),
-    "long": Scenario(0, 1000),
+    "long": Scenario(0, 1000, ramp_s=1.0, times=4.0),
     "many": Scenario(4096, 0),
 }
 
@@ -155,26 +162,28 @@ async def run(target: Target, kind: str, for_s: float, num_many: int) -> dict[st
     scenario = SCENARIOS[kind]
     target.forget_peak()
     ports, share = target.ports, len(target.ports)
-    outcomes = []
+    outcomes: list[load.Outcome] = []
     before = target.cpu_s()
     if kind == "many":
         parts = (load.burst(port, kind, num_many // share) for port in ports)
         counted = outcomes = list(await asyncio.gather(*parts))
+        used_s = target.cpu_s() - before
         latencies = merged(outcomes)
     else:
         if scenario.num_clients:
             clients = max(1, scenario.num_clients // share)
             parts = (load.closed_loop(port, kind, clients, for_s) for port in ports)
             outcomes = list(await asyncio.gather(*parts))
-        cpu_at_rate = target.cpu_s()
-        parts = (load.paced(port, kind, scenario.per_s / share, for_s) for port in ports)
+            used_s = target.cpu_s() - before
+        for_s *= scenario.times
+        per_s, ramp_s, cpu_s = scenario.per_s / share, scenario.ramp_s, target.cpu_s
+        parts = (load.paced(port, kind, per_s, for_s, ramp_s=ramp_s, cpu_s=cpu_s) for port in ports)
         at_rate = list(await asyncio.gather(*parts))
         latencies = merged(at_rate)
         counted = outcomes or at_rate
+        if not outcomes:
+            used_s = at_rate[0].cpu_s
         outcomes = [*outcomes, *at_rate]
-        if scenario.num_clients:
-            before += target.cpu_s() - cpu_at_rate
-    used_s = target.cpu_s() - before
     num = sum(len(outcome.latencies_s) for outcome in counted)
     elapsed_s = max(outcome.elapsed_s for outcome in counted)
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 IDS = list(range(1000, 1340))
@@ -37,6 +38,7 @@ class Outcome:
     latencies_s: list[float] = field(default_factory=list)
     num_errors: int = 0
     elapsed_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class Client(asyncio.Protocol):
@@ -127,13 +129,28 @@ async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> O
     return outcome
 
 
-async def paced(port: int, kind: str, per_s: float, for_s: float) -> Outcome:
-    """Requests at a steady rate, whether or not answers come; latency counts from when due."""
+async def paced(
+    port: int,
+    kind: str,
+    per_s: float,
+    for_s: float,
+    *,
+    ramp_s: float = 0.0,
+    cpu_s: Callable[[], float] = lambda: 0.0,
+) -> Outcome:
+    """Requests at a steady rate, whether or not answers come; latency counts from when due.
+
+    Args:
+        ramp_s: for so long first, and nothing of it is counted: until then as many connections
+            are made as requests are under way.
+        cpu_s: read when the ramp has ended and when the last request goes out, between which as
+            many end as are sent.
+    """
     request, outcome = request_bytes(kind), Outcome()
     idle: list[Client] = []
     tasks = set()
 
-    async def one(due: float) -> None:
+    async def one(due: float, is_counted: bool) -> None:
         while idle and idle[-1].transport is None:
             idle.pop()
         try:
@@ -142,19 +159,24 @@ async def paced(port: int, kind: str, per_s: float, for_s: float) -> Outcome:
             outcome.num_errors += 1
             return
         if await client.ask(request, kind):
-            outcome.latencies_s.append(time.perf_counter() - due)
+            if is_counted:
+                outcome.latencies_s.append(time.perf_counter() - due)
             idle.append(client)
         else:
             outcome.num_errors += 1
 
-    began = time.perf_counter()
-    for number in range(int(per_s * for_s)):
+    first = int(per_s * ramp_s)
+    began, used_s = time.perf_counter(), 0.0
+    for number in range(first + int(per_s * for_s)):
         due = began + number / per_s
         if (wait_s := due - time.perf_counter()) > 0.0005:
             await asyncio.sleep(wait_s)
-        tasks.add(asyncio.create_task(one(due)))
+        if number == first:
+            used_s = cpu_s()
+        tasks.add(asyncio.create_task(one(due, number >= first)))
+    outcome.cpu_s = cpu_s() - used_s
     await asyncio.gather(*tasks)
-    outcome.elapsed_s = time.perf_counter() - began
+    outcome.elapsed_s = time.perf_counter() - began - ramp_s
     for client in idle:
         if client.transport is not None:
             client.transport.close()

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from engines.protocol import Endpoint
+from rollout.router.pace import Pace
 from rollout.router.upstream import Connection, Outgoing, Sender, describe
 
 KEEPALIVE_S = 4.0
@@ -57,9 +58,12 @@ class Pool:
         self._idle: dict[Endpoint, dict[Connection, None]] = {}  # the longest idle first
         self._tasks: set[asyncio.Task[None]] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
+        self.pace = Pace(lambda rest: None)
 
     def open(self) -> None:
-        self.now_s = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self.now_s = loop.time
+        self.pace = Pace(loop.call_soon)
 
     def close(self) -> None:
         for task in self._tasks:

@@ -288,6 +288,7 @@ class Connection(asyncio.Protocol):
         if reader.is_over:
             self._end(data, is_kept=reader.is_kept)
         elif data:
+            self._pool.pace.more_comes()
             sender.on_reply_data(data, False)
         return None
 
