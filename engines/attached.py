@@ -26,6 +26,7 @@ class AttachedEngine:
     """``launch.RunningEngine`` without a process of ours."""
 
     node_id = ""
+    node_ids: Sequence[str] = ()
     pid: int | None = None
     processes: Sequence[ProcessIdentity] = ()
 

@@ -39,6 +39,11 @@ class RunningEngine(Protocol):
         ...
 
     @property
+    def node_ids(self) -> Sequence[str]:
+        """All its nodes, in order of rank; none where there is but one."""
+        ...
+
+    @property
     def processes(self) -> Sequence[ProcessIdentity]:
         """What it runs as, one for each of its nodes; none where it is not ours or has none."""
         ...
@@ -75,6 +80,7 @@ class LocalEngine:
     """A ``RunningEngine`` on this machine."""
 
     node_id = ""
+    node_ids: Sequence[str] = ()
 
     def __init__(self, endpoint: Endpoint, process: EngineProcess) -> None:
         self.endpoint = endpoint

@@ -95,7 +95,7 @@ async def _restored(
     member: Member, version: int, sources: Sequence[WeightSource]
 ) -> Restored | None:
     for source in sources:
-        restored = await source.restore(member.engine, version, member.slot)
+        restored = await source.restore(member.engine, version, member.place)
         if restored is not None:
             return restored
     return None

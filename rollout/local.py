@@ -141,8 +141,8 @@ def store_terms(config: RolloutConfig, server: str) -> StoreTerms | None:
 
 def store_nodes(slots: Mapping[tuple[str, str], Sequence[EngineSlot]], server: str) -> list[str]:
     """The nodes that keep a server's weights: those that its engines are on."""
-    nodes = {slot.node_id for (owner, _), own in slots.items() if owner == server for slot in own}
-    return sorted(nodes)
+    own = (slot for (owner, _), slots_of in slots.items() if owner == server for slot in slots_of)
+    return sorted({share.node_id for slot in own for share in slot.shares})
 
 
 def lock_timeout_s(config: RolloutConfig) -> float:

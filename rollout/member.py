@@ -7,7 +7,7 @@ may be released or resumed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.launch import RunningEngine
 from engines.protocol import Engine, MemoryTag, TensorInfo, WeightsReport
@@ -69,6 +69,16 @@ class Member:
     @property
     def engine_id(self) -> str:
         return self.slot.engine_id
+
+    @property
+    def place(self) -> EngineSlot:
+        """Its slot as it is now: what was planned on a node that is lost has moved since."""
+        nodes = self.process.node_ids
+        if not nodes:
+            return self.slot
+        pairs = zip(self.slot.shares, nodes, strict=True)
+        first, *more = (replace(share, node_id=node) for share, node in pairs)
+        return replace(self.slot, node_id=first.node_id, more=tuple(more))
 
     @property
     def manifest(self) -> Manifest:

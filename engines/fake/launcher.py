@@ -34,6 +34,7 @@ class FakeRunningEngine:
     """
 
     node_id = ""
+    node_ids: Sequence[str] = ()
 
     def __init__(self, engine: FakeEngine, pid: int) -> None:
         self.engine = engine

@@ -55,7 +55,8 @@ class RayEngine:
         self.parts = tuple(parts)
         self.endpoint = self.parts[0].started.endpoint
         self.pid = self.parts[0].started.pid
-        self.node_id = self.parts[0].node_id
+        self.node_ids = tuple(part.node_id for part in self.parts)
+        self.node_id = self.node_ids[0]
         self._name = f"engine {engine_id}"
 
     @property

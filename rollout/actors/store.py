@@ -71,7 +71,7 @@ def place_agents(
     """
     found: dict[str, Callable[[], Address]] = {}
     for node in nodes:
-        name = f"store-{terms.run}-{node[:12]}"
+        name = f"store-{terms.run}-{node}"
         options: dict[str, Any] = {
             "num_cpus": 0,
             "max_restarts": -1,

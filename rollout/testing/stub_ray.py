@@ -214,7 +214,7 @@ class StubRay:
             "ray.exceptions": {
                 name: one for name, one in vars(stub_errors).items() if isinstance(one, type)
             },
-            "ray.util": {},
+            "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
             "ray.util.placement_group": {name: getattr(self, name) for name in of_groups}
             | {"PlacementGroup": PlacementGroup},
             "ray.util.scheduling_strategies": {one.__name__: one for one in strategies},

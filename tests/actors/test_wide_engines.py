@@ -1,5 +1,8 @@
 """Engines over several nodes: one process on each, one engine to everybody else."""
 
+import os
+import signal
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from engines.fake.weights import DEFAULT_TENSORS
 from engines.launch import LocalLauncher
 from rollout.config import RolloutConfig
 from rollout.errors import ConfigError, PhaseFailed, PlacementError
 from rollout.handle import ServerHandle
+from rollout.types import EngineStatus
 from tests.support.builders import push
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import NUM_GPUS, RayWorld, World, stub_world
-from tests.support.served_fakes import TIMEOUT_S, config, launched
+from tests.support.served_fakes import TIMEOUT_S, ServedEngine, config, launched
 
 WIDE = {"engine": {"kind": "fake", "nodes": 2, "gpus": 2 * NUM_GPUS}}
 
@@ -89,6 +94,58 @@ def test_the_end_of_one_node_is_the_end_of_the_engine_and_it_comes_back_whole(
         assert not any(Path(f"/proc/{pid}").exists() for pid in before)
         policy.offload().result(TIMEOUT_S)
         assert policy.onload_push(push(1)).result(TIMEOUT_S).weight_version == 1
+
+
+@pytest.mark.embedded
+def test_it_comes_back_from_the_store_with_what_was_pushed_on_all_its_nodes(
+    world: World, tmp_path: Path
+) -> None:
+    import torch
+
+    run_id = f"wide-{uuid.uuid4().hex[:8]}"
+    health = {"probe_interval_s": 0.2, "probe_timeout_s": 2.0, "backoff_s": 0.1}
+    store = {"spare_bytes": 0, "unit_bytes": 300, "replicas": 1}
+    whole = config(tmp_path, {"main": WIDE}, health=health, run_id=run_id)
+    whole = with_store(whole, store)
+    with world.more_nodes(1, CPU=8, GPU=NUM_GPUS), served(world, whole) as policy:
+
+        def engine() -> EngineStatus:
+            (only,) = policy.status().result(TIMEOUT_S).groups[0].engines
+            return only
+
+        weights = {one.name: torch.rand(one.shape) for one in DEFAULT_TENSORS}
+        policy.sync_weights(weights, version=7).result(TIMEOUT_S)
+        assert wait_until(lambda: kept(policy) == 7, TIMEOUT_S)
+        before = engine()
+        pushed = checksum_of(before)
+        os.kill(before.processes[1].pid, signal.SIGKILL)
+        assert wait_until(
+            lambda: engine().processes != before.processes and engine().state == "serving",
+            TIMEOUT_S,
+        )
+        assert engine().weight_version == 7
+        assert checksum_of(engine()) == pushed
+    assert not list(Path("/dev/shm").glob(f"rollout-store-*/{run_id}.*"))
+
+
+def kept(policy: ServerHandle) -> int | None:
+    store = policy.status().result(TIMEOUT_S).store
+    assert store is not None
+    return store.version
+
+
+def checksum_of(engine: EngineStatus) -> str:
+    seen = ServedEngine(engine.endpoint.url)
+    try:
+        return seen.checksum()
+    finally:
+        seen.close()
+
+
+def with_store(whole: RolloutConfig, store: Mapping[str, Any]) -> RolloutConfig:
+    values = whole.model_dump()
+    values["servers"]["policy"]["weights"]["store"] = dict(store)
+    return RolloutConfig.from_dict(values)
 
 
 def with_health(whole: RolloutConfig, health: Mapping[str, Any]) -> RolloutConfig:

@@ -250,6 +250,7 @@ class Served:
         base: Path,
         *,
         shares_files: bool,
+        same_base: bool = False,
         mover: Callable[[str], Mover | None] = lambda _: None,
         **options: Any,
     ) -> None:
@@ -258,9 +259,10 @@ class Served:
         self.servers: dict[str, AgentServer] = {}
         self.addresses: dict[str, tuple[str, int]] = {}
         for index in range(3):
-            # Folders of their own, as nodes have them.
             node = f"node-{index}"
-            self.open(StoreAgent(AgentSettings(node, str(base / node), "run", "secret")))
+            # Folders of their own, as nodes have them.
+            of_node = base if same_base else base / node
+            self.open(StoreAgent(AgentSettings(node, str(of_node), "run", "secret")))
         clients = {node: self.client(node) for node in self.servers}
         if not shares_files:
             for client in clients.values():

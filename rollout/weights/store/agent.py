@@ -196,15 +196,19 @@ class StoreAgent:
         return {"memory": self.read}
 
     def assemble(
-        self, record: Record, peers: Mapping[str, Peer], model_path: str | None = None
+        self,
+        record: Record,
+        peers: Mapping[str, Peer],
+        model_path: str | None = None,
+        name: str = "",
     ) -> Assembled:
         """A folder with all of ``record``, proved, on this node."""
         if self.is_closed:
             raise WeightsUnavailable(f"the store of node {self.node} has ended")
-        return self._assembler.assemble(record, peers, model_path)
+        return self._assembler.assemble(record, peers, model_path, name)
 
     def give_back(self, path: str) -> None:
-        """An assembled folder is not needed any more."""
+        """An assembled folder, known by its path or its name, is not needed any more."""
         self._assembler.give_back(path)
 
     @contextmanager

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.fingerprint import host_fingerprint
+from rollout.weights.store import same_path
 from rollout.weights.store.commit import Write
 from rollout.weights.store.files import Region
 from rollout.weights.store.layout import Range, Segment, plan_segments, ranges
@@ -66,6 +67,18 @@ class Assembled:
     troubles: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """A folder on each node of an engine, to load from until they are given back.
+
+    Attributes:
+        path: the same on all of them.
+    """
+
+    path: str
+    on: Mapping[str, Assembled]
+
+
 class Assembler:
     """Makes such folders on one node, one at a time; engines that want the same share one."""
 
@@ -75,15 +88,21 @@ class Assembler:
         self._turn = threading.Lock()
         self._held: dict[Write, _Held] = {}
         # What an earlier process handed out, nobody gives back.
+        same_path.forget_all(slots.folder.parent, slots.folder)
         slots.files.remove_folder(slots.folder / _FOLDER)
 
     def assemble(
-        self, record: Record, peers: Mapping[str, Peer], model_path: str | None = None
+        self,
+        record: Record,
+        peers: Mapping[str, Peer],
+        model_path: str | None = None,
+        name: str = "",
     ) -> Assembled:
         """All of ``record``, proved.
 
         Args:
             model_path: a checkpoint, for the files beside the weights.
+            name: never used before; its path is then the same on every node that is given it.
 
         Raises:
             WeightsUnavailable: naming the first unit that cannot be had, and why.
@@ -94,7 +113,17 @@ class Assembler:
                 held = self._made(record, peers, model_path)
                 self._held[record.write] = held
             held.num_users += 1
-            return held.assembled
+            if not name:
+                return held.assembled
+            folder, path = Path(held.assembled.path), self._slots.folder.parent / name
+            held.links[name] = path
+            held.stack.callback(same_path.forget, path, folder)
+            try:
+                same_path.lead(path, folder)
+            except OSError:
+                self._give_back(record.write, name)
+                raise
+            return replace(held.assembled, path=str(path))
 
     def _made(self, record: Record, peers: Mapping[str, Peer], model_path: str | None) -> _Held:
         files = self._slots.files
@@ -113,13 +142,23 @@ class Assembler:
             return _Held(assembled, stack.pop_all())
 
     def give_back(self, path: str) -> None:
-        """The engine has read it."""
+        """The engine has read it, or will not.
+
+        Args:
+            path: or the name that it was assembled for.
+        """
         with self._turn:
             for write, held in list(self._held.items()):
-                if held.assembled.path == path:
-                    held.num_users -= 1
-                    if not held.num_users:
-                        self._held.pop(write).stack.close()
+                if path == held.assembled.path or Path(path).name in held.links:
+                    self._give_back(write, Path(path).name)
+
+    def _give_back(self, write: Write, name: str) -> None:
+        held = self._held[write]
+        if name in held.links:
+            same_path.forget(held.links.pop(name), Path(held.assembled.path))
+        held.num_users -= 1
+        if not held.num_users:
+            self._held.pop(write).stack.close()
 
     def close(self) -> None:
         """Take all back."""
@@ -133,6 +172,7 @@ class _Held:
     assembled: Assembled
     stack: ExitStack
     num_users: int = 0
+    links: dict[str, Path] = field(default_factory=dict)
 
 
 class _Assembly:

@@ -137,14 +137,18 @@ class AgentClient:
         wire.send(connection, words)
 
     def assemble(
-        self, record: Record, peers: Mapping[str, Any], model_path: str | None = None
+        self,
+        record: Record,
+        peers: Mapping[str, Any],
+        model_path: str | None = None,
+        name: str = "",
     ) -> Assembled:
         """``peers``: clients too; the agent speaks to them itself."""
         addresses = {}
         for node, peer in peers.items():
             with suppress(OSError, WeightsUnavailable):  # one that is nowhere cannot help
                 addresses[node] = peer.address()
-        words = {"peers": addresses, "model_path": model_path}
+        words = {"peers": addresses, "model_path": model_path, "name": name}
         answer = self._call("assemble", words, dump(record), _LONG_TIMEOUT_S)[0]["value"]
         return Assembled(
             answer["path"],

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store.assembling import Assembled, Peer
+from rollout.weights.store.assembling import Assembled, Everywhere, Peer
 from rollout.weights.store.commit import NodeState, Write, counting, to_promote
 from rollout.weights.store.records import Record
 from rollout.weights.store.spread import spread
@@ -39,7 +41,11 @@ class Agent(Peer, Protocol):
     def seal(self, record: Record) -> None: ...
     def commit(self, write: Write) -> None: ...
     def assemble(
-        self, record: Record, peers: Mapping[str, Any], model_path: str | None = None
+        self,
+        record: Record,
+        peers: Mapping[str, Any],
+        model_path: str | None = None,
+        name: str = "",
     ) -> Assembled: ...
     def give_back(self, path: str) -> None: ...
     def renew(self) -> None: ...
@@ -103,20 +109,62 @@ class Coordinator:
                 return record
         raise WeightsUnavailable(f"no node has the record of {write}{_told(failed)}")
 
-    def assemble(self, record: Record, node: str, model_path: str | None = None) -> Assembled:
+    def assemble(
+        self, record: Record, node: str, model_path: str | None = None, name: str = ""
+    ) -> Assembled:
         """A folder on ``node`` with all of ``record``, proved there."""
         agent = self._agents.get(node)
         if agent is None:
             raise WeightsUnavailable(f"node {node} is not in the store; it has {self._names()}")
         peers = {name: peer for name, peer in self._agents.items() if name != node}
         try:
-            return agent.assemble(record, peers, model_path)
+            return agent.assemble(record, peers, model_path, name)
         except OSError as error:
             raise WeightsUnavailable(f"the agent of node {node}: {error}") from error
 
     def give_back(self, node: str, path: str) -> None:
         """The engine has read it."""
         self._agents[node].give_back(path)
+
+    def assemble_everywhere(
+        self, record: Record, nodes: Sequence[str], model_path: str | None = None
+    ) -> Everywhere:
+        """Folders on all of these nodes, each proved there, with one path on all of them.
+
+        Raises:
+            WeightsUnavailable: one node cannot; nothing is left on the others.
+        """
+        if len(nodes) == 1:
+            alone = self.assemble(record, nodes[0], model_path)
+            return Everywhere(alone.path, {nodes[0]: alone})
+        name = f"for-{uuid.uuid4().hex}"
+        with ExitStack() as stack:
+            # Also where nothing comes back: it may be made all the same.
+            stack.callback(self._give_back_on, nodes, name)
+            made, failed = self._ask(
+                {node: partial(self.assemble, record, node, model_path, name) for node in nodes}
+            )
+            paths = {node: one.path for node, one in made.items()}
+            if failed or len(set(paths.values())) > 1:
+                why = _told(failed) or f": its path is not the same there: {paths}"
+                raise WeightsUnavailable(
+                    f"{record.write} cannot be had on all of {len(nodes)} nodes{why}"
+                )
+            stack.pop_all()
+            return Everywhere(paths[nodes[0]], made)
+
+    def give_back_everywhere(self, everywhere: Everywhere) -> dict[str, str]:
+        """The engine has read it; returns who could not be told, and why."""
+        return self._give_back_on(list(everywhere.on), everywhere.path)
+
+    def _give_back_on(self, nodes: Sequence[str], path: str) -> dict[str, str]:
+        return self._ask(
+            {
+                node: partial(self._agents[node].give_back, path)
+                for node in nodes
+                if node in self._agents
+            }
+        )[1]
 
     # -- writing ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rollout.weights.store import same_path
 from rollout.weights.store.files import Files
 from rollout.weights.store.machine import boot_id, since_boot_s
 
@@ -87,9 +88,12 @@ def sweep(
     """Remove runs below ``base`` whose lease is over; returns their names.  Hold the lock."""
     gone = []
     for run in sorted(one for one in base.iterdir() if one.is_dir()):
-        for folder in sorted(one for one in run.iterdir() if one.is_dir()):
+        for folder in sorted(run.iterdir()):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
             lease = read_lease(folder)
             if lease is None or not lease.holds(boot(), now_s()):
+                same_path.forget_all(run, folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 gone.append(f"{run.name}/{folder.name}")
         remove_if_empty(run)

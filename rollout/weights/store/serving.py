@@ -162,7 +162,7 @@ class _Session:
             for node, address in words["peers"].items()
         }
         try:
-            assembled = self._agent.assemble(load(body), peers, words["model_path"])
+            assembled = self._agent.assemble(load(body), peers, words["model_path"], words["name"])
         finally:
             for peer in peers.values():
                 peer.disconnect()

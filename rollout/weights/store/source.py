@@ -19,7 +19,7 @@ from rollout.types import EngineSlot
 from rollout.weights.manifest import Manifest
 from rollout.weights.source import Restored
 from rollout.weights.store.agents import Agents, StoreTerms
-from rollout.weights.store.assembling import Assembled
+from rollout.weights.store.assembling import Assembled, Everywhere
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.limits import gib
 from rollout.weights.store.records import Record
@@ -48,15 +48,13 @@ class StoreSource:
         return self._opened
 
     async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
-        engine_id, node_id = slot.engine_id, slot.node_id
+        engine_id = slot.engine_id
+        # Each rank reads the path that the first is told, on its own node.
+        nodes = list(dict.fromkeys(share.node_id for share in slot.shares))
         if self._num_failures >= self._terms.config.max_failures:
             return None
-        if slot.more:
-            # It loads one path on all its nodes, and what is assembled has a path on one.
-            logger.info("store: engine %s is on several nodes; not restored from here", engine_id)
-            return None
         coordinator: Coordinator | None = None
-        assembled: Assembled | None = None
+        made: Everywhere | None = None
         try:
             coordinator = await asyncio.to_thread(self._coordinator)
             record = await asyncio.to_thread(_record_of, coordinator, version)
@@ -64,19 +62,22 @@ class StoreSource:
                 return None
             # To its end also when cancelled: somebody has to give back what was assembled.
             with engine_span(engine_id, "assemble", 0.0) as span:
-                assembled = await finish(
-                    asyncio.to_thread(coordinator.assemble, record, node_id, self._model_path)
+                made = await finish(
+                    asyncio.to_thread(
+                        coordinator.assemble_everywhere, record, nodes, self._model_path
+                    )
                 )
-                told = _told(assembled)
+                told = _told(made)
                 if span is not None:
                     span.said, span.num_bytes = told, record.num_bytes
-            await engine.update_weights_from_disk(assembled.path, weight_version=str(version))
+            await engine.update_weights_from_disk(made.path, weight_version=str(version))
         except (*FAILURES, EngineError) as error:
-            self._has_failed(f"weight version {version} for node {node_id}: {describe(error)}")
+            where = ", ".join(nodes)
+            self._has_failed(f"weight version {version} for node {where}: {describe(error)}")
             return None
         finally:
-            if coordinator is not None and assembled is not None:
-                await _give_back(coordinator, node_id, assembled)
+            if coordinator is not None and made is not None:
+                await _give_back(coordinator, made)
         self._num_failures = 0
         logger.info("store: engine %s has weight version %d: %s", engine_id, version, told)
         tensors = (tensor for unit in record.units for tensor in unit.tensors)
@@ -92,8 +93,14 @@ class StoreSource:
             )
 
 
-def _told(assembled: Assembled) -> str:
+def _told(made: Everywhere) -> str:
     """Where the bytes came from, and what was wrong on the way."""
+    if len(made.on) == 1:
+        return "; ".join(_told_of(one) for one in made.on.values())
+    return "; ".join(f"node {node}: {_told_of(one)}" for node, one in made.on.items())
+
+
+def _told_of(assembled: Assembled) -> str:
     by = ", ".join(f"{gib(num_bytes)} by {way}" for way, num_bytes in assembled.by.items())
     told = f"{gib(assembled.local_bytes)} from here, {gib(assembled.fetched_bytes)} from peers"
     told += f" ({by})" if by else ""
@@ -109,8 +116,8 @@ def _record_of(coordinator: Coordinator, version: int) -> Record | None:
         return None
 
 
-async def _give_back(coordinator: Coordinator, node_id: str, assembled: Assembled) -> None:
-    try:
-        await asyncio.to_thread(coordinator.give_back, node_id, assembled.path)
-    except FAILURES as error:  # an agent that was started again has removed it by itself
-        logger.warning("store: %s was not given back: %s", assembled.path, error)
+async def _give_back(coordinator: Coordinator, made: Everywhere) -> None:
+    failed = await asyncio.to_thread(coordinator.give_back_everywhere, made)
+    # An agent that was started again has removed it by itself.
+    for node, why in failed.items():
+        logger.warning("store: %s was not given back on node %s: %s", made.path, node, why)

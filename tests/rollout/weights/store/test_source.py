@@ -8,7 +8,7 @@ import pytest
 
 from engines.errors import EngineRejected
 from rollout.config import StoreConfig
-from rollout.types import EngineSlot, NodeShare
+from rollout.types import EngineSlot
 from rollout.weights.store.agents import StoreTerms
 from rollout.weights.store.cost import node_bytes, restore_bytes
 from rollout.weights.store.source import StoreSource
@@ -82,13 +82,6 @@ def test_a_dead_agent_or_a_node_without_one_is_no_error(world: World, node: str)
     engine = LoadingEngine(world)
     assert not restore(source_of(world), engine, 1, node)
     assert engine.loaded == []
-    world.close()
-
-
-def test_an_engine_on_several_nodes_is_left_to_the_next_source(world: World) -> None:
-    more = (NodeShare("node-1", (), ()),)
-    slot = EngineSlot("main-0", "main", 0, "node-0", more=more)
-    assert not asyncio.run(source_of(world).restore(LoadingEngine(world), 1, slot))
     world.close()
 
 
