@@ -28,8 +28,8 @@ from rollout.steps import Steps
 from rollout.types import StepReport
 from tests.explore.plans import BY_CANARY
 from tests.explore.search import Explorer, State
+from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
-from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 
 _RAISE = {"on_failure": "raise"}
 

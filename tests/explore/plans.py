@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.explore.search import Explorer, State
+from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
-from tests.explore.world import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 
 PHASES = (
     "pause",

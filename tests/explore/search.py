@@ -13,8 +13,9 @@ from typing import Any
 from rollout.config import WeightUpdate
 from rollout.router.gate import GateState
 from rollout.testing.explore import Run, Search, following, run
+from tests.explore.settings import Settings
 from tests.explore.snapshots import freeze, thaw
-from tests.explore.world import Settings, World
+from tests.explore.world import World
 
 # Whatever a training loop would try until it has been down and up again.
 _AND_ON = ("offload", "onload", "serve", "offload", "onload")

@@ -31,17 +31,9 @@ from rollout.testing.explore import ExploredLoop, Violation, following, run
 from rollout.timeline.recorder import Timeline
 from rollout.types import EngineSlot, GroupStatus
 from rollout.weights.manifest import Manifest
-from tests.explore.world import (
-    BUDGET_S,
-    LOCK_S,
-    STOP_S,
-    Delayed,
-    Launcher,
-    Parts,
-    Settings,
-    SteeredRouter,
-    World,
-)
+from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
+from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter
+from tests.explore.world import World
 
 # One group that shares its GPUs with the trainer, one that keeps its own.
 TWO_BY_TWO: dict[str, dict[str, Any]] = {

@@ -1,0 +1,357 @@
+"""Engines, processes, groups and a router that ask a world what becomes of each call.
+
+Always true: without a world every call takes its ordinary course.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import EngineUnreachable
+from engines.fake import FakeEngine, faults
+from engines.fake.launcher import FakeRunningEngine
+from engines.fake.weights import DEFAULT_TENSORS
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, MemoryTag
+from rollout.deployment import Deployment
+from rollout.errors import PhaseTimeout, RolloutError
+from rollout.hearing import RID_PREFIX
+from rollout.member import Member as RosterMember
+from rollout.router.gate import Gate, GateState
+from rollout.routing import Member
+from rollout.server import RolloutServer
+from rollout.server_group import ServerGroup
+
+if TYPE_CHECKING:
+    from tests.explore.world import World
+
+# Seconds of each token.
+_REQUEST_S = 10.0
+
+CONTROL = frozenset(
+    {
+        "pause_generation",
+        "flush_cache",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "end_weight_update",
+        "weight_version",
+        "weights_checker",
+        "continue_generation",
+        "canary",
+    }
+)
+UPDATES = frozenset({"begin_weight_update", "update_weights_from_tensor", "end_weight_update"})
+_SETTLED = frozenset({"release_memory_occupation", "resume_memory_occupation"})
+
+
+class SteeredEngine(FakeEngine):
+    """A fake engine that knows which of its calls and deaths must not happen.
+
+    Attributes:
+        is_proved: it was asked for its version after its weights were last touched.
+        is_flushed: it was flushed after it was last paused.
+        struck_in: the first command that failed on it; such an engine must be fenced.
+        lost_tags: what it was last asked to release or resume, if it tells what it holds: then a
+            lost answer can be settled.
+    """
+
+    world: World | None = None
+    is_proved = True
+    is_flushed = False
+    struck_in = ""
+    lost_tags: frozenset[MemoryTag] | None = None
+
+    def die(self, because: str) -> None:
+        if self.world is not None and not because.startswith(("killed", "stopped", "a planned")):
+            self.world.violate(f"I1/I3: a call of ours ended {self.engine_id}: {because}")
+        super().die(because)
+
+    def _admit(self, *request: Any) -> Any:
+        is_canary = request[2] is not None and request[2].startswith(RID_PREFIX)
+        if self.world is not None and not is_canary and (self.weights.lost or not self.is_proved):
+            self.world.violate(f"I1: {self.engine_id} generates with weights nobody has verified")
+        return super()._admit(*request)
+
+    def _struck(self, operation: str) -> None:
+        self.struck_in = self.struck_in or operation
+        if self.world is not None:
+            self.world.struck.setdefault(self.engine_id, operation)
+
+    async def _arrive(self, operation: str, arguments: Any) -> faults.Fault | None:
+        if operation == "server_info":
+            self._is_looked_at()
+        world = self.world
+        asked, operation = operation, told_apart(operation, arguments)
+        if world is None or operation not in CONTROL:
+            return await super()._arrive(asked, arguments)
+        since = world.now
+        if operation == "continue_generation":
+            world.check_may_continue(self)
+        elif operation in ("flush_cache", "release_memory_occupation"):
+            world.check_barrier(self, operation)
+        elif operation in UPDATES or MemoryTag.WEIGHTS in arguments.get("tags", ()):
+            self.is_proved = False
+        try:
+            if operation in _SETTLED:
+                self.lost_tags = frozenset(arguments["tags"]) if self._tells_released else None
+            fault = await super()._arrive(asked, arguments)
+        except asyncio.CancelledError:
+            if not world.is_coming(self):
+                self._struck(operation)
+            world.check_given_up(self, operation, since)
+            raise
+        except BaseException:
+            self._struck(operation)
+            raise
+        if fault is not None:
+            self._struck(operation)
+        elif operation == self.struck_in and operation in _SETTLED:
+            self._is_well()  # it was asked again, and knew of nothing
+        elif operation == "weight_version":
+            self.is_proved = True
+        elif operation in ("flush_cache", "pause_generation"):
+            self.is_flushed = operation == "flush_cache"
+            if self.struck_in == "pause_generation":  # it was asked again, and is well
+                self._is_well()
+        return fault
+
+    def _is_looked_at(self) -> None:
+        """A call that was lost and done is settled by a look at what is held."""
+        if self.struck_in in _SETTLED and self.lost_tags is not None:
+            is_release = self.struck_in == "release_memory_occupation"
+            if (
+                self.lost_tags <= self.released
+                if is_release
+                else not self.lost_tags & self.released
+            ):
+                self._is_well()
+
+    def _is_well(self) -> None:
+        self.struck_in = ""
+        if self.world is not None:
+            self.world.struck.pop(self.engine_id, None)
+
+    async def _strike(self, operation: str, fault: faults.Fault) -> None:
+        world = self.world
+        if world is None or fault.kind is not faults.FaultKind.HANG:
+            return await super()._strike(operation, fault)
+        world.hanging[self.engine_id] = operation
+        try:
+            await super()._strike(operation, fault)
+        finally:
+            del world.hanging[self.engine_id]
+
+
+class SteeredProcess(FakeRunningEngine):
+    """A process whose kill may fail."""
+
+    world: World | None = None
+    is_kill_failed = False
+
+    async def kill(self) -> None:
+        self.num_kills += 1
+        if self.world is not None and self.world.settings.kill_outcomes > 1:
+            outcome = await self.world.happens(
+                self.engine.engine_id, "kill", self.world.settings.kill_outcomes
+            )
+            if outcome:
+                self.is_kill_failed = True
+                raise OSError("the guard is gone")
+        self.is_stopped = True
+        self.engine.die("killed")
+
+
+class SteeredRouter:
+    """The real gate behind calls that may get lost."""
+
+    def __init__(self) -> None:
+        self.gate = Gate(clock=_no_clock, on_failure=_pass_over, on_idle=self._idle)
+        self.world: World | None = None
+        self.on_idle: asyncio.Future[None] | None = None
+
+    async def start(self) -> Endpoint:
+        return Endpoint("127.0.0.1", 1)
+
+    async def stop(self, budget_s: float) -> None:
+        self.gate.set_state(GateState.CLOSED, reason="stopped")
+
+    async def set_gate(
+        self, state: str, *, reason: str = "", phase: str = "", weight_version: int | None = None
+    ) -> None:
+        await self._ask(
+            f"gate {state}",
+            lambda: self._set_gate(state, reason, phase, weight_version),
+        )
+
+    def _set_gate(self, state: str, reason: str, phase: str, version: int | None) -> None:
+        if self.world is not None and state == "open":
+            self.world.check_may_open(self.gate, version)
+        self.gate.set_state(GateState(state), reason=reason, phase=phase, weight_version=version)
+
+    async def set_members(self, epoch: int, members: list[Member]) -> bool:
+        if self.world is not None:
+            self.world.check_may_route(members)
+        await self._ask("members", lambda: self.gate.set_members(epoch, members))
+        return True
+
+    async def drained(self, timeout_s: float, engine_id: str = "") -> None:
+        """Wait for the requests that are in flight, as the real one does."""
+        gate, loop = self.gate, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while gate.num_on(engine_id) if engine_id else gate.in_flight:
+                    idle: asyncio.Future[None] = loop.create_future()
+                    self.on_idle = idle
+                    await idle
+        except TimeoutError:
+            raise PhaseTimeout(f"router not drained within {timeout_s:g} s") from None
+        finally:
+            self.on_idle = None
+
+    def _idle(self) -> None:
+        if self.on_idle is not None and not self.on_idle.done():
+            self.on_idle.set_result(None)
+
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        """There is nothing to hear: recovery is driven by hand."""
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    async def stats(self) -> dict[str, Any]:
+        return self.gate.stats()
+
+    async def _ask(self, what: str, act: Callable[[], Any]) -> None:
+        outcome = 0
+        if self.world is not None:
+            outcome = await self.world.happens("router", what, self.world.settings.router_outcomes)
+        if outcome != 1:
+            act()
+        if outcome:
+            raise RolloutError("the router cannot be reached")
+
+
+class Delayed:
+    """A group behind an actor: calls arrive when they will, and giving up does not cancel them."""
+
+    def __init__(self, name: str, group: ServerGroup) -> None:
+        self._name = name
+        self._group = group
+        self.world: World | None = None
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        call = getattr(self._group, method)
+        if method == "status" or self.world is None or not self.world.settings.has_actors:
+            return call
+        return lambda *args: self._later(method, lambda: call(*args))
+
+    def _later(self, method: str, call: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
+        assert self.world is not None
+        world = self.world
+
+        async def deliver() -> Any:
+            if await world.happens(self._name, method, 2):
+                await world.happens_late(self._name, method)
+            return await call()
+
+        task = asyncio.get_running_loop().create_task(deliver())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return asyncio.shield(task)
+
+
+class Launcher:
+    """Launches steered engines."""
+
+    def __init__(self, tells_released: bool = False) -> None:
+        self.tells_released = tells_released
+        self.processes: dict[str, SteeredProcess] = {}
+        self.all: list[SteeredProcess] = []
+        self.world: World | None = None
+
+    async def launch(self, spec: EngineSpec) -> SteeredProcess:
+        if self.world is not None:
+            num_outcomes = self.world.settings.launch_outcomes
+            if await self.world.happens(spec.engine_id, "launch", num_outcomes):
+                raise EngineUnreachable("it ended while it started", engine=spec.engine_id)
+            self.world.struck.pop(spec.engine_id, None)
+        endpoint = Endpoint("127.0.0.1", len(self.all) + 1)
+        engine = SteeredEngine(
+            spec.engine_id,
+            endpoint=endpoint,
+            tensors=DEFAULT_TENSORS[-1:],
+            weight_version=str(spec.weight_version),
+            memory_saver=spec.memory_saver,
+            weights_cpu_backup=spec.weights_cpu_backup,
+            token_s=_REQUEST_S,
+            tells_released=self.tells_released,
+        )
+        process = SteeredProcess(engine, len(self.all) + 1)
+        self.processes[spec.engine_id] = process
+        self.all.append(process)
+        if self.world is not None:
+            self.world.attach(process)
+        return process
+
+    def connect(self, endpoint: Endpoint, engine_id: str) -> SteeredEngine:
+        return self.all[endpoint.port - 1].engine  # type: ignore[return-value]
+
+
+@dataclass
+class Parts:
+    """What lasts from run to run; pickled between commands, when nothing is under way."""
+
+    servers: dict[str, RolloutServer]
+    groups: dict[str, ServerGroup]
+    ports: dict[str, Delayed]
+    launcher: Launcher
+    routers: dict[str, SteeredRouter]
+    offloading: frozenset[str]
+    deployment: Deployment
+    now_s: float = 1000.0
+
+    @property
+    def server(self) -> RolloutServer:
+        """The one that is commanded, and that gets the requests."""
+        return next(iter(self.servers.values()))
+
+    @property
+    def router(self) -> SteeredRouter:
+        return next(iter(self.routers.values()))
+
+    def member(self, engine_id: str) -> RosterMember | None:
+        """What its group knows of an engine; None of one that is lent."""
+        roster = self.groups[engine_id.rpartition("-")[0]]._roster
+        return roster.get(engine_id)
+
+
+class Pending:
+    """A call that waits until the explorer says what becomes of it."""
+
+    __slots__ = ("future", "num_outcomes", "operation", "owner")
+
+    def __init__(self, owner: str, operation: str, num_outcomes: int, future: Any) -> None:
+        self.owner = owner
+        self.operation = operation
+        self.num_outcomes = num_outcomes
+        self.future = future
+
+
+def told_apart(operation: str, arguments: Any) -> str:
+    """A canary is no request: it is a call of ours, and anything may become of it."""
+    rid = arguments.get("rid") if operation == "generate" else None
+    return "canary" if rid is not None and rid.startswith(RID_PREFIX) else operation
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+def _pass_over(*event: Any) -> None:
+    """Nobody listens."""
