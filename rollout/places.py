@@ -15,13 +15,11 @@ from rollout.errors import EngineFailure, LifecycleError
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_view import GroupView
 from rollout.lending import check_can_leave
+from rollout.ports import GROUP_MARGIN_S
 from rollout.recovery import Recovery
 from rollout.types import EngineReport, EngineStatus
 
 logger = logging.getLogger(__name__)
-
-# A group bounds every engine call itself; past this much more, the group itself is lost.
-_GROUP_MARGIN_S = 60.0
 
 
 class Places:
@@ -77,7 +75,7 @@ class Places:
                 + budgets.flush_timeout_s
                 + budgets.release_timeout_s
                 + budgets.stop_timeout_s
-                + _GROUP_MARGIN_S
+                + 2 * GROUP_MARGIN_S
             ):
                 report = await self._view.groups[group].remove(engine_id, keep_process)
             self._recovery.has_left(group, engine_id)
@@ -113,7 +111,7 @@ class Places:
                 self._config.groups[group].engine.start_timeout_s
                 + 2 * budgets.resume_timeout_s
                 + budgets.update_timeout_s
-                + _GROUP_MARGIN_S
+                + 2 * GROUP_MARGIN_S
             ):
                 status = await self._view.groups[group].add(engine_id, version)
             self._recovery.has_joined(group, engine_id, is_stale=status.is_stale)

@@ -16,6 +16,9 @@ from rollout.types import EngineReport, EngineStatus, GroupStatus, PhaseReport
 from rollout.watching import GroupProbe
 from rollout.weights.push import WeightPush
 
+GROUP_MARGIN_S = 30.0
+"""A group bounds its calls of engines itself; past this much more, the group itself is lost."""
+
 
 class RecoverableGroup(Protocol):
     """What recovery asks of a group."""

@@ -26,15 +26,13 @@ from rollout.health import Verdict
 from rollout.health_record import GroupTerms, HealthRecord
 from rollout.lifecycle import Phase
 from rollout.lock import CommandLock
-from rollout.ports import FailureSource, RecoverableGroup
+from rollout.ports import GROUP_MARGIN_S, FailureSource, RecoverableGroup
 from rollout.repair import Repair
 from rollout.watching import GroupProbe
 
 logger = logging.getLogger(__name__)
 
 OWNER = "recover"
-# A group bounds its own probes; past this much more, the group itself is lost.
-_GROUP_MARGIN_S = 30.0
 _LISTEN_TIMEOUT_S = 30.0
 
 
@@ -147,7 +145,7 @@ class Recovery:
         distrusted = self._record.distrusted(name)
         group = self._groups[name]
         try:
-            async with asyncio.timeout(2 * budget_s + _GROUP_MARGIN_S):
+            async with asyncio.timeout(2 * budget_s + GROUP_MARGIN_S):
                 return await group.probe(budget_s, distrusted)
         except Exception as error:  # it says nothing about the engines
             if isinstance(error, ActorLost) and error.is_dead:

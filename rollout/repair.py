@@ -15,12 +15,10 @@ from rollout.config import HealthConfig
 from rollout.fanout import describe
 from rollout.health import Restart
 from rollout.health_record import HealthRecord
-from rollout.ports import RecoverableGroup
+from rollout.ports import GROUP_MARGIN_S, RecoverableGroup
 
 logger = logging.getLogger(__name__)
 
-# A group bounds its own restarts; past this much more, the group itself is lost.
-_GROUP_MARGIN_S = 30.0
 _KILL_TIMEOUT_S = 40.0
 
 
@@ -62,7 +60,7 @@ class Repair:
     async def _start_again(self, group: str, engine_id: str) -> None:
         terms = self._record.terms[group]
         if terms.has_processes:
-            budget_s = terms.start_timeout_s + 2 * _GROUP_MARGIN_S
+            budget_s = terms.start_timeout_s + 2 * GROUP_MARGIN_S
         else:  # it is there or it is not: nothing is worth holding the lock for
             budget_s = 2 * self._config.probe_timeout_s
         self._record.is_restarting(group, engine_id)

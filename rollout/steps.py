@@ -18,7 +18,7 @@ from rollout.fanout import barrier, describe
 from rollout.gatekeeper import Gatekeeper
 from rollout.group_view import GroupView
 from rollout.lifecycle import Command, Phase
-from rollout.ports import GroupPort
+from rollout.ports import GROUP_MARGIN_S, GroupPort
 from rollout.recovery import Recovery
 from rollout.timeline.recorder import Timeline
 from rollout.timeline.span import Kind
@@ -27,9 +27,6 @@ from rollout.weights.push import WeightPush
 from rollout.weights.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
-
-# A group bounds every engine call itself; past this much more, the group itself is lost.
-_GROUP_MARGIN_S = 30.0
 
 
 class Steps:
@@ -193,7 +190,7 @@ class Steps:
                 reports = await barrier(
                     {name: call(self._view.groups[name], self._order) for name in names},
                     operation=command.value,
-                    budget_s=budget_s + _GROUP_MARGIN_S,
+                    budget_s=budget_s + GROUP_MARGIN_S,
                 )
         except BaseException as error:  # cancelled, the groups have gone on all the same
             await self._after_failure(command, error)

@@ -1,7 +1,7 @@
 """Several pages in Prometheus' text format as one, each with labels of its own.
 
 Always true: every family is told once, its samples together; a line that cannot be understood is
-left out, and never spoils another.  Text in, text out: parsing all of a large fleet into objects
+left out, and never spoils another.  Text in, text out: parsing what many engines say into objects
 would take seconds.
 """
 
