@@ -261,7 +261,7 @@ class Engine(Protocol):
     """The control protocol of one engine.  Every call has a deadline and raises ``EngineError``.
 
     No policy lives here: a call that kills the engine is sent if asked for.  See the table of
-    such calls in ``rollout/lifecycle.py``'s callers before using it by hand.
+    such calls in ``engines/fake/README.md`` before using it by hand.
     """
 
     async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None: ...

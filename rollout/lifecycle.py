@@ -4,8 +4,8 @@ Always true: a group is in exactly one phase; a command either is in the table f
 repeats the command that led into it (and is then a no-op), or is refused.  Nothing here awaits,
 reads a clock or touches a socket; ``ServerGroup`` carries out what this module decides.
 
-What a command does to the engines is said at the command.  The rows exist in this order because
-of what SGLang does when it is asked out of order: see the design notes in CONTRIBUTING.md.
+The rows exist in this order because of what SGLang does when it is asked out of order: see the
+table in ``engines/fake/README.md``.
 """
 
 from __future__ import annotations

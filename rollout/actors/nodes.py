@@ -1,8 +1,8 @@
 """What Ray knows of its nodes, and where the bundles of the run are now.
 
 Always true: a question has a deadline or is a look into Ray's tables, made in a thread; a node is
-called lost only when Ray says so (a crashed one after a dozen seconds, see ``ray.md`` fact 4: the
-health checks of the cluster decide), never because a call to it failed.
+called lost only when Ray says so (a crashed one after a dozen seconds, by the health checks of the
+cluster), never because a call to it failed.
 """
 
 from __future__ import annotations
