@@ -134,9 +134,6 @@ class Coordinator:
         Raises:
             WeightsUnavailable: one node cannot; nothing is left on the others.
         """
-        if len(nodes) == 1:
-            alone = self.assemble(record, nodes[0], model_path)
-            return Everywhere(alone.path, {nodes[0]: alone})
         name = f"for-{uuid.uuid4().hex}"
         with ExitStack() as stack:
             # Also where nothing comes back: it may be made all the same.
@@ -147,9 +144,7 @@ class Coordinator:
             paths = {node: one.path for node, one in made.items()}
             if failed or len(set(paths.values())) > 1:
                 why = _told(failed) or f": its path is not the same there: {paths}"
-                raise WeightsUnavailable(
-                    f"{record.write} cannot be had on all of {len(nodes)} nodes{why}"
-                )
+                raise WeightsUnavailable(f"{record.write} cannot be had on every node{why}")
             stack.pop_all()
             return Everywhere(paths[nodes[0]], made)
 

@@ -6,7 +6,10 @@ a whole when one of its nodes is lost.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -33,9 +36,26 @@ SLACK_S = 30.0
 SEEN_WITHIN_S = 3 * seen_within_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
 
 
+def wide_engine() -> dict[str, Any]:
+    # The ranks really share this machine: a core for each.
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    return one_engine(nodes=2, cpus=CPUS, options={"tp": 2}, env=env)
+
+
 def the_engine(policy: ServerHandle) -> EngineStatus:
     ((engine,),) = (group.engines for group in policy.status().result(30).groups)
     return engine
+
+
+def kept(policy: ServerHandle) -> int | None:
+    store = policy.status().result(30).store
+    assert store is not None
+    return store.version
+
+
+def is_back(policy: ServerHandle, killed: EngineStatus) -> bool:
+    now = the_engine(policy)
+    return now.state == "serving" and not set(now.processes) & set(killed.processes)
 
 
 def answers(policy: ServerHandle) -> list[Answer]:
@@ -55,10 +75,7 @@ def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
 ) -> None:
     from safetensors.torch import load_file
 
-    # The ranks really share this machine: a core for each.
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    wide = one_engine(nodes=2, cpus=CPUS, options={"tp": 2}, env=env)
-    config = real_config(models[0], tmp_path, {"main": wide}, health=HEALTH)
+    config = real_config(models[0], tmp_path, {"main": wide_engine()}, health=HEALTH)
     referee = Referee(lambda version: models[version])
     with ray_cluster.more_nodes(1, CPU=CPUS) as (other,):
         handle = ray_cluster.load("launch").launch_ray(config)
@@ -89,5 +106,31 @@ def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
             body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
             reply = httpx.post(f"{policy.url}/generate", json=body, trust_env=False)
             assert reply.status_code == 503
+        finally:
+            handle.stop()
+
+
+def test_killed_on_one_node_it_comes_back_from_the_store_with_what_was_pushed_last(
+    ray_cluster: RayWorld, models: list[Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    weights = {"store": {"spare_bytes": 0, "replicas": 1, "unit_bytes": 50_000}}
+    groups = {"main": wide_engine()}
+    config = real_config(models[0], tmp_path, groups, health=HEALTH, weights=weights)
+    referee = Referee(lambda version: models[version])
+    with ray_cluster.more_nodes(1, CPU=CPUS):
+        handle = ray_cluster.load("launch").launch_ray(config)
+        try:
+            policy = handle["policy"]
+            policy.sync_weights(load_file(models[1] / "model.safetensors")).result(60)
+            assert wait_until(lambda: kept(policy) == 1, 30)
+            killed = the_engine(policy)
+            os.kill(killed.processes[1].pid, signal.SIGKILL)
+            assert wait_until(lambda: is_back(policy, killed), 180), the_engine(policy)
+            found = answers(policy)
+            assert {span.version for one in found for span in one.spans} == {1}
+            assert not referee.findings(found)
+            assert referee.could_tell(found, models)
         finally:
             handle.stop()

@@ -116,7 +116,7 @@ def test_one_node_that_cannot_means_none(
     engine = WideEngine(world)
     assert not restore(world, engine, *nodes)
     assert not engine.loaded
-    assert f"cannot be had on all of 2 nodes ({dead}: " in caplog.text
+    assert f"cannot be had on every node ({dead}: " in caplog.text
     assert not folders(world.base)
 
 
@@ -185,9 +185,12 @@ class Late:
         return getattr(self._node, name)
 
 
-def test_what_was_made_where_the_answer_was_lost_is_given_back_too(world: World) -> None:
+@pytest.mark.parametrize("nodes", [("node-0", "node-1"), ("node-1",)])
+def test_what_was_made_where_the_answer_was_lost_is_given_back_too(
+    world: World, nodes: tuple[str, ...]
+) -> None:
     agents = {**world.nodes, "node-1": Late(world.nodes["node-1"])}
-    assert not restore(world, WideEngine(world), "node-0", "node-1", agents=agents)
+    assert not restore(world, WideEngine(world), *nodes, agents=agents)
     assert not folders(world.base)
 
 
