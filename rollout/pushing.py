@@ -21,7 +21,7 @@ from rollout.weights.push import WeightPush
 from rollout.weights.slots import SlotPool, why_no_room
 
 if TYPE_CHECKING:
-    from rollout.weights.tensors import NamedTensors, NameMap, Outgoing, Weights
+    from rollout.weights.tensors import NamedTensors, NameMap, Outgoing, Plans, Weights
 
 
 class Surroundings(Protocol):
@@ -50,6 +50,9 @@ class Pushes:
         self._pool: SlotPool | None = None
         self._expected: Manifest | None = None
         self._has_expected = False
+        self._plans: Plans | None = None
+        # What was found to fit the model last, and whether it is all of it.
+        self._fitting: tuple[Manifest, bool] | None = None
 
     # -- making -----------------------------------------------------------------------------
 
@@ -75,11 +78,11 @@ class Pushes:
             bucket_bytes=self._config.weights.bucket_bytes,
             expected=expected,
             name_map=name_map,
+            plans=self._kept_plans(),
         )
         update = contents or self._config.weights.update
         if expected is not None and update is not WeightUpdate.FROZEN:
-            is_full = update is WeightUpdate.FULL
-            check_push(weights.manifest, expected, must_be_complete=is_full)
+            self._check(weights.manifest, expected, is_full=update is WeightUpdate.FULL)
         transport = self._transport(weights)
         outgoing = self._sender().send(weights, version, transport, contents, may_stream=may_stream)
         return self._opened(outgoing)
@@ -108,6 +111,18 @@ class Pushes:
         return differs_from_checkpoint(
             named_tensors, self._config.model_path, self._expected_manifest()
         )
+
+    def _check(self, manifest: Manifest, expected: Manifest, *, is_full: bool) -> None:
+        if self._fitting is None or self._fitting[0] is not manifest or is_full > self._fitting[1]:
+            check_push(manifest, expected, must_be_complete=is_full)
+            self._fitting = manifest, is_full
+
+    def _kept_plans(self) -> Plans:
+        if self._plans is None:
+            from rollout.weights.tensors import Plans
+
+            self._plans = Plans()
+        return self._plans
 
     def _expected_manifest(self) -> Manifest | None:
         if not self._has_expected:

@@ -31,7 +31,7 @@ from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.push import PushTarget, push_weights
 from rollout.weights.slots import SlotPool
-from rollout.weights.tensors import Sender, Weights, bytes_fingerprint, device_fingerprint
+from rollout.weights.tensors import Plans, Sender, Weights, bytes_fingerprint, device_fingerprint
 
 WAYS = {
     "shared_memory_copied": (Transport.SHARED_MEMORY, False),
@@ -99,7 +99,8 @@ class Pushing:
         self._tensors = tensors
         self._folder = folder
         self._pool = SlotPool()
-        # Both live as long as a server does, not for one push.
+        # These live as long as a server does, not for one push.
+        self._plans = Plans()
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint("127.0.0.1", port))
 
@@ -110,7 +111,7 @@ class Pushing:
             fingerprint=fingerprint,
             disk_path=str(self._folder / "{version}"),
         )
-        weights = Weights(self._tensors, bucket_bytes=settings.bucket_bytes)
+        weights = Weights(self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans)
         sender = Sender(settings, self._pool, timeout_s=120, model_path=str(self._folder))
         outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
         try:

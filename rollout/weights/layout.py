@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -70,9 +70,9 @@ class Layouts:
     """Those of files that stay, kept: a model's buckets are the same at every push."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], tuple[list[TensorSpec], FileLayout]] = {}
+        self._kept: dict[tuple[str, int], tuple[Sequence[TensorSpec], FileLayout]] = {}
 
-    def of(self, specs: list[TensorSpec]) -> FileLayout:
+    def of(self, specs: Sequence[TensorSpec]) -> FileLayout:
         """The file that holds these tensors, in this order or another.
 
         Raises:

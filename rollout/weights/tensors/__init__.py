@@ -13,8 +13,9 @@ from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.slots import SlotPool
 from rollout.weights.tensors.canary import canary_logprobs
+from rollout.weights.tensors.planning import NameMap, Plans
 from rollout.weights.tensors.sending import Outgoing, Sender
-from rollout.weights.tensors.sources import NamedTensors, NameMap, Weights, take_part
+from rollout.weights.tensors.sources import NamedTensors, Weights, take_part
 
 
 def make_push(
@@ -48,6 +49,7 @@ __all__ = [
     "NameMap",
     "NamedTensors",
     "Outgoing",
+    "Plans",
     "Sender",
     "Weights",
     "bytes_fingerprint",

@@ -19,7 +19,8 @@ from rollout.weights.adapter import prefixed
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.push import WeightPush
 from rollout.weights.tensors.payload import adapter_payload
-from rollout.weights.tensors.sources import NamedTensors, Weights, specs_of
+from rollout.weights.tensors.planning import specs_of
+from rollout.weights.tensors.sources import NamedTensors, Weights
 from rollout.weights.transports.as_adapter import AsAdapter
 
 

@@ -23,7 +23,8 @@ from rollout.weights.push import WeightPush
 from rollout.weights.slots import Slot, SlotPool
 from rollout.weights.tensors.broadcast import BroadcastRoot
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.sources import Weights, specs_of
+from rollout.weights.tensors.planning import specs_of
+from rollout.weights.tensors.sources import Weights
 from rollout.weights.tensors.writing import (
     CheckpointWriter,
     fingerprints_of,

@@ -7,67 +7,50 @@ every rank that calls ``gathered`` does so in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 
-from engines.embedded.fingerprint import dtype_name
-from rollout.errors import WeightMismatch
 from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.weights.tensors.planning import NameMap, Plans, Share, check_is_tensor, specs_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
-"""From a trainer's tensor to the checkpoint's: called once with a tensor on the meta device, to
-learn names and shapes, and once with the real one.  For a framework with fused weights of its own
-names (Megatron):
-
-    def to_hf(name, tensor):
-        layer = name.split(".")[2]
-        if name.endswith("self_attention.linear_qkv.weight"):
-            # [groups * (q_per_group + 2) * head_dim, hidden], a group's queries, key and value
-            grouped = tensor.view(num_groups, q_per_group + 2, head_dim, hidden)
-            at = f"model.layers.{layer}.self_attn"
-            yield f"{at}.q_proj.weight", grouped[:, :q_per_group].reshape(-1, hidden)
-            yield f"{at}.k_proj.weight", grouped[:, -2].reshape(-1, hidden)
-            yield f"{at}.v_proj.weight", grouped[:, -1].reshape(-1, hidden)
-        elif name.endswith("mlp.linear_fc1.weight"):
-            gate, up = tensor.chunk(2)
-            yield f"model.layers.{layer}.mlp.gate_proj.weight", gate
-            yield f"model.layers.{layer}.mlp.up_proj.weight", up
-        else:
-            yield HF_NAMES[name], tensor
-
-    server.update_weights(megatron_tensors, name_map=to_hf)
-
-Shards of tensor, pipeline and expert parallelism are the caller's to gather: a DTensor is gathered
-here; for anything else pass an iterable of (name, tensor) made from the framework's own gathers.
-"""
 
 
-def specs_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-    """Names, dtypes and shapes of tensors."""
-    return [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in pairs]
+class Pairs(Sequence[tuple[str, torch.Tensor]]):
+    """Names and tensors of one bucket; what is asked for is made into a pair only then.
 
+    Attributes:
+        specs: one for each of ``tensors``; the same list at every push of the same plan.
+    """
 
-@lru_cache(maxsize=1 << 16)
-def spec_of(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
-    """One tensor's; the same object at every push, so that comparing lists of them is quick."""
-    return TensorSpec(name, dtype_name(dtype), tuple(shape))
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        self.specs = specs
+        self.tensors = tensors
 
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
+        pairs = list(pairs)
+        return cls(specs_of(pairs), [tensor for _, tensor in pairs])
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One of the trainer's tensors, and what it becomes."""
+    def __len__(self) -> int:
+        return len(self.specs)
 
-    name: str
-    tensor: torch.Tensor
-    specs: tuple[TensorSpec, ...]
-    num_bytes: int
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, torch.Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pairs: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, torch.Tensor] | Pairs:
+        if isinstance(index, slice):
+            return Pairs(self.specs[index], self.tensors[index])
+        return self.specs[index].name, self.tensors[index]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, tensor in zip(self.specs, self.tensors, strict=True):
+            yield spec.name, tensor
 
 
 class Weights:
@@ -78,6 +61,7 @@ class Weights:
         bucket_bytes: a bucket holds so much unless a single tensor is larger.
         expected: the model's manifest, to recognise tied tensors; None keeps every name.
         name_map: see ``NameMap``.
+        plans: those of earlier pushes, one of which may do.
 
     Raises:
         WeightMismatch: a value is not a tensor, or a name occurs twice.
@@ -90,39 +74,32 @@ class Weights:
         bucket_bytes: int,
         expected: Manifest | None = None,
         name_map: NameMap | None = None,
+        plans: Plans | None = None,
     ) -> None:
-        pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        for name, tensor in pairs:
-            if not isinstance(tensor, torch.Tensor):
-                raise WeightMismatch(
-                    f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=str(name)
-                )
+        names, tensors = _columns(named_tensors)
         if expected is not None and name_map is None:
             known = expected.tensors
-            if any(name not in known for name, _ in pairs):
-                pairs = list(_without_tied(pairs, expected))
-        self._name_map = name_map
-        self._parts = [self._planned(name, tensor) for name, tensor in pairs]
-        self.manifest = Manifest.of(spec for part in self._parts for spec in part.specs)
-        self.has_shards = any(_is_shard(part.tensor) for part in self._parts)
+            if any(name not in known for name in names):
+                names, tensors = _columns(_without_tied(names, tensors, expected))
+        self._tensors = tensors
+        self._plan = (plans or Plans()).of(names, tensors, name_map)
+        self.manifest = self._plan.manifest
+        self.has_shards = any(map(_is_shard, tensors))
         self._bucket_bytes = bucket_bytes
-        self._buckets = list(_split(self._parts, bucket_bytes))
 
     @property
     def num_buckets(self) -> int:
-        return len(self._buckets)
+        return len(self._plan.shares(self._bucket_bytes))
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self._parts)
+        return self._plan.num_bytes
 
     @property
     def is_on_cuda(self) -> bool:
-        return any(part.tensor.is_cuda for part in self._parts)
+        return any(tensor.is_cuda for tensor in self._tensors)
 
-    def gathered(
-        self, most_bytes: int | None = None
-    ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    def gathered(self, most_bytes: int | None = None) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether they are the last.
 
         Drop one (``del``) before asking for the next, or both are alive.
@@ -130,46 +107,26 @@ class Weights:
         Args:
             most_bytes: smaller buckets than those that were planned.
         """
-        buckets = self._buckets
-        if most_bytes is not None and most_bytes < self._bucket_bytes:
-            buckets = list(_split(self._parts, most_bytes))
-        for index, bucket in enumerate(buckets):
-            is_last = index == len(buckets) - 1
-            yield [pair for part in bucket for pair in self._whole(part)], is_last
+        bucket_bytes = self._bucket_bytes
+        if most_bytes is not None and most_bytes < bucket_bytes:
+            bucket_bytes = most_bytes
+        shares = self._plan.shares(bucket_bytes)
+        for share in shares:
+            yield self._whole(share), share is shares[-1]
 
-    def _planned(self, name: str, tensor: torch.Tensor) -> _Part:
-        if self._name_map is None:
-            spec = spec_of(name, tensor.dtype, tensor.shape)
-            return _Part(name, tensor, (spec,), tensor.nbytes)
-        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        mapped = self._mapped(name, outline)
-        return _Part(
-            name,
-            tensor,
-            tuple(specs_of(mapped)),
-            sum(one.numel() * one.itemsize for _, one in mapped),
-        )
-
-    def _mapped(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        assert self._name_map is not None
-        return list(self._name_map(name, tensor))
-
-    def _whole(self, part: _Part) -> list[tuple[str, torch.Tensor]]:
-        tensor: Any = part.tensor.detach()
-        if _is_shard(tensor):
-            tensor = tensor.full_tensor()
-        if self._name_map is None:
-            return [(part.name, tensor)]
-        mapped = self._mapped(part.name, tensor)
-        if [(name, tuple(one.shape)) for name, one in mapped] != [
-            (spec.name, spec.shape) for spec in part.specs
-        ]:
-            raise WeightMismatch(
-                f"the name map makes something else of {part.name!r} than of its outline on the "
-                "meta device; it must go by name, dtype and shape alone",
-                tensor=part.name,
-            )
-        return mapped
+    def _whole(self, share: Share) -> Pairs:
+        tensors: list[torch.Tensor] = []
+        for index in range(share.first, share.end):
+            tensor: Any = self._tensors[index]
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if _is_shard(tensor):
+                tensor = tensor.full_tensor()
+            if self._plan.name_map is None:
+                tensors.append(tensor)
+            else:
+                tensors += self._plan.parts[index].mapped(self._plan.name_map, tensor)
+        return Pairs(share.specs, tensors)
 
 
 def take_part(
@@ -186,10 +143,25 @@ def take_part(
         del pairs
 
 
+def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and tensors apart: no object is made for each pair."""
+    if isinstance(named, Mapping):
+        return list(named), list(named.values())
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in named:
+        names.append(name)
+        tensors.append(tensor)
+    return names, tensors
+
+
 def _without_tied(
-    pairs: list[tuple[str, torch.Tensor]], expected: Manifest
+    names: Sequence[str], tensors: Sequence[torch.Tensor], expected: Manifest
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Without what the model has no name for and is the same memory as something it has."""
+    pairs = list(zip(names, tensors, strict=True))
+    for pair in pairs:
+        check_is_tensor(*pair)
     known = {_memory_of(tensor) for name, tensor in pairs if name in expected.tensors}
     for name, tensor in pairs:
         if name in expected.tensors or not tensor.numel() or _memory_of(tensor) not in known:
@@ -207,16 +179,3 @@ def _is_shard(tensor: torch.Tensor) -> bool:
     # A DTensor, without loading what defines it; most are plain, and a look for a name that is
     # not there is slow.
     return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
-
-
-def _split(parts: list[_Part], bucket_bytes: int) -> Iterator[list[_Part]]:
-    bucket: list[_Part] = []
-    size = 0
-    for part in parts:
-        if bucket and size + part.num_bytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(part)
-        size += part.num_bytes
-    if bucket:
-        yield bucket

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,7 @@ from engines.embedded.fingerprint import as_bytes, bytes_fingerprint
 from rollout.weights.layout import lay_out
 from rollout.weights.slots import Slot, SlotPool
 from rollout.weights.tensors.copying import copy_tensors
-from rollout.weights.tensors.sources import specs_of
-
-Pairs = Sequence[tuple[str, torch.Tensor]]
+from rollout.weights.tensors.sources import Pairs
 
 
 def write_slot(
@@ -30,19 +28,19 @@ def write_slot(
     Raises:
         WeightsUnavailable: there is no room.
     """
-    specs = specs_of(pairs)
-    layout = pool.layouts.of(specs)
+    layout = pool.layouts.of(pairs.specs)
     slot = pool.take(layout.num_bytes)
     try:
         slot.write_header(layout.header)
-        tensors = [tensor for _, tensor in pairs]
-        return slot, copy_tensors(slot.view, layout, specs, tensors, fingerprint=fingerprint)
+        return slot, copy_tensors(
+            slot.view, layout, pairs.specs, pairs.tensors, fingerprint=fingerprint
+        )
     except BaseException:
         pool.give(slot)
         raise
 
 
-def fingerprints_of(pairs: Pairs) -> dict[str, str]:
+def fingerprints_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Of tensors on any device, by their bytes."""
     return {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
 
@@ -65,7 +63,7 @@ class CheckpointWriter:
 
     def add(self, pairs: Pairs) -> None:
         """One more file."""
-        layout = lay_out(specs_of(pairs))
+        layout = lay_out(pairs.specs)
         self._num_files += 1
         with (self._beside / f"bucket-{self._num_files:05d}.safetensors").open("wb") as file:
             file.write(layout.header)

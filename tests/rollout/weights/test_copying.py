@@ -9,6 +9,7 @@ from rollout.weights.slots import FILE_NAME, SlotPool
 torch = pytest.importorskip("torch")
 from engines.embedded.fingerprint import bytes_fingerprint  # noqa: E402
 from rollout.weights.tensors.copying import PIECE_BYTES  # noqa: E402  only where there is torch
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
 from rollout.weights.tensors.writing import write_slot  # noqa: E402
 
 pytestmark = pytest.mark.embedded
@@ -44,7 +45,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_any_tensor_is_in_the_file_with_the_fingerprint_of_its_bytes(pool: SlotPool) -> None:
     tensors = odd_tensors()
-    slot, found = write_slot(list(tensors.items()), pool, fingerprint=True)
+    slot, found = write_slot(Pairs.of(tensors.items()), pool, fingerprint=True)
     held = read(slot.folder)
     assert held.keys() == found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -55,7 +56,7 @@ def test_any_tensor_is_in_the_file_with_the_fingerprint_of_its_bytes(pool: SlotP
 
 def test_without_fingerprints_the_bytes_are_the_same(pool: SlotPool) -> None:
     tensors = odd_tensors()
-    slot, found = write_slot(list(tensors.items()), pool, fingerprint=False)
+    slot, found = write_slot(Pairs.of(tensors.items()), pool, fingerprint=False)
     assert found == {}
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     pool.close()
@@ -63,17 +64,19 @@ def test_without_fingerprints_the_bytes_are_the_same(pool: SlotPool) -> None:
 
 def test_many_megabytes_are_copied_by_several_threads_and_still_right(pool: SlotPool) -> None:
     tensors = {f"t{index}": torch.randn(1 << 20) for index in range(14)}
-    slot, found = write_slot(list(tensors.items()), pool, fingerprint=True)
+    slot, found = write_slot(Pairs.of(tensors.items()), pool, fingerprint=True)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
     pool.close()
 
 
 def test_a_slot_that_is_written_again_holds_the_new_bucket(pool: SlotPool) -> None:
-    first, _ = write_slot([("a", torch.zeros(4)), ("b", torch.zeros(4))], pool, fingerprint=True)
+    first, _ = write_slot(
+        Pairs.of([("a", torch.zeros(4)), ("b", torch.zeros(4))]), pool, fingerprint=True
+    )
     pool.give(first)
     new = [("c", torch.ones(4)), ("d", torch.ones(4))]
-    second, _ = write_slot(new, pool, fingerprint=True)
+    second, _ = write_slot(Pairs.of(new), pool, fingerprint=True)
     assert second is first
     assert {name: one.tolist() for name, one in read(second.folder).items()} == {
         "c": [1.0] * 4,
