@@ -149,6 +149,7 @@ class EngineClient:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None = None,
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> None:
@@ -158,7 +159,7 @@ class EngineClient:
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
             "flush_cache": flush_cache,
-            **_given(weight_version=weight_version),
+            **_given(load_format=load_format, weight_version=weight_version),
         }
         await self._change("update_weights_from_distributed", body, self.deadlines.update_s)
 

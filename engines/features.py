@@ -17,6 +17,8 @@ OLDEST, BELOW = (0, 5, 20), (0, 6)
 0.5.20 is the oldest whose endpoints were looked at and are all there; older ones lack ``/ready``.
 """
 _RETRACT_SAFE = (0, 5, 21)
+# Read in the sources of 0.5.20 and 0.5.23, see ``flat``.
+_FLAT_BROADCAST = (0, 5, 20)
 _NEEDED = frozenset(
     {
         "/ready",
@@ -45,6 +47,7 @@ class Features:
         has_memory_saver: release really frees; without one SGLang says 200 and frees nothing.
         has_weights_cpu_backup: weights are bit-equal after a release and resume.
         num_payloads: copies of a tensor payload it wants, one per tensor-parallel rank.
+        takes_flat_broadcast: a broadcast may bring many tensors as one.
         takes_tensors: weights can be pushed as tensors; data-parallel replicas refuse them.
         streams_are_cumulative: each event of a stream holds all tokens so far.
         undrivable: why this library cannot drive it; empty if it can.
@@ -58,6 +61,7 @@ class Features:
     has_memory_saver: bool
     has_weights_cpu_backup: bool
     num_payloads: int
+    takes_flat_broadcast: bool
     takes_tensors: bool
     streams_are_cumulative: bool
     undrivable: str
@@ -71,16 +75,18 @@ def read_features(info: ServerInfo, paths: Set[str]) -> Features:
     """
     raw = info.raw
     is_sglang = info.engine == "sglang"
+    version = (_parse(info.version) or (0,)) if is_sglang else BELOW  # others are of this package
     return Features(
         engine=info.engine,
         version=info.version,
         worker_type=_worker_type(raw.get("disaggregation_mode"), bool(raw.get("encoder_only"))),
         has_weight_session="/begin_weight_update" in paths,
-        is_retract_safe=not is_sglang or (_parse(info.version) or (0,)) >= _RETRACT_SAFE,
+        is_retract_safe=version >= _RETRACT_SAFE,
         # Under Ray SGLang starts its schedulers without the memory saver's library.
         has_memory_saver=info.enable_memory_saver and not raw.get("use_ray"),
         has_weights_cpu_backup=info.enable_weights_cpu_backup,
         num_payloads=int(raw.get("tp_size") or 1),
+        takes_flat_broadcast=version >= _FLAT_BROADCAST,
         takes_tensors=int(raw.get("dp_size") or 1) == 1,
         streams_are_cumulative=not raw.get("incremental_streaming_output"),
         undrivable=_why_not(info, paths),

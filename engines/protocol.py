@@ -201,6 +201,7 @@ class ServerInfo:
     Attributes:
         resident_bytes: memory of each tag now; empty where the engine does not tell.
         released: tags that are released now; None where the engine does not tell.
+        update_groups: groups for broadcasts that it is in; None where it does not tell.
     """
 
     version: str
@@ -209,6 +210,7 @@ class ServerInfo:
     enable_weights_cpu_backup: bool
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
     released: frozenset[str] | None = None
+    update_groups: frozenset[str] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -298,6 +300,7 @@ class Engine(Protocol):
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None = None,
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> None: ...

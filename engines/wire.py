@@ -118,11 +118,14 @@ def read_server_info(answer: Any) -> ServerInfo:
         enable_memory_saver=bool(answer.get("enable_memory_saver", False)),
         enable_weights_cpu_backup=bool(answer.get("enable_weights_cpu_backup", False)),
         resident_bytes={tag: int(num) for tag, num in (answer.get("resident_bytes") or {}).items()},
-        released=None
-        if answer.get("released_tags") is None
-        else frozenset(answer["released_tags"]),
+        released=_told(answer, "released_tags"),
+        update_groups=_told(answer, "weights_update_groups"),
         raw=answer,
     )
+
+
+def _told(answer: Any, key: str) -> frozenset[str] | None:
+    return None if answer.get(key) is None else frozenset(answer[key])
 
 
 def read_loads(answer: Any) -> Loads:

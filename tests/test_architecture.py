@@ -21,6 +21,7 @@ ROW_OF = {
     "engines.errors": "words",
     "engines.features": "decisions",
     "engines.fingerprint": "decisions",
+    "engines.flat": "decisions",
     "engines.protocol": "words",
     "engines.spec": "words",
     "engines.invocation": "decisions",
@@ -69,6 +70,7 @@ ROW_OF = {
     "rollout.weights.store.commit": "decisions",
     "rollout.weights.store.limits": "decisions",
     "rollout.weights.choice": "decisions",
+    "rollout.weights.joining": "decisions",
     "rollout.weights.fingerprint": "decisions",
 }
 # Clocks, sockets, threads and processes: a decision is a plain function of its arguments.

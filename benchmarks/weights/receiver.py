@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from benchmarks.weights.holder import Holder
 from engines.embedded.files import update_from_disk
 from engines.embedded.groups import UpdateGroups
+from engines.embedded.inbox import Inbox, content_of
 from engines.embedded.mapped import MappedFiles
 from engines.embedded.unpickle import read_payload
 from engines.embedded.weights import Weights
@@ -38,6 +39,7 @@ class Receiver:
         self.weights = Weights(Holder(held))
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(torch.device("cpu"))
+        self.inbox = Inbox(self.weights, torch.device("cpu"))
         self.version = "0"
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
@@ -59,11 +61,10 @@ class Receiver:
         )
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
-        dtypes = [getattr(torch, name) for name in body["dtypes"]]
-        named = self.groups.receive(
-            body["names"], dtypes, body["shapes"], group_name=body["group_name"], is_bucket=False
-        )
-        self.weights.apply(named)
+        plan = self.inbox.plan(content_of(body))
+        buffer = self.inbox.take(plan)
+        self.groups.receive(self.inbox.parts(plan, buffer), group_name=body["group_name"])
+        self.inbox.deliver(plan, buffer)
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         self.groups.leave(body["group_name"])
@@ -72,7 +73,7 @@ class Receiver:
         """Nothing to begin."""
 
     def end_weight_update(self, body: dict[str, Any]) -> None:
-        """Nothing to end."""
+        self.inbox.rest()
 
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         digests, whole = self.weights.checksum()

@@ -6,13 +6,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import torch
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from engines.embedded import peers
 from engines.embedded.engine import Engine
 from engines.embedded.errors import Invalid
+from engines.embedded.inbox import content_of
 from engines.embedded.lora import read_adapter
 from engines.embedded.serving import json_response, read_json
 from engines.embedded.unpickle import NamedTensors, read_payload
@@ -96,6 +96,7 @@ async def begin_weight_update(engine: Engine, request: Request) -> Response:
 async def end_weight_update(engine: Engine, request: Request) -> Response:
     await read_json(request)
     await engine.run(engine.gate.end_update)
+    engine.inbox.rest()
     return _ok("Weight update session closed.")
 
 
@@ -180,25 +181,15 @@ async def update_weights_from_distributed(engine: Engine, request: Request) -> R
     command = "update_weights_from_distributed"
     raw = await read_json(request)
     engine.gate.require_session(command)
-    names, shapes = _need(raw, "names", list), _need(raw, "shapes", list)
-    dtypes = [_dtype(name) for name in _need(raw, "dtypes", list)]
-    if not len(names) == len(shapes) == len(dtypes):
-        raise Invalid("names, dtypes and shapes differ in length")
-    engine.weights.check(zip(names, shapes, dtypes, strict=True))
+    plan = engine.inbox.plan(content_of(raw))
     group = raw.get("group_name", "weight_update_group")
-    is_bucket = raw.get("load_format") == "flattened_bucket"
-    named = await engine.aside(
-        lambda: engine.groups.receive(names, dtypes, shapes, group_name=group, is_bucket=is_bucket)
+
+    buffer = engine.inbox.take(plan)  # no longer its memory if this request is given up
+    await engine.aside(
+        lambda: engine.groups.receive(engine.inbox.parts(plan, buffer), group_name=group)
     )
-    await engine.update(lambda: engine.weights.apply(named), command, **_how(raw))
-    return _ok(f"Updated {len(named)} tensors.")
-
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise Invalid(f"unknown dtype {name!r}")
-    return dtype
+    await engine.update(lambda: engine.inbox.deliver(plan, buffer), command, **_how(raw))
+    return _ok(f"Updated {len(plan.pieces)} tensors.")
 
 
 async def update_weight_version(engine: Engine, request: Request) -> Response:

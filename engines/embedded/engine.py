@@ -19,6 +19,7 @@ from engines.embedded.files import update_from_disk
 from engines.embedded.gate import Gate, IdleJob
 from engines.embedded.generation import Generation
 from engines.embedded.groups import UpdateGroups
+from engines.embedded.inbox import Inbox
 from engines.embedded.lora import Adapters
 from engines.embedded.mapped import MappedFiles
 from engines.embedded.memory import Memory
@@ -47,6 +48,7 @@ class Engine:
         self.weights = Weights(model, self.adapters.fingerprints)
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(memory.device)
+        self.inbox = Inbox(self.weights, memory.device)
         self.live: dict[str, Generation] = {}
         self.context_length = _context_length(config, model)
         self._journal = Journal(config.weight_version)

@@ -1,13 +1,21 @@
 """Process groups a trainer broadcasts weights through, joined and left by name.
 
+Always true: every wait has a deadline, and none happens on the generation thread; a group whose
+rank 0 is gone is left, whether or not anybody says so.
+
 The rendezvous is the one SGLang makes (a TCP store, prefixed with the group's name), so that a
-trainer need not know which kind of engine it talks to.  Unlike SGLang's every wait has a
-deadline, and none happens on the generation thread.
+trainer need not know which kind of engine it talks to.  SGLang has neither deadlines nor a look at
+rank 0: there a group lasts until ``destroy_weights_update_group`` names it.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +23,12 @@ import torch
 
 from engines.embedded.errors import Invalid
 
+logger = logging.getLogger(__name__)
+
 JOIN_TIMEOUT_S = 60.0
 RECEIVE_TIMEOUT_S = 300.0
+# A host that was switched off says nothing: after so long without an answer it counts as gone.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 def join(
@@ -50,75 +62,119 @@ def join(
     return group
 
 
+@dataclass(slots=True, eq=False)
+class _Joined:
+    """One group.
+
+    Attributes:
+        line: to the meeting place, which lives as long as rank 0; None if there was none any more.
+        in_use: held while something is received.
+    """
+
+    group: Any
+    line: socket.socket | None
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+
+
 class UpdateGroups:
-    """The groups one engine has joined."""
+    """The groups one engine has joined.  For any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._groups: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._groups: dict[str, _Joined] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._groups
+    def names(self) -> list[str]:
+        """Those it is in."""
+        return sorted(self._groups)
 
-    def join(self, *, group_name: str, backend: str, **where: Any) -> None:
+    def join(
+        self, *, group_name: str, backend: str, master_address: str, master_port: int, **where: Any
+    ) -> None:
         """Blocks until all have joined, ``JOIN_TIMEOUT_S`` at most."""
         if group_name in self._groups:
             raise Invalid(f"weight update group {group_name!r} exists already")
         if self._device.type == "cpu" and backend != "gloo":
             raise Invalid(f"backend {backend!r} needs a GPU; this engine runs on CPU: use gloo")
         try:
-            self._groups[group_name] = join(group_name=group_name, backend=backend, **where)
+            group = join(
+                group_name=group_name,
+                backend=backend,
+                master_address=master_address,
+                master_port=master_port,
+                **where,
+            )
         except (RuntimeError, ValueError, OSError) as error:
             raise Invalid(
                 f"could not join weight update group {group_name!r} within "
                 f"{JOIN_TIMEOUT_S:g} s: {error}"
             ) from error
+        joined = _Joined(group, _line_to(master_address, master_port))
+        with self._lock:
+            self._groups[group_name] = joined
+        if joined.line is not None:
+            threading.Thread(
+                target=self._watch, args=(group_name, joined), name="update-group", daemon=True
+            ).start()
 
     def leave(self, group_name: str) -> None:
-        from torch.distributed import destroy_process_group
+        with self._lock:
+            joined = self._get(group_name)
+            del self._groups[group_name]
+        _destroy(joined)
 
-        destroy_process_group(self._get(group_name))
-        del self._groups[group_name]
-
-    def receive(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        is_bucket: bool,
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Blocks until rank 0 has broadcast every tensor, or all of them as one bucket."""
-        group = self._get(group_name)
-        sizes = [
-            torch.Size(shape).numel() * d.itemsize for shape, d in zip(shapes, dtypes, strict=True)
-        ]
-        if is_bucket:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            parts = [flat]
-            pieces = torch.split(flat, sizes)
-            tensors = [
-                piece.view(dtype).view(*shape)
-                for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)
-            ]
-        else:
-            tensors = [
-                torch.empty(tuple(shape), dtype=dtype, device=self._device)
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ]
-            parts = tensors
+    def receive(self, parts: Sequence[torch.Tensor], *, group_name: str) -> None:
+        """Blocks until rank 0 has broadcast into each of these, one after the other."""
+        joined = self._get(group_name)
         try:
-            for part in parts:
-                work = torch.distributed.broadcast(part, src=0, group=group, async_op=True)
-                work.wait(timedelta(seconds=RECEIVE_TIMEOUT_S))
+            with joined.in_use:
+                for part in parts:
+                    work = torch.distributed.broadcast(
+                        part, src=0, group=joined.group, async_op=True
+                    )
+                    work.wait(timedelta(seconds=RECEIVE_TIMEOUT_S))
         except RuntimeError as error:
             raise Invalid(f"broadcast in {group_name!r} failed: {error}") from error
-        return list(zip(names, tensors, strict=True))
 
-    def _get(self, group_name: str) -> Any:
-        if group_name not in self._groups:
+    def _watch(self, group_name: str, joined: _Joined) -> None:
+        """Nothing is ever said on the line, but it ends with rank 0, or when the group is left."""
+        assert joined.line is not None
+        with suppress(OSError):
+            while joined.line.recv(1):
+                pass
+        joined.line.close()
+        with self._lock:
+            if self._groups.get(group_name) is not joined:
+                return
+            del self._groups[group_name]
+        with joined.in_use:  # what is received fails by itself: the peer has closed
+            _destroy(joined)
+        logger.info("left weight update group %s: its rank 0 is gone", group_name)
+
+    def _get(self, group_name: str) -> _Joined:
+        joined = self._groups.get(group_name)
+        if joined is None:
             raise Invalid(
                 f"no weight update group {group_name!r}; call init_weights_update_group first"
             )
-        return self._groups[group_name]
+        return joined
+
+
+def _line_to(host: str, port: int) -> socket.socket | None:
+    try:
+        line = socket.create_connection((host, port), timeout=JOIN_TIMEOUT_S)
+    except OSError as error:
+        logger.warning("%s:%d is not watched, it takes no connection: %s", host, port, error)
+        return None
+    line.settimeout(None)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        line.setsockopt(socket.IPPROTO_TCP, option, value)
+    return line
+
+
+def _destroy(joined: _Joined) -> None:
+    if joined.line is not None:
+        with suppress(OSError):  # it has ended
+            joined.line.shutdown(socket.SHUT_RDWR)
+    torch.distributed.destroy_process_group(joined.group)

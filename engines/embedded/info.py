@@ -82,6 +82,7 @@ async def server_info(engine: Engine, request: Request) -> Response:
             "is_paused": engine.gate.paused is not None,
             "pause_mode": engine.gate.paused,
             "is_weight_update_session_open": engine.gate.is_session_open,
+            "weights_update_groups": engine.groups.names(),
             "released_tags": sorted(engine.memory.released),
             "resident_bytes": engine.memory.resident_bytes(),
             "process_resident_bytes": psutil.Process().memory_info().rss,

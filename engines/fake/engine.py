@@ -49,8 +49,8 @@ class FakeEngine(Holder):
         token_s: seconds each token takes.
         drain_s: seconds until an aborted request has left.
         context_length: tokens a prompt must be shorter than; None takes any.
-        tells_released: it says which tags are released, as the embedded engine does and SGLang
-            does not.
+        tells_released: it says which tags are released and which groups it is in, as the embedded
+            engine does and SGLang does not.
         tells_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
 
     Attributes, besides those of ``Holder`` and ``Callee``:
@@ -159,7 +159,10 @@ class FakeEngine(Holder):
         async with self._call("server_info"):
             released = frozenset(self.released) if self._tells_released else None
             saver, backup = self._memory_saver, self._backup
-            return ServerInfo("0.5.23", "fake", saver, backup, released=released)
+            groups = self.groups if self._tells_released else None
+            return ServerInfo(
+                "0.5.23", "fake", saver, backup, released=released, update_groups=groups
+            )
 
     async def loads(self) -> Loads:
         async with self._call("loads"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from engines.fake.calls import Callee
 from engines.fake.weights import FakeWeights, digest_of, unpack_tensors
+from engines.flat import FLATTENED_BUCKET, lay_out
 from engines.protocol import MemoryTag, TensorInfo, WeightsReport
 
 
@@ -51,6 +52,11 @@ class Holder(Callee):
         self._snapshot: dict[str, str] = {}
 
     # For tests: facts out
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """Weight update groups it has joined and not left."""
+        return frozenset(self._groups)
 
     @property
     def weights_are_garbage(self) -> bool:
@@ -143,7 +149,10 @@ class Holder(Callee):
         group_name: str,
         backend: str,
     ) -> None:
-        async with self._call("init_weights_update_group", group_name=group_name):
+        operation = "init_weights_update_group"
+        async with self._call(operation, group_name=group_name):
+            if group_name in self._groups:
+                raise self._rejected(operation, f"group {group_name!r} has already been created")
             self._groups.add(group_name)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
@@ -158,13 +167,17 @@ class Holder(Callee):
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None = None,
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> None:
         operation = "update_weights_from_distributed"
-        async with self._call(operation, flush_cache=flush_cache, weight_version=weight_version):
+        told = {"load_format": load_format, "weight_version": weight_version}
+        async with self._call(operation, group_name=group_name, flush_cache=flush_cache, **told):
             self._require_session(operation)
             self._require_group(operation, group_name)
+            if load_format == FLATTENED_BUCKET:
+                self._require_bucket(operation, names, dtypes, shapes)
             # No numbers travel to a fake: what came is told by its version.
             pairs = [(name, f"{name}@{weight_version}") for name in names]
             await self._write(operation, pairs, flush_cache, weight_version)
@@ -236,6 +249,19 @@ class Holder(Callee):
     def _require_group(self, operation: str, group_name: str) -> None:
         if group_name not in self._groups:
             raise self._rejected(operation, f"no weight update group {group_name!r}")
+
+    def _require_bucket(
+        self,
+        operation: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        try:
+            lay_out(names, dtypes, shapes)
+        except ValueError as error:
+            why = f"Failed to receive weights: {error}"
+            raise self._rejected(operation, why) from None
 
     def _require_weights(self, what: str) -> None:
         self._assert(MemoryTag.WEIGHTS not in self.released, f"{what} while weights are released")

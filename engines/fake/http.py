@@ -185,6 +185,9 @@ class FakeFace:
             "enable_memory_saver": info.enable_memory_saver,
             "enable_weights_cpu_backup": info.enable_weights_cpu_backup,
             "released_tags": None if info.released is None else sorted(info.released),
+            "weights_update_groups": None
+            if info.update_groups is None
+            else sorted(info.update_groups),
         }
 
     async def _loads(self, body: Mapping[str, Any]) -> Any:

@@ -1,0 +1,62 @@
+"""Memory that a bucket stands in while it is sent or received, the same for the next.
+
+Always true: a buffer that was taken is nobody else's until it is given back; the host's memory is
+gone as soon as the buffer is dropped and no tensor views it.
+
+What is new from the kernel costs more to touch than all the rest of a push: hence the same again,
+and in large pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+
+import torch
+
+
+def host_memory(num_bytes: int) -> mmap.mmap:
+    """So much memory of this process alone, zero, in large pages where the machine gives any."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    view = mmap.mmap(-1, max(num_bytes, 1), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with suppress(OSError):  # a kernel without them
+        view.madvise(mmap.MADV_HUGEPAGE)
+    return view
+
+
+class Buffers:
+    """Flat buffers on one device, of which the largest is kept.  For any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._kept: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A tensor of at least so many bytes; what is in it is left from before."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None and kept.numel() >= num_bytes:
+            return kept
+        del kept  # its memory may be what the new one needs
+        if self._device.type == "cpu":
+            return torch.frombuffer(host_memory(num_bytes), dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """It may be taken again."""
+        with self._lock:
+            if self._kept is None or self._kept.numel() < buffer.numel():
+                self._kept = buffer
+
+    def drop(self) -> None:
+        """Keep none."""
+        with self._lock:
+            self._kept = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the one that is kept."""
+        kept = self._kept
+        return 0 if kept is None else kept.numel()
