@@ -26,6 +26,7 @@ from rollout.memory import release, resume
 from rollout.policy import ReleasePolicy
 from rollout.roster import Roster
 from rollout.types import EngineReport, GroupStatus
+from rollout.weights.transports.by_broadcast import leave_group
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,9 @@ class Lending:
                 await flush(member, Drain.ABORT, budgets.flush_timeout_s)
 
     async def _release(self, member: Member) -> int:
+        if member.update_group:  # the next push makes a group without it
+            await leave_group(member.engine, member.update_group)
+            member.update_group = ""
         if not self._policy.tags:
             return 0  # a group that keeps its GPUs has engines without a memory saver
         return await release(member, self._policy, self._checkpoint_bytes)

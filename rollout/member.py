@@ -23,12 +23,15 @@ class Member:
 
     Attributes:
         num_payloads: copies of a payload it wants, one per tensor-parallel rank.
+        takes_flat_broadcast: a broadcast may bring it many tensors as one.
+        update_group: name of the group for broadcasts that it is in; empty for none.
         is_proved: its weights were verified after they were last changed.
         record: its fingerprints when it was last proved; None where none were taken.
         changed: names of the tensors that were pushed since the record.
         has_checker: it can tell fingerprints of its weights, and is asked for them.
         gives_weights: it hands out its weights to others of its kind.
         tells_memory: it can tell how much memory each tag has.
+        tells_groups: it says which groups for broadcasts it is in.
         tensors: what it says its weights are; empty where it cannot tell.
         pushed: fingerprints of what it was given, as the trainer took them; its dtypes beside it.
         base_version: the version that brought what is no adapter; None where nobody knows.
@@ -47,12 +50,15 @@ class Member:
     has_session: bool
     weight_version: int | None
     num_payloads: int = 1
+    takes_flat_broadcast: bool = False
+    update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
     is_proved: bool = True
     fenced_because: str = ""
     has_checker: bool = False
     gives_weights: bool = False
     tells_memory: bool = False
+    tells_groups: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     tensors: tuple[TensorInfo, ...] = ()

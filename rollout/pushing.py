@@ -21,7 +21,14 @@ from rollout.weights.push import WeightPush
 from rollout.weights.slots import SlotPool, why_no_room
 
 if TYPE_CHECKING:
-    from rollout.weights.tensors import NamedTensors, NameMap, Outgoing, Plans, Weights
+    from rollout.weights.tensors import (
+        KeptGroup,
+        NamedTensors,
+        NameMap,
+        Outgoing,
+        Plans,
+        Weights,
+    )
 
 
 class Surroundings(Protocol):
@@ -48,6 +55,7 @@ class Pushes:
         self._open: dict[int, Outgoing] = {}
         self._last: Outgoing | None = None
         self._pool: SlotPool | None = None
+        self._kept: KeptGroup | None = None
         self._expected: Manifest | None = None
         self._has_expected = False
         self._plans: Plans | None = None
@@ -151,16 +159,19 @@ class Pushes:
             return f"{root}: {error.strerror}"
 
     def _sender(self) -> Any:
-        from rollout.weights.tensors import Sender
+        from rollout.weights.tensors import KeptGroup, Sender
 
         if self._pool is None:
             self._pool = SlotPool(self._config.weights.shared_memory_path)
+        if self._kept is None:
+            self._kept = KeptGroup()
         return Sender(
             self._config.weights,
             self._pool,
             host=self._around.own_host(),
             timeout_s=self._config.lifecycle.update_timeout_s,
             model_path=self._config.model_path,
+            kept=self._kept,
         )
 
     # -- ending -----------------------------------------------------------------------------
@@ -184,11 +195,14 @@ class Pushes:
             outgoing.close()
 
     def close(self) -> None:
-        """End all pushes and remove all files."""
+        """End all pushes, leave the group that was kept, and remove all files."""
         for version in list(self._open):
             self.end(version)
         if self._last is not None:
             self._last.close()
             self._last = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
         if self._pool is not None:
             self._pool.close()

@@ -129,11 +129,13 @@ class Starter:
             engine=engine,
             has_session=features.has_weight_session,
             num_payloads=features.num_payloads,
+            takes_flat_broadcast=features.takes_flat_broadcast,
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             gives_weights="/weights_content" in endpoints,
             tells_memory=bool(info.resident_bytes),
+            tells_groups=info.update_groups is not None,
             tensors=tuple(await engine.weights_manifest())
             if "/weights_manifest" in endpoints
             else (),

@@ -16,6 +16,7 @@ from rollout.group_settings import GroupSettings
 from rollout.member import Member
 from rollout.roster import Roster
 from rollout.verification import ALL_TENSORS
+from rollout.weights.joining import process_text
 from rollout.weights.manifest import Manifest, check_push
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 from rollout.weights.source import AdapterSource
@@ -53,17 +54,20 @@ class Updating:
                 member.is_proved = False
                 member.changed |= _changed_by(push, contents)
 
-        answers = await push_weights(
-            push,
-            {
-                member.engine_id: PushTarget(member.engine, member.num_payloads, member.has_session)
-                for member in members
-            },
-            budget_s=self._settings.lifecycle.update_timeout_s,
-            reader=self._settings.name,
-            on_begin=has_begun,
-            fingerprints=sent,
-        )
+        held = {member.engine_id: member.update_group for member in members}
+        try:
+            answers = await push_weights(
+                push,
+                {member.engine_id: _target(member) for member in members},
+                budget_s=self._settings.lifecycle.update_timeout_s,
+                reader=self._settings.name,
+                on_begin=has_begun,
+                fingerprints=sent,
+                held=held,
+            )
+        finally:
+            for member in members:
+                member.update_group = held.get(member.engine_id, "")
         copies = max((member.num_payloads for member in members), default=1)
         self.adapters.has_pushed(push, contents, copies)
         for member in members:
@@ -90,6 +94,17 @@ class Updating:
         )
         if is_whole or not member.is_stale:
             member.weight_version, member.is_stale = push.version, False
+
+
+def _target(member: Member) -> PushTarget:
+    return PushTarget(
+        member.engine,
+        member.num_payloads,
+        member.has_session,
+        process_text(member.process.processes),
+        member.takes_flat_broadcast,
+        member.tells_groups,
+    )
 
 
 def _changed_by(push: WeightPush, contents: WeightUpdate) -> frozenset[str]:

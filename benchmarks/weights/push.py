@@ -31,7 +31,14 @@ from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.push import PushTarget, push_weights
 from rollout.weights.slots import SlotPool
-from rollout.weights.tensors import Plans, Sender, Weights, bytes_fingerprint, device_fingerprint
+from rollout.weights.tensors import (
+    KeptGroup,
+    Plans,
+    Sender,
+    Weights,
+    bytes_fingerprint,
+    device_fingerprint,
+)
 
 WAYS = {
     "shared_memory_copied": (Transport.SHARED_MEMORY, False),
@@ -98,9 +105,11 @@ class Pushing:
     def __init__(self, tensors: dict[str, torch.Tensor], port: int, folder: Path) -> None:
         self._tensors = tensors
         self._folder = folder
-        self._pool = SlotPool()
         # These live as long as a server does, not for one push.
+        self._pool = SlotPool()
         self._plans = Plans()
+        self._kept = KeptGroup()
+        self._held: dict[str, str] = {}
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint("127.0.0.1", port))
 
@@ -112,7 +121,8 @@ class Pushing:
             disk_path=str(self._folder / "{version}"),
         )
         weights = Weights(self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans)
-        sender = Sender(settings, self._pool, timeout_s=120, model_path=str(self._folder))
+        folder = str(self._folder)
+        sender = Sender(settings, self._pool, timeout_s=120, model_path=folder, kept=self._kept)
         outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
         try:
             self._runner.run(self._carry(outgoing.push))
@@ -120,7 +130,8 @@ class Pushing:
             outgoing.close()
 
     async def _carry(self, push: Any) -> None:
-        answers = await push_weights(push, {"engine": PushTarget(self._engine)}, budget_s=300)
+        target = PushTarget(self._engine, process="one", takes_flat=True)
+        answers = await push_weights(push, {"engine": target}, budget_s=300, held=self._held)
         if answers["engine"].failure is not None:
             raise answers["engine"].failure
 
@@ -140,6 +151,7 @@ class Pushing:
     def close(self) -> None:
         self._runner.run(self._engine.aclose())
         self._runner.close()
+        self._kept.close()
         self._pool.close()
 
 

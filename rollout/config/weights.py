@@ -72,7 +72,8 @@ class WeightsConfig(Slice):
     """Bytes of tensors sent in one call."""
     transport: Transport = Transport.AUTO
     """``auto``: ``shared_memory`` where all engines run on the trainer's host and it has room, else
-    ``tensor``. ``distributed`` broadcasts (gloo, NCCL); ``disk`` keeps each version."""
+    ``tensor``. ``distributed`` broadcasts (gloo, NCCL), through a group that is kept as long as
+    the engines are the same; ``disk`` keeps each version."""
     stream: bool = False
     """Make a bucket while engines take the one before: faster, and no copy of the model is ever
     whole, but the tensors must not change until the push has ended."""

@@ -1,8 +1,8 @@
 """Buckets handed out by the trainer as it makes them, to every group that pushes them.
 
-    reader -> {"token", "reader", "num_readers", "num_ranks"}      once, a line of JSON
+    reader -> {"token", "reader", "num_readers", "joiners"}        once, a line of JSON
     feed   -> {"terms"} or {"error"}                               when all readers are there
-    reader -> {"next": index}                                      it has applied those before
+    reader -> {"next": index, "keeps"}                             it has applied those before
     feed   -> {"payload" or "num_bytes", "is_last", "fingerprints"} and so many bytes
 
 Always true: a bucket is made when every reader has applied the one before the last, so at most
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rollout.errors import WeightsUnavailable
 from rollout.fanout import describe
+from rollout.weights.joining import Joiner, to_json
 from rollout.weights.transports.carrier import Payload
 
 MAX_LINE_BYTES = 64 << 20
@@ -50,12 +51,14 @@ class Source(Protocol):
     Attributes:
         terms: what the trainer says before the first, such as where to join.
         fingerprints: of the tensors that have come so far.
+        keeps: whether all that joined a group stay in it, told with the last bucket.
     """
 
     terms: Mapping[str, Any]
     fingerprints: dict[str, str]
+    keeps: bool
 
-    async def open(self, num_ranks: int) -> None: ...
+    async def open(self, joiners: Sequence[Joiner]) -> None: ...
     def __aiter__(self) -> AsyncIterator[tuple[Payload, bool]]: ...
     async def close(self) -> None: ...
 
@@ -66,9 +69,10 @@ class StaticSource:
     def __init__(self, buckets: Sequence[Payload | Awaitable[Payload]]) -> None:
         self.terms: Mapping[str, Any] = {}
         self.fingerprints: dict[str, str] = {}
+        self.keeps = False
         self._buckets = buckets
 
-    async def open(self, num_ranks: int) -> None:
+    async def open(self, joiners: Sequence[Joiner]) -> None:
         """Nothing to open."""
 
     async def __aiter__(self) -> AsyncIterator[tuple[Payload, bool]]:
@@ -86,11 +90,12 @@ class FeedReader:
     def __init__(self, address: FeedAddress, reader: str) -> None:
         self.terms: Mapping[str, Any] = {}
         self.fingerprints: dict[str, str] = {}
+        self.keeps = False
         self._address = address
         self._name = reader
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def open(self, num_ranks: int) -> None:
+    async def open(self, joiners: Sequence[Joiner]) -> None:
         """Connect, and wait until all readers have.
 
         Raises:
@@ -109,7 +114,7 @@ class FeedReader:
                 "token": address.token,
                 "reader": self._name,
                 "num_readers": address.num_readers,
-                "num_ranks": num_ranks,
+                "joiners": to_json(joiners),
             }
         )
         self.terms = answer["terms"]
@@ -122,7 +127,7 @@ class FeedReader:
             is_last = answer["is_last"]
             yield answer["payload"] if body is None else body, is_last
             index += 1
-        await self._ask({"next": index})  # the last is applied too
+        await self._ask({"next": index, "keeps": self.keeps})  # the last is applied too
 
     async def close(self) -> None:
         if self._streams is not None:

@@ -12,13 +12,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from rollout.fanout import describe
 from rollout.weights.feed import MAX_LINE_BYTES, FeedAddress
+from rollout.weights.joining import Joiner, from_json
 from rollout.weights.transports.carrier import Payload
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,11 @@ class Bucket:
     then: Callable[[], None] | None = None
 
 
-Terms = Callable[[int], Mapping[str, Any]]
-"""Told how many ranks the engines have, says what the readers must know."""
+Terms = Callable[[Sequence[Joiner]], Mapping[str, Any]]
+"""Told which engines there are, says what the readers must know."""
 
 
-def _no_terms(num_ranks: int) -> Mapping[str, Any]:
+def _no_terms(joiners: Sequence[Joiner]) -> Mapping[str, Any]:
     return {}
 
 
@@ -60,7 +61,8 @@ class Feed:
         timeout_s: how long any of the two sides waits for the other.
         gather_s: how long after the first reader the last may come.
         terms: see ``Terms``.
-        when_ended: called in the making thread at the end, whatever it was.
+        when_ended: called in the making thread at the end, whatever it was, with whether every
+            reader has taken all and keeps the group it joined.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Feed:
         timeout_s: float = 60.0,
         gather_s: float = 30.0,
         terms: Terms = _no_terms,
-        when_ended: Callable[[], None] = lambda: None,
+        when_ended: Callable[[bool], None] = lambda is_kept: None,
     ) -> None:
         self._buckets = buckets
         self._timeout_s = timeout_s
@@ -82,7 +84,8 @@ class Feed:
         self._made: dict[int, Bucket] = {}
         self._wanted: dict[str, int] = {}
         self._given: dict[str, int] = {}
-        self._ranks: dict[str, int] = {}
+        self._joiners: dict[str, tuple[Joiner, ...]] = {}
+        self._keeping: set[str] = set()
         self._num_readers = 0
         self._terms: dict[str, Mapping[str, Any]] = {}
         self._error = ""
@@ -126,26 +129,27 @@ class Feed:
             close = getattr(self._buckets, "close", None)
             if close is not None:  # a generator gives back what its buckets stand in
                 close()
-            self._when_ended()
+            self._when_ended(len(self._keeping) == self._num_readers > 0)
 
     def _gather_readers(self) -> None:
         """All of them are there, and know the terms; or none is given anything."""
         with self._changed:
-            self._wait(lambda: bool(self._ranks), None)
-            if not self._wait(lambda: len(self._ranks) == self._num_readers, self._gather_s):
-                there = ", ".join(sorted(self._ranks))
+            self._wait(lambda: bool(self._joiners), None)
+            if not self._wait(lambda: len(self._joiners) == self._num_readers, self._gather_s):
+                there = ", ".join(sorted(self._joiners))
                 self._error = (
-                    f"{len(self._ranks)} of {self._num_readers} groups came for the push within "
+                    f"{len(self._joiners)} of {self._num_readers} groups came for the push within "
                     f"{self._gather_s:g} s ({there}); no engine was asked for anything"
                 )
                 self._changed.notify_all()
                 raise _Ended
-        terms = self._terms_of(sum(self._ranks.values()))
+        joiners = dict(self._joiners)
+        terms = self._terms_of([one for of in joiners.values() for one in of])
         first = 1  # the trainer is rank 0
         with self._changed:
-            for reader in sorted(self._ranks):
+            for reader in sorted(joiners):
                 self._terms[reader] = {**terms, "rank_offset": first}
-                first += self._ranks[reader]
+                first += sum(one.num_ranks for one in joiners[reader])
             self._changed.notify_all()
 
     def _hand_out(self) -> None:
@@ -185,7 +189,7 @@ class Feed:
 
     def _least(self, of: Mapping[str, int]) -> int:
         # A reader that has gone needs nothing more; the others go on.
-        return min((of[reader] for reader in self._ranks), default=1 << 60)
+        return min((of[reader] for reader in self._joiners), default=1 << 60)
 
     def _demand(self, holds: Callable[[], bool], what: str) -> None:
         if not self._wait(holds, self._timeout_s):
@@ -193,7 +197,7 @@ class Feed:
             self._error = late
             self._changed.notify_all()
             raise _Ended
-        if not self._ranks:
+        if not self._joiners:
             raise _Ended
 
     def _wait(self, holds: Callable[[], bool], budget_s: float | None) -> bool:
@@ -241,27 +245,30 @@ class Feed:
                 reader = str(hello["reader"])
                 _say(connection, self._welcome(reader, hello), None)
                 while True:
-                    self._answer(connection, reader, int(_read(stream)["next"]))
-        except (OSError, ValueError, KeyError, _Ended):
+                    self._answer(connection, reader, _read(stream))
+        except (OSError, ValueError, TypeError, KeyError, _Ended):
             pass
         finally:
             self._sockets.discard(connection)
             with self._changed:
-                self._ranks.pop(reader, None)
+                self._joiners.pop(reader, None)
                 self._changed.notify_all()
 
     def _welcome(self, reader: str, hello: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:
             self._num_readers = int(hello["num_readers"])
             self._wanted[reader], self._given[reader] = 0, -1
-            self._ranks[reader] = int(hello["num_ranks"])
+            self._joiners[reader] = from_json(hello["joiners"])
             self._changed.notify_all()
             while reader not in self._terms and not self._error:
                 self._changed.wait()
             return {"error": self._error} if self._error else {"terms": self._terms[reader]}
 
-    def _answer(self, connection: socket.socket, reader: str, index: int) -> None:
+    def _answer(self, connection: socket.socket, reader: str, asked: Mapping[str, Any]) -> None:
+        index = int(asked["next"])
         with self._changed:
+            if asked.get("keeps"):
+                self._keeping.add(reader)
             self._wanted[reader] = index
             self._changed.notify_all()
             if index and index - 1 in self._made and self._made[index - 1].is_last:

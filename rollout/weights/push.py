@@ -1,15 +1,16 @@
 """Carry one push to many engines: session, buckets, version, flush.
 
-Always true: a session that was begun is ended and a group that was joined is left, also after a
-failure; the prefix cache is flushed and the version set by the last bucket only; an engine that
-failed in between gets no further bucket and is reported, because it now holds half of a push and
-must not serve; until ``on_begin`` is called no engine has been asked to change anything.
+Always true: a session that was begun is ended, also after a failure; a group that was joined is
+left, unless the trainer keeps it for the next push and no engine failed in this one; the prefix
+cache is flushed and the version set by the last bucket only; an engine that failed in between gets
+no further bucket and is reported, because it now holds half of a push and must not serve; until
+``on_begin`` is called no engine has been asked to change anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollout.config import WeightUpdate
 from rollout.errors import WeightsUnavailable
 from rollout.fanout import Answer, fan_out
 from rollout.weights.feed import FeedAddress, FeedReader, Source, StaticSource
+from rollout.weights.joining import Joiner
 from rollout.weights.manifest import Manifest
 from rollout.weights.transports.by_value import ByValue
 from rollout.weights.transports.carrier import Carrier, Payload, PushTarget, Stage
@@ -75,6 +77,7 @@ async def push_weights(
     reader: str = "",
     on_begin: Callable[[], None] = lambda: None,
     fingerprints: dict[str, str] | None = None,
+    held: dict[str, str] | None = None,
 ) -> dict[str, Answer[None]]:
     """Send ``push`` to all targets; answers by engine id.
 
@@ -83,11 +86,13 @@ async def push_weights(
         reader: who this is among those that read the same feed: the group.
         on_begin: called before the first engine is asked to change anything.
         fingerprints: filled with those of the tensors that were sent, where the trainer made any.
+        held: by engine, name of the group for broadcasts that it is in; changed to what it is in
+            afterwards, whatever comes of the push.
 
     Raises:
         WeightsUnavailable: the trainer does not hand out what it announced.
     """
-    carrying = _Carrying(push, targets, budget_s)
+    carrying = _Carrying(push, targets, budget_s, {} if held is None else held)
     return await carrying.run(reader, on_begin, {} if fingerprints is None else fingerprints)
 
 
@@ -95,7 +100,11 @@ class _Carrying:
     """One push under way."""
 
     def __init__(
-        self, push: WeightPush, targets: Mapping[str, PushTarget], budget_s: float
+        self,
+        push: WeightPush,
+        targets: Mapping[str, PushTarget],
+        budget_s: float,
+        held: dict[str, str],
     ) -> None:
         self._push = push
         self._targets = targets
@@ -103,25 +112,30 @@ class _Carrying:
         self._deadline = self._clock() + budget_s
         self._failed: dict[str, Answer[None]] = {}
         self._elapsed = dict.fromkeys(targets, 0.0)
+        self._held = held
         self._joined: list[str] = []
 
     async def run(
         self, reader: str, on_begin: Callable[[], None], fingerprints: dict[str, str]
     ) -> dict[str, Answer[None]]:
-        if self._push.carrier.joins:  # whoever does not answer now is left out of the group
-            await self._ask("look", self._going(), lambda target: target.engine.weight_version())
+        joins = self._push.carrier.joins
+        if joins:  # whoever does not answer now is left out of the group
+            await self._ask("look", {one: _bind(self._look, one) for one in self._going()})
         source = self._open(reader)
         try:
             async with asyncio.timeout_at(self._deadline):
-                await source.open(self._num_ranks())
-            if self._push.carrier.joins:
+                await source.open(self._joiners() if joins else ())
+            if joins:
                 await self._join(source.terms)
             on_begin()
             await self._send_all(source)
+        except BaseException:
+            source.keeps = False
+            raise
         finally:
             await source.close()
-            if self._push.carrier.joins:
-                await self._ask("leave", self._joined, self._push.carrier.leave)
+            if not (source.keeps and self._is_whole()):
+                await self._leave(self._joined)
         fingerprints.update(self._push.manifest.fingerprints)
         fingerprints.update(source.fingerprints)
         return {
@@ -134,23 +148,46 @@ class _Carrying:
             return StaticSource(self._push.buckets)
         return FeedReader(self._push.feed, reader)
 
-    def _num_ranks(self) -> int:
-        return sum(self._targets[one].payload_copies for one in self._going())
+    # -- groups -----------------------------------------------------------------------------
+
+    async def _look(self, engine_id: str) -> None:
+        """Whether it answers, and is still where it was."""
+        target, held = self._targets[engine_id], self._held.get(engine_id)
+        await target.engine.weight_version()
+        if held and target.tells_groups:
+            told = (await target.engine.server_info()).update_groups
+            if told is not None and held not in told:
+                del self._held[engine_id]
+
+    def _joiners(self) -> list[Joiner]:
+        return [
+            Joiner(
+                one,
+                self._targets[one].payload_copies,
+                self._targets[one].process,
+                self._held.get(one, ""),
+                self._targets[one].takes_flat,
+            )
+            for one in self._going()
+        ]
 
     async def _join(self, terms: Mapping[str, Any]) -> None:
         """All of them or none: a group lacks nobody.  No weight has changed when it fails."""
-        first = int(terms["rank_offset"])
-        places: dict[int, Mapping[str, Any]] = {}
         self._joined = self._going()
+        if not terms["is_new"]:
+            return
+        await self._leave(self._joined, terms["over"])
+        first = int(terms["rank_offset"])
+        joining: dict[str, Callable[[], Awaitable[Any]]] = {}
         for engine_id in self._joined:
-            places[id(self._targets[engine_id])] = {**terms, "rank_offset": first}
-            first += self._targets[engine_id].payload_copies
+            target = self._targets[engine_id]
+            joining[engine_id] = _bind(
+                self._push.carrier.join, target, {**terms, "rank_offset": first}
+            )
+            first += target.payload_copies
+            self._held[engine_id] = terms["group_name"]
         before = len(self._failed)
-        await self._ask(
-            "init_weights_update_group",
-            self._joined,
-            lambda target: self._push.carrier.join(target, places[id(target)]),
-        )
+        await self._ask("init_weights_update_group", joining)
         failures = [str(one.failure) for one in self._failed.values()]
         if len(failures) > before:
             raise WeightsUnavailable(
@@ -158,36 +195,55 @@ class _Carrying:
                 f"{'; '.join(failures)}; no engine's weights have changed"
             )
 
+    async def _leave(self, engine_ids: Sequence[str], over: str = "") -> None:
+        """Have these leave the group they are in, and the one the trainer says is over."""
+        leaving: dict[str, Callable[[], Awaitable[Any]]] = {}
+        for engine_id in engine_ids:
+            names = {self._held.pop(engine_id, ""), over} - {""}
+            if names:
+                leaving[engine_id] = _bind(self._leave_all, self._targets[engine_id], names)
+        await self._ask("leave", leaving)
+
+    async def _leave_all(self, target: PushTarget, names: Iterable[str]) -> None:
+        for name in names:
+            await self._push.carrier.leave(target, name)
+
+    def _is_whole(self) -> bool:
+        """Whether none of those that joined has failed since."""
+        return not any(one in self._failed for one in self._joined)
+
     async def _send_all(self, source: Source) -> None:
         begun = self._going() if self._push.carrier.needs_session else []
         try:
-            await self._ask("begin_weight_update", begun, _begin)
+            await self._ask("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
             async for payload, is_last in source:
                 if not self._going():
                     break
                 packed = await self._pack(payload)
                 stage = Stage(self._push.version, is_last)
-                await self._ask("update_weights", self._going(), self._sender(packed, stage))
+                send = self._each(self._going(), self._push.carrier.send, packed, stage)
+                await self._ask("update_weights", send)
+                source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
         finally:
-            await self._ask("end_weight_update", begun, _end)
+            await self._ask("end_weight_update", self._each(begun, _end))
 
     async def _pack(self, payload: Payload) -> Any:
         if isinstance(payload, bytes) and len(payload) > _MOST_INLINE_BYTES:
             return await asyncio.to_thread(self._push.carrier.pack, payload)
         return self._push.carrier.pack(payload)
 
-    def _sender(self, packed: Any, stage: Stage) -> Callable[[PushTarget], Awaitable[None]]:
-        return lambda target: self._push.carrier.send(target, packed, stage)
-
     def _going(self) -> list[str]:
         return [engine_id for engine_id in self._targets if engine_id not in self._failed]
 
-    async def _ask(
-        self, operation: str, wanted: Sequence[str], call: Callable[[PushTarget], Awaitable[Any]]
-    ) -> None:
+    def _each(
+        self, wanted: Iterable[str], call: Callable[..., Awaitable[Any]], *more: Any
+    ) -> dict[str, Callable[[], Awaitable[Any]]]:
+        return {one: _bind(call, self._targets[one], *more) for one in wanted}
+
+    async def _ask(self, operation: str, asks: Mapping[str, Callable[[], Awaitable[Any]]]) -> None:
         asked = await fan_out(
-            {one: _bind(call, self._targets[one]) for one in wanted},
+            asks,
             operation=operation,
             budget_s=max(self._deadline - self._clock(), _LEAST_BUDGET_S),
         )
@@ -207,10 +263,8 @@ async def _end(target: PushTarget) -> None:
         await target.engine.end_weight_update()
 
 
-def _bind(
-    call: Callable[[PushTarget], Awaitable[Any]], target: PushTarget
-) -> Callable[[], Awaitable[Any]]:
-    return lambda: call(target)
+def _bind(call: Callable[..., Awaitable[Any]], *given: Any) -> Callable[[], Awaitable[Any]]:
+    return lambda: call(*given)
 
 
 __all__ = ["PushTarget", "WeightPush", "push_weights"]

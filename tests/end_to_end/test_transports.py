@@ -24,6 +24,7 @@ from rollout.weights.manifest import read_checkpoint_manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.tensors import bytes_fingerprint
 from rollout.weights.tensors.broadcast import BroadcastRoot
+from rollout.weights.transports.by_broadcast import leave_group
 from rollout.weights.transports.by_path import ByPath
 
 pytestmark = pytest.mark.embedded
@@ -243,5 +244,5 @@ async def test_an_engine_that_does_not_receive_ends_the_broadcast_in_time(
     with pytest.raises(WeightsUnavailable, match="broadcast in deaf failed"):
         # More than sockets take by themselves.
         await asyncio.to_thread(root.send, [torch.zeros(1 << 22)])
-    await engine.destroy_weights_update_group("deaf")
+    await leave_group(engine, "deaf")  # if it has not left by itself
     await engine.aclose()

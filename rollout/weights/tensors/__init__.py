@@ -12,6 +12,7 @@ from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.slots import SlotPool
+from rollout.weights.tensors.broadcasting import KeptGroup
 from rollout.weights.tensors.canary import canary_logprobs
 from rollout.weights.tensors.planning import NameMap, Plans
 from rollout.weights.tensors.sending import Outgoing, Sender
@@ -46,6 +47,7 @@ def make_push(
 
 
 __all__ = [
+    "KeptGroup",
     "NameMap",
     "NamedTensors",
     "Outgoing",

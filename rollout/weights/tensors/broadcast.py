@@ -1,8 +1,8 @@
-"""The trainer's end of a broadcast: it opens the meeting place, joins as rank 0, and sends.
+"""The trainer's end of a group: it opens the meeting place, joins as rank 0, and sends.
 
-Always true: the meeting place lives in this process and is closed at the deadline, which frees
-every engine that waits there for one that does not come; a broadcast that is late ends the group,
-which frees those that receive.
+Always true: the meeting place lives in this process, as long as the group does, and is closed at
+the deadline, which frees every engine that waits there for one that does not come; a broadcast
+that is late ends the group, which frees those that receive.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from rollout.errors import WeightsUnavailable
 class BroadcastRoot:
     """Rank 0 of one group.
 
+    Attributes:
+        name: new for each group, so that a late engine cannot join another.
+        backend: ``gloo`` or ``nccl``.
+
     Args:
         host: address of this machine that the engines can reach.
         join_timeout_s: until all have joined.
@@ -36,8 +40,8 @@ class BroadcastRoot:
         join_timeout_s: float,
         send_timeout_s: float,
     ) -> None:
-        self._name = group_name
-        self._backend = backend
+        self.name = group_name
+        self.backend = backend
         self._host = host
         self._join_timeout_s = join_timeout_s
         self._send_timeout = timedelta(seconds=send_timeout_s)
@@ -46,7 +50,7 @@ class BroadcastRoot:
         self._group: Any = None
 
     def terms(self, num_ranks: int) -> Mapping[str, Any]:
-        """Open the meeting place; what the engines must know to come."""
+        """Open the meeting place; what the engines, of so many ranks, must know to come."""
         self._world_size = num_ranks + 1
         self._store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             self._host,
@@ -74,9 +78,9 @@ class BroadcastRoot:
                 self._world_size,
                 0,
                 [],
-                distributed_c10d.Backend(self._backend),
-                distributed_c10d.PrefixStore(self._name, self._store),
-                group_name=self._name,  # type: ignore[arg-type]
+                distributed_c10d.Backend(self.backend),
+                distributed_c10d.PrefixStore(self.name, self._store),
+                group_name=self.name,  # type: ignore[arg-type]
                 timeout=timeout,
             )
             ranks = {rank: rank for rank in range(self._world_size)}
@@ -87,7 +91,7 @@ class BroadcastRoot:
         except (RuntimeError, ValueError) as error:
             self.close()
             raise WeightsUnavailable(
-                f"not all {self._world_size - 1} ranks of the engines joined group {self._name} "
+                f"not all {self._world_size - 1} ranks of the engines joined group {self.name} "
                 f"within {self._join_timeout_s:g} s: {error}"
             ) from error
 
@@ -110,7 +114,7 @@ class BroadcastRoot:
             with suppress(RuntimeError):
                 self._group.abort()  # kernels of NCCL that wait on the device
             self.close()
-            raise WeightsUnavailable(f"broadcast in {self._name} failed: {error}") from error
+            raise WeightsUnavailable(f"broadcast in {self.name} failed: {error}") from error
 
     def close(self) -> None:
         """Leave, and close the meeting place."""

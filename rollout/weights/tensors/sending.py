@@ -9,7 +9,6 @@ A push is *copied* (whole when the function returns: the trainer may change its 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +20,8 @@ from rollout.weights.feeding import Bucket, Feed
 from rollout.weights.manifest import Manifest
 from rollout.weights.push import WeightPush
 from rollout.weights.slots import Slot, SlotPool
-from rollout.weights.tensors.broadcast import BroadcastRoot
+from rollout.weights.tensors.broadcasting import Broadcast, KeptGroup
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.planning import specs_of
 from rollout.weights.tensors.sources import Weights
 from rollout.weights.tensors.writing import (
     CheckpointWriter,
@@ -58,6 +56,7 @@ class Sender:
         pool: slots in tmpfs, if there is a tmpfs.
         timeout_s: for a bucket, engines' work included.
         model_path: checkpoint the engines started from.
+        kept: where broadcasts leave their group for the next; None makes one for each push.
     """
 
     settings: WeightsConfig
@@ -65,6 +64,7 @@ class Sender:
     host: str = "127.0.0.1"
     timeout_s: float = 600.0
     model_path: str = ""
+    kept: KeptGroup | None = None
 
     def send(
         self,
@@ -229,45 +229,15 @@ class Sender:
             yield Bucket(payload, is_last, found)
 
     def _broadcast(self, weights: Weights, version: int, contents: WeightUpdate | None) -> Outgoing:
-        backend = self.settings.backend
-        if backend == "auto":
-            backend = "nccl" if weights.is_on_cuda else "gloo"
-        carrier = ByBroadcast(f"push-{version}-{secrets.token_hex(4)}", backend)
-        root = BroadcastRoot(
-            carrier.group_name,
-            backend,
-            host=self.host,
-            join_timeout_s=self.settings.group_timeout_s,
-            send_timeout_s=self.settings.group_timeout_s,
-        )
-
-        def buckets() -> Iterator[Bucket]:
-            root.join()
-            for pairs, is_last in weights.gathered():
-                specs = specs_of(pairs)
-                payload = {
-                    "names": [spec.name for spec in specs],
-                    "dtypes": [spec.dtype for spec in specs],
-                    "shapes": [list(spec.shape) for spec in specs],
-                }
-                found = self._fingerprints(pairs)
-                tensors = [tensor for _, tensor in pairs]
-                del pairs
-                yield Bucket(
-                    payload,
-                    is_last,
-                    found,
-                    lambda tensors=tensors: root.send(tensors),  # type: ignore[misc]
-                )
-
+        broadcast = Broadcast(weights, version, self.settings, self.host, self.kept)
         feed = Feed(
-            buckets(),
+            broadcast.buckets(),
             host=self.host,
             timeout_s=self.timeout_s,
-            terms=root.terms,
-            when_ended=root.close,
+            terms=broadcast.terms,
+            when_ended=broadcast.ended,
         )
         push = WeightPush(
-            version, weights.manifest, carrier=carrier, feed=feed.address, contents=contents
+            version, weights.manifest, carrier=ByBroadcast(), feed=feed.address, contents=contents
         )
         return Outgoing(push, feed.close)

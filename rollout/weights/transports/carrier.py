@@ -23,11 +23,17 @@ class PushTarget:
     Attributes:
         payload_copies: its tensor-parallel ranks: SGLang wants a payload for each.
         has_session: it wants the update between begin and end (SGLang 0.5.21 and later).
+        process: what tells its process from any other; empty where nobody knows.
+        takes_flat: a broadcast may bring it many tensors as one.
+        tells_groups: it says which groups for broadcasts it is in.
     """
 
     engine: Engine
     payload_copies: int = 1
     has_session: bool = True
+    process: str = ""
+    takes_flat: bool = False
+    tells_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,8 @@ class Carrier(Protocol):
         """Give one engine one bucket; with the last one version and flush."""
         ...
 
-    async def leave(self, target: PushTarget) -> None:
-        """Undo ``join``, also after a failure."""
+    async def leave(self, target: PushTarget, group_name: str) -> None:
+        """Undo ``join``, also after a failure, and where the engine has left by itself."""
         ...
 
 
@@ -85,5 +91,5 @@ class SimpleCarrier:
     def pack(self, payload: Payload) -> Any:
         return payload
 
-    async def leave(self, target: PushTarget) -> None:
+    async def leave(self, target: PushTarget, group_name: str) -> None:
         """Nothing to leave."""

@@ -4,33 +4,38 @@ What the trainer's end does with real engines is in ``tests/end_to_end/test_tran
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from engines.errors import EngineRejected
+from engines.errors import EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine
 from rollout.errors import WeightsUnavailable
-from rollout.weights.feed import FeedAddress
+from rollout.fanout import Answer
 from rollout.weights.feeding import Bucket, Feed
+from rollout.weights.joining import Joiner
 from rollout.weights.push import PushTarget, WeightPush, push_weights
 from rollout.weights.transports.by_broadcast import ByBroadcast
 from tests.support.builders import manifest
 
 
-def a_push(address: FeedAddress) -> WeightPush:
-    return WeightPush(1, manifest(), carrier=ByBroadcast("g", "gloo"), feed=address)
+def a_push(feed: Feed, version: int = 1) -> WeightPush:
+    return WeightPush(version, manifest(), carrier=ByBroadcast(), feed=feed.address)
 
 
-def a_feed() -> Feed:
+def a_feed(**terms: Any) -> Feed:
     info = manifest().tensors.values()
+    group = {"group_name": "g", "backend": "gloo", "is_new": True, "keeps": False, "over": ""}
+    group |= {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, **terms}
     payload = {
+        "group_name": group["group_name"],
         "names": [one.name for one in info],
         "dtypes": [one.dtype for one in info],
         "shapes": [list(one.shape) for one in info],
+        "load_format": "flattened_bucket",
     }
-    terms = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4}
-    return Feed(iter([Bucket(payload, True)]), terms=lambda _: terms)
+    return Feed(iter([Bucket(payload, True)]), terms=lambda _: group)
 
 
 class Recording(FakeEngine):
@@ -43,7 +48,7 @@ async def test_each_engine_gets_its_ranks_and_leaves_in_the_end() -> None:
     feed = a_feed()
     one, other = Recording("a"), Recording("b")
     targets = {"a": PushTarget(one, payload_copies=2), "b": PushTarget(other)}
-    answers = await push_weights(a_push(feed.address), targets, budget_s=20)
+    answers = await push_weights(a_push(feed), targets, budget_s=20)
     assert all(answer.failure is None for answer in answers.values())
     assert (one.where["rank_offset"], other.where["rank_offset"]) == (1, 3)
     assert one.operations() == [
@@ -63,7 +68,7 @@ async def test_an_engine_that_does_not_answer_is_left_out_before_a_group_is_made
     dead, well = Recording("a"), Recording("b")
     dead.die("killed")
     targets = {"a": PushTarget(dead), "b": PushTarget(well)}
-    answers = await push_weights(a_push(feed.address), targets, budget_s=20)
+    answers = await push_weights(a_push(feed), targets, budget_s=20)
     assert answers["a"].failure is not None
     assert answers["b"].failure is None
     assert well.where["rank_offset"] == 1
@@ -77,7 +82,7 @@ async def test_a_group_that_does_not_form_changes_nothing() -> None:
     begun: list[None] = []
     with pytest.raises(WeightsUnavailable, match=r"did not form: .*no peer.*no engine's weights"):
         await push_weights(
-            a_push(feed.address),
+            a_push(feed),
             {"a": PushTarget(bad), "b": PushTarget(good)},
             budget_s=20,
             on_begin=lambda: begun.append(None),
@@ -92,8 +97,119 @@ async def test_no_engine_is_asked_for_anything_when_a_group_stays_away() -> None
     feed = a_feed()
     feed._gather_s = 0.2
     engine = Recording("a")
-    push = a_push(feed.address).read_by(2)
+    push = a_push(feed).read_by(2)
     with pytest.raises(WeightsUnavailable, match="1 of 2 groups came"):
         await asyncio.wait_for(push_weights(push, {"a": PushTarget(engine)}, budget_s=20), 10)
     assert engine.operations() == ["weight_version"]
+    feed.close()
+
+
+# -- groups that are kept ------------------------------------------------------------------------
+
+JOINS = {"init_weights_update_group", "destroy_weights_update_group"}
+
+
+def joins_of(engine: FakeEngine) -> list[str]:
+    return [one for one in engine.operations() if one in JOINS]
+
+
+async def pushed(
+    engines: Sequence[FakeEngine], held: dict[str, str], version: int, **terms: Any
+) -> dict[str, Answer[None]]:
+    feed = a_feed(**terms)
+    try:
+        targets = {one.engine_id: PushTarget(one, process="same") for one in engines}
+        return await push_weights(a_push(feed, version), targets, budget_s=20, held=held)
+    finally:
+        feed.close()
+
+
+async def test_a_kept_group_is_joined_once_and_used_again() -> None:
+    engines = [Recording("a"), Recording("b")]
+    held: dict[str, str] = {}
+    await pushed(engines, held, 1, keeps=True)
+    assert held == {"a": "g", "b": "g"}
+    await pushed(engines, held, 2, keeps=True, is_new=False)
+    assert held == {"a": "g", "b": "g"}
+    for engine in engines:
+        assert joins_of(engine) == ["init_weights_update_group"]
+        assert await engine.weight_version() == "2"
+
+
+async def test_an_engine_leaves_what_it_held_before_it_joins_another() -> None:
+    engine = Recording("a")
+    held: dict[str, str] = {}
+    await pushed([engine], held, 1, keeps=True)
+    await pushed([engine], held, 2, keeps=True, group_name="h", over="g")
+    assert held == {"a": "h"}
+    assert engine.groups == {"h"}
+    assert len(joins_of(engine)) == 3
+
+
+async def test_an_engine_whose_group_actor_was_lost_is_told_what_is_over() -> None:
+    """Nobody beside it knows any more what it holds; the trainer does."""
+    engine = Recording("a")
+    await pushed([engine], {}, 1, keeps=True)
+    held: dict[str, str] = {}
+    await pushed([engine], held, 2, group_name="h", over="g")
+    assert engine.groups == frozenset()
+    assert held == {}
+
+
+async def test_after_a_failure_all_leave_and_nothing_is_kept() -> None:
+    bad, good = Recording("a"), Recording("b")
+    held: dict[str, str] = {}
+    await pushed([bad, good], held, 1, keeps=True)
+    bad.fail_next("update_weights_from_distributed", EngineRejected("no", status=400))
+    answers = await pushed([bad, good], held, 2, keeps=True, is_new=False)
+    assert answers["a"].failure is not None
+    assert answers["b"].failure is None
+    assert held == {}
+    assert bad.groups == good.groups == frozenset()
+
+
+async def test_an_engine_that_ends_its_session_badly_is_in_no_group() -> None:
+    bad, good = Recording("a"), Recording("b")
+    held: dict[str, str] = {}
+    bad.fail_next("end_weight_update", EngineRejected("no", status=400))
+    await pushed([bad, good], held, 1, keeps=True)
+    assert held == {}
+    assert good.groups == frozenset()
+
+
+async def test_what_a_silent_engine_holds_is_remembered_for_when_it_comes_back() -> None:
+    engine, other = Recording("a"), Recording("b")
+    held: dict[str, str] = {}
+    await pushed([engine, other], held, 1, keeps=True)
+    engine.fail_next("weight_version", EngineUnreachable("nobody answers"))
+    await pushed([engine, other], held, 2, keeps=True, group_name="h", over="g")
+    assert held == {"a": "g", "b": "h"}
+    assert (engine.groups, other.groups) == ({"g"}, {"h"})
+    await pushed([engine, other], held, 3, keeps=True, group_name="i", over="h")
+    assert held == {"a": "i", "b": "i"}
+    assert engine.groups == other.groups == {"i"}
+
+
+async def test_an_engine_that_says_it_has_left_holds_nothing() -> None:
+    engine = Recording("a", tells_released=True)
+    held = {"a": "g"}
+    said: list[Joiner] = []
+    feed = a_feed()
+    terms = feed._terms_of
+    feed._terms_of = lambda joiners: said.extend(joiners) or terms(joiners)  # type: ignore[func-returns-value]
+    target = PushTarget(engine, process="same", tells_groups=True)
+    await push_weights(a_push(feed), {"a": target}, budget_s=20, held=held)
+    assert said == [Joiner("a", 1, "same", "")]
+    assert engine.operations()[:3] == ["weight_version", "server_info", "init_weights_update_group"]
+    feed.close()
+
+
+async def test_engines_say_who_they_are_and_what_they_hold() -> None:
+    said: list[Any] = []
+    feed = a_feed()
+    terms = feed._terms_of
+    feed._terms_of = lambda joiners: said.extend(joiners) or terms(joiners)  # type: ignore[func-returns-value]
+    target = PushTarget(Recording("a"), payload_copies=2, process="boot/7/99", takes_flat=True)
+    await push_weights(a_push(feed), {"a": target}, budget_s=20, held={"a": "former"})
+    assert said == [Joiner("a", 2, "boot/7/99", "former", True)]
     feed.close()

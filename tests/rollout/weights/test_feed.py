@@ -1,6 +1,7 @@
 """Buckets handed out one after the other, to all groups or to none."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from rollout.errors import WeightsUnavailable
 from rollout.weights.feed import FeedReader
 from rollout.weights.feeding import Bucket, Feed
+from rollout.weights.joining import Joiner
 
 
 class Making:
@@ -40,7 +42,7 @@ def reader_of(feed: Feed, name: str, num_readers: int = 1) -> FeedReader:
 
 async def read_all(reader: FeedReader, num_ranks: int = 1) -> list[Any]:
     try:
-        await reader.open(num_ranks)
+        await reader.open([Joiner("of " + reader._name, num_ranks)])
         return [payload async for payload, _ in reader]
     finally:
         await reader.close()
@@ -50,7 +52,9 @@ ALL = [{"path": "/0"}, b"\x01" * 5, {"path": "/2"}]
 
 
 async def test_every_reader_gets_every_bucket_and_its_own_place() -> None:
-    feed = Feed(iter(Making(3)), terms=lambda ranks: {"world_size": ranks + 1})
+    feed = Feed(
+        iter(Making(3)), terms=lambda all_: {"world_size": 1 + sum(one.num_ranks for one in all_)}
+    )
     one, other = (reader_of(feed, name, 2) for name in ("a", "b"))
     assert await asyncio.gather(read_all(one, 2), read_all(other, 1)) == [ALL, ALL]
     assert one.terms == {"world_size": 4, "rank_offset": 1}
@@ -63,7 +67,7 @@ async def test_a_bucket_is_made_when_all_have_applied_the_last_but_one() -> None
     making = Making(4)
     feed = Feed(iter(making))
     slow, fast = (reader_of(feed, name, 2) for name in ("slow", "fast"))
-    await asyncio.gather(slow.open(1), fast.open(1))
+    await asyncio.gather(slow.open([]), fast.open([]))
     buckets, others = aiter(slow), aiter(fast)
     for index in range(3):
         await anext(buckets)
@@ -101,7 +105,7 @@ async def test_a_reader_that_leaves_does_not_hold_up_the_others() -> None:
     feed = Feed(iter(Making(3)), timeout_s=30)
     leaves, stays = reader_of(feed, "a", 2), reader_of(feed, "b", 2)
     reading = asyncio.create_task(read_all(stays))
-    await leaves.open(1)
+    await leaves.open([])
     await leaves.close()
     assert await asyncio.wait_for(reading, 10) == ALL
     feed.close()
@@ -117,7 +121,7 @@ async def test_the_trainers_own_part_comes_while_all_have_the_bucket() -> None:
 
     feed = Feed(iter([Bucket({"names": []}, True, then=take_part)]))
     reader = reader_of(feed, "a")
-    await reader.open(1)
+    await reader.open([])
     async for payload, _ in reader:
         assert payload == {"names": []}
         # As in a broadcast: nobody is ready with the bucket before the trainer has done its part.
@@ -136,7 +140,7 @@ async def test_who_waits_for_a_closed_feed_is_told() -> None:
 
     feed = Feed(never())
     reader = reader_of(feed, "a")
-    await reader.open(1)
+    await reader.open([])
     reading = asyncio.create_task(anext(aiter(reader)))  # type: ignore[arg-type]
     closing = asyncio.create_task(asyncio.to_thread(feed.close))
     with pytest.raises(WeightsUnavailable):
@@ -150,7 +154,7 @@ async def test_a_stranger_is_not_served_and_does_not_count() -> None:
     feed = Feed(iter(Making(3)))
     stranger = FeedReader(replace(feed.address, token="guess"), "a")
     with pytest.raises(WeightsUnavailable, match="closed the connection"):
-        await stranger.open(1)
+        await stranger.open([])
     await stranger.close()
     assert await read_all(reader_of(feed, "a")) == ALL
     feed.close()
@@ -164,8 +168,33 @@ async def test_a_trainer_that_is_gone_is_named_with_its_address() -> None:
 
 
 def test_what_is_over_is_let_go() -> None:
-    ended = threading.Event()
+    ended: queue.Queue[bool] = queue.Queue()
     making = Making(1)
-    Feed(iter(making), when_ended=ended.set).close()
-    assert ended.wait(5)
+    Feed(iter(making), when_ended=ended.put).close()
+    assert ended.get(timeout=5) is False
     assert making.made == []
+
+
+@pytest.mark.parametrize("keeping", [("a", "b"), ("a",), ()])
+async def test_a_group_is_kept_if_every_reader_keeps_it(keeping: tuple[str, ...]) -> None:
+    ended: queue.Queue[bool] = queue.Queue()
+    feed = Feed(iter(Making(2)), when_ended=ended.put)
+    readers = [reader_of(feed, name, 2) for name in ("a", "b")]
+    for one in readers:
+        one.keeps = one._name in keeping
+    await asyncio.gather(*(read_all(one) for one in readers))
+    assert await asyncio.to_thread(ended.get, timeout=5) is (len(keeping) == 2)
+    feed.close()
+
+
+async def test_a_reader_that_leaves_early_keeps_nothing() -> None:
+    ended: queue.Queue[bool] = queue.Queue()
+    feed = Feed(iter(Making(3)), when_ended=ended.put)
+    stays, leaves = reader_of(feed, "a", 2), reader_of(feed, "b", 2)
+    stays.keeps = leaves.keeps = True
+    reading = asyncio.create_task(read_all(stays))
+    await leaves.open([])
+    await leaves.close()
+    assert await reading == ALL
+    assert await asyncio.to_thread(ended.get, timeout=5) is False
+    feed.close()

@@ -1,0 +1,178 @@
+"""The group of a broadcast is kept while its engines are the same, and made anew otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engines.embedded.tiny import make_tiny_model
+from rollout import RolloutConfig, launch
+from rollout.errors import RolloutError
+from rollout.handle import ServerHandle
+from rollout.types import EngineStatus
+from rollout.weights.tensors import bytes_fingerprint
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", architecture="qwen3")
+
+
+@pytest.fixture(scope="module")
+def policy(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
+    config = {
+        "log_dir": str(tmp_path_factory.mktemp("logs")),
+        "servers": {
+            "policy": {
+                "model_path": str(model_path),
+                "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}},
+                "health": {"probe_interval_s": 0.5, "probe_timeout_s": 1.0},
+                "weights": {"transport": "distributed", "bucket_bytes": 100_000},
+            }
+        },
+    }
+    with launch(RolloutConfig.from_dict(config), backend="local") as deployment:
+        yield deployment["policy"]
+
+
+@pytest.fixture
+def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
+    """New weights to all, held against what each engine says; the group they came through."""
+    held = load_file(model_path / "model.safetensors")
+
+    def pushed() -> str:
+        new = {name: torch.randn_like(one) for name, one in held.items()}
+        policy.sync_weights(new).result(60)
+        wanted = {name: bytes_fingerprint(name, one) for name, one in new.items()}
+        for engine in engines(policy):
+            found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
+            assert found == {name: wanted[name] for name in found}
+        kept = policy._pushes._kept
+        assert kept is not None
+        return kept.name
+
+    return pushed
+
+
+def engines(policy: ServerHandle) -> list[EngineStatus]:
+    (group,) = policy.status().result(30).groups
+    return [one for one in group.engines if not one.fenced_because]
+
+
+def asked(engine: EngineStatus, question: str) -> Any:
+    with urllib.request.urlopen(f"{engine.endpoint.url}/{question}", timeout=30) as answer:
+        return json.load(answer)
+
+
+def groups(policy: ServerHandle) -> list[list[str]]:
+    """What each engine that serves says it is in."""
+    return [asked(one, "server_info")["weights_update_groups"] for one in engines(policy)]
+
+
+def test_the_group_of_one_push_is_that_of_the_next(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    name = push()
+    processes = [psutil.Process(), *(psutil.Process(one.pid) for one in engines(policy))]
+    before = [one.num_fds() for one in processes]
+    assert [push() for _ in range(5)] == [name] * 5
+    assert groups(policy) == [[name], [name]]
+    # Connections of others come and go; one of each push's would be five.
+    more = [one.num_fds() - were for one, were in zip(processes, before, strict=True)]
+    assert all(one < 5 for one in more), more
+
+
+def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    """It is pushed to as soon as it is dead, when nobody has noticed, and again as another."""
+    name = push()
+    dead = engines(policy)[1]
+    assert dead.pid is not None
+    os.kill(dead.pid, signal.SIGKILL)
+    without = push()
+    assert without not in ("", name)
+    assert groups(policy)[0] == [without]
+
+    def is_back() -> bool:
+        return [one.pid for one in engines(policy)][1:] not in ([], [dead.pid])
+
+    assert wait_until(is_back, 60)
+    with_it = push()
+    assert with_it not in ("", name, without)
+    assert groups(policy) == [[with_it], [with_it]]
+    assert push() == with_it
+
+
+def test_an_engine_that_is_removed_leaves_and_the_others_make_another(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    name = push()
+    away = engines(policy)[1]
+    policy.remove_engine(away.engine_id, keep_process=True).result(60)
+    assert asked(away, "server_info")["weights_update_groups"] == []
+    without = push()
+    assert without != name
+    assert groups(policy) == [[without]]
+    policy.add_engine(away.engine_id).result(60)
+    with_it = push()
+    assert with_it != without
+    assert groups(policy) == [[with_it], [with_it]]
+
+
+def test_an_engine_that_was_told_to_leave_behind_our_back_is_asked_to_join_again(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    name = push()
+    body = json.dumps({"group_name": name}).encode()
+    url = f"{engines(policy)[1].endpoint.url}/destroy_weights_update_group"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as answer:
+        assert answer.status == 200
+    another = push()
+    assert another != name
+    assert groups(policy) == [[another], [another]]
+
+
+def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
+    policy: ServerHandle, push: Callable[[], str], model_path: Path
+) -> None:
+    name = push()
+    weights = load_file(model_path / "model.safetensors")
+    last = list(weights)[-1]
+
+    def breaks_off(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if name == last and tensor.device.type != "meta":
+            raise RuntimeError("out of memory")
+        yield name, tensor
+
+    with pytest.raises(RolloutError, match="out of memory"):
+        policy.sync_weights(weights, name_map=breaks_off).result(60)
+    assert policy._pushes._kept is not None
+    assert policy._pushes._kept.name == ""
+    assert groups(policy) == [[], []]
+    assert push() not in ("", name)
+
+
+def test_with_the_trainers_end_the_engines_end_is_gone(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    name = push()
+    assert groups(policy) == [[name], [name]]
+    policy.close()
+    assert wait_until(lambda: groups(policy) == [[], []], 10)
+    assert not [one for one in threading.enumerate() if one.name.startswith("feed-")]
+    assert push() != name

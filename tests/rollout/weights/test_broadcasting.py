@@ -1,0 +1,159 @@
+"""The trainer's end of pushes by broadcast: which group, in which form, and when it is let go.
+
+Groups here are of the trainer alone (engines of no ranks); those with engines are in
+``tests/end_to_end/test_kept_group.py``.  Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.config import WeightsConfig
+from rollout.weights.feeding import Bucket
+from rollout.weights.joining import Joiner
+
+torch = pytest.importorskip("torch")
+from rollout.weights.tensors import Weights  # noqa: E402  only where there is torch
+from rollout.weights.tensors.broadcasting import Broadcast, KeptGroup  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+ENGINES = (Joiner("a", 0, "pa", takes_flat=True), Joiner("b", 0, "pb", takes_flat=True))
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptGroup]:
+    group = KeptGroup()
+    yield group
+    group.close()
+
+
+def a_broadcast(kept: KeptGroup | None, **tensors: torch.Tensor) -> Broadcast:
+    settings = WeightsConfig(group_timeout_s=10)
+    weights = Weights(tensors or {"x": torch.ones(2)}, bucket_bytes=settings.bucket_bytes)
+    return Broadcast(weights, 1, settings, "127.0.0.1", kept)
+
+
+def sent(
+    kept: KeptGroup | None, joiners: tuple[Joiner, ...] = ENGINES, *, well: bool = True
+) -> Mapping[str, Any]:
+    """One push, through whatever group; what the engines were told of it."""
+    broadcast = a_broadcast(kept)
+    terms = broadcast.terms(joiners)
+    for bucket in broadcast.buckets():
+        assert bucket.then is not None
+        bucket.then()
+    broadcast.ended(well)
+    return terms
+
+
+def holding(name: str, joiners: tuple[Joiner, ...] = ENGINES) -> tuple[Joiner, ...]:
+    return tuple(replace(one, held=name) for one in joiners)
+
+
+def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) -> None:
+    first = sent(kept)
+    assert first["is_new"]
+    assert first["keeps"]
+    name = first["group_name"]
+    again = sent(kept, holding(name))
+    assert (again["is_new"], again["group_name"], again["over"]) == (False, name, "")
+    assert kept.name == name
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        lambda name: holding(name)[:1],
+        lambda name: (*holding(name), Joiner("c", 0, "pc", name)),
+        lambda name: (holding(name)[0], replace(holding(name)[1], process="restarted")),
+        lambda name: (holding(name)[0], ENGINES[1]),
+    ],
+    ids=["removed", "added", "restarted", "left"],
+)
+def test_others_are_sent_to_through_another_and_told_what_is_over(
+    kept: KeptGroup, now: Any
+) -> None:
+    name = sent(kept)["group_name"]
+    other = sent(kept, now(name))
+    assert other["is_new"]
+    assert other["over"] == name
+    assert kept.name == other["group_name"] != name
+
+
+def test_engines_of_unknown_processes_are_not_asked_to_stay(kept: KeptGroup) -> None:
+    attached = tuple(replace(one, process="") for one in ENGINES)
+    assert not sent(kept, attached, well=False)["keeps"]
+    assert kept.name == ""
+
+
+def test_after_a_push_that_failed_nothing_is_kept(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    sent(kept, holding(name), well=False)
+    assert kept.name == ""
+    assert sent(kept, holding(name))["is_new"]
+
+
+def test_without_a_place_to_keep_it_a_group_is_for_one_push() -> None:
+    terms = sent(None)
+    assert terms["is_new"]
+    assert not terms["keeps"]
+
+
+def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
+    kept = KeptGroup()
+    broadcast = a_broadcast(kept)
+    broadcast.terms(ENGINES)
+    list(broadcast.buckets())
+    kept.close()
+    broadcast.ended(True)
+    assert kept.name == ""
+    assert kept.take() is None
+
+
+def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    a_broadcast(kept).ended(False)
+    assert kept.name == name
+
+
+def all_of(broadcast: Broadcast, joiners: tuple[Joiner, ...] = ENGINES) -> list[Bucket]:
+    broadcast.terms(joiners)
+    buckets = list(broadcast.buckets())
+    broadcast.ended(False)
+    return buckets
+
+
+def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
+    tensors = {"half": torch.ones(3).half(), "whole": torch.ones(3)}
+    (one,) = all_of(a_broadcast(None, **tensors))
+    assert isinstance(one.payload, Mapping)
+    assert one.payload["load_format"] == "flattened_bucket"
+    assert one.payload["names"] == ["whole", "half"]
+    assert one.payload["dtypes"] == ["float32", "float16"]
+    assert set(one.fingerprints) == set(tensors)
+    old = (ENGINES[0], replace(ENGINES[1], takes_flat=False))
+    (one,) = all_of(a_broadcast(None, **tensors), old)
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+    assert one.payload["names"] == ["half", "whole"]
+    assert set(one.fingerprints) == set(tensors)
+
+
+def test_large_tensors_go_from_where_they_are() -> None:
+    (one,) = all_of(a_broadcast(None, a=torch.ones(1 << 19), b=torch.ones(1 << 19)))
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+
+
+def test_only_the_last_part_of_the_last_bucket_is_the_last() -> None:
+    one = torch.ones(200_000)
+    buckets = all_of(a_broadcast(None, **{f"t{index:03}": one for index in range(100)}))
+    assert [one.is_last for one in buckets] == [False, True]
+    names = [
+        name for one in buckets if isinstance(one.payload, Mapping) for name in one.payload["names"]
+    ]
+    assert names == [f"t{index:03}" for index in range(100)]

@@ -1,0 +1,94 @@
+"""Small tensors as one: their bytes, where they lie, and their fingerprints.  Needs torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.flat import lay_out
+
+torch = pytest.importorskip("torch")
+from engines.embedded.fingerprint import as_bytes, bytes_fingerprint  # noqa: E402
+from rollout.weights.tensors.gathering import (  # noqa: E402  only where there is torch
+    Gatherer,
+    Orders,
+    is_worth_gathering,
+    split,
+)
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+CPU = torch.device("cpu")
+
+
+def odd_pairs() -> Pairs:
+    matrix = torch.randn(8, 6)
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "transposed": matrix.t(),
+        "half": torch.randn(3).to(torch.bfloat16),
+        "every second": torch.arange(20)[::2],
+        "parameter": torch.nn.Parameter(torch.randn(2, 2).to(torch.bfloat16)),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(3.5),
+        "flags": torch.tensor([True, False, True]),
+    }
+    return Pairs.of(tensors.items())
+
+
+@pytest.mark.parametrize("fingerprint", [True, False])
+def test_the_bytes_follow_one_another_wide_elements_first(fingerprint: bool) -> None:
+    pairs = odd_pairs()
+    found = Gatherer(Orders()).gather(pairs, CPU, fingerprint=fingerprint)
+    given = dict(pairs)
+    assert sorted(one.name for one in found.specs) == sorted(given)
+    places = lay_out(
+        [one.name for one in found.specs],
+        [one.dtype for one in found.specs],
+        [one.shape for one in found.specs],
+    )
+    for spec, (begin, end) in zip(found.specs, places, strict=True):
+        assert torch.equal(found.tensor[begin:end], as_bytes(given[spec.name])), spec.name
+    assert found.tensor.numel() == places[-1][1]
+    if fingerprint:
+        assert found.fingerprints == {name: bytes_fingerprint(name, one) for name, one in pairs}
+    else:
+        assert not found.fingerprints
+
+
+def test_the_next_bucket_lies_where_the_one_before_did_until_there_is_rest() -> None:
+    gatherer = Gatherer(Orders())
+    first = gatherer.gather(Pairs.of([("a", torch.ones(100))]), CPU, fingerprint=False)
+    address = first.tensor.data_ptr()
+    second = gatherer.gather(Pairs.of([("b", torch.zeros(50))]), CPU, fingerprint=False)
+    assert second.tensor.data_ptr() == address
+    assert not second.tensor.any()
+    larger = gatherer.gather(Pairs.of([("c", torch.ones(1 << 20))]), CPU, fingerprint=False)
+    assert larger.tensor.numel() == 4 << 20
+    gatherer.rest()
+    assert torch.equal(larger.tensor.view(torch.float32), torch.ones(1 << 20))
+
+
+def test_a_bucket_of_the_same_names_that_changed_is_laid_out_anew() -> None:
+    orders = Orders()
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        pairs = [("a", torch.ones(3, dtype=torch.float16)), ("b", torch.ones(2, dtype=dtype))]
+        found = Gatherer(orders).gather(Pairs.of(pairs), CPU, fingerprint=False)
+        wide = dtype is torch.float32
+        assert [one.name for one in found.specs] == (["b", "a"] if wide else ["a", "b"])
+        assert found.tensor.numel() == 6 + 2 * dtype.itemsize
+
+
+def test_only_small_tensors_are_worth_a_copy() -> None:
+    small, large = torch.empty(10), torch.empty(2 << 20, dtype=torch.uint8)
+    assert is_worth_gathering(Pairs.of([("a", small), ("b", small)]))
+    assert not is_worth_gathering(Pairs.of([("a", small)]))
+    assert not is_worth_gathering(Pairs.of([("a", large), ("b", large)]))
+    assert is_worth_gathering(Pairs.of([("a", large), *(("b", small),) * 9]))
+
+
+def test_no_more_is_gathered_at_once_than_the_hosts_memory_shall_hold() -> None:
+    sizes = (60, 40, 1, 200, 0, 5)
+    pairs = Pairs.of((str(size), torch.empty(size, dtype=torch.uint8)) for size in sizes)
+    parts = [[int(name) for name, _ in part] for part in split(pairs, CPU, 100)]
+    assert parts == [[60, 40], [1], [200], [0, 5]]
+    assert split(pairs, torch.device("cuda"), 100) == [pairs]
