@@ -1,24 +1,18 @@
-"""Choosing an engine for a request.
+"""Whom a request can be sent to, and how many live requests each of them has.
 
-Pure: values in, a choice out; no await, clock or socket.  How many requests an engine has is
-always computed from the set of live requests, never counted up and down beside it, so it cannot
-drift.  Another policy is another class with ``choose``.
+Always true: how many requests an engine has is the size of the set of its live requests, never a
+number counted beside it; candidates are moved from the size a set had to the size it has, so what
+is least stands ready however many engines there are.
 
-Bounded load: a policy with a preference (session, prefix) keeps to it only while the preferred
-engine has less than its share of all requests, with some slack; so no engine ever drowns because
-many sessions or prompts happen to prefer it.
+Pure: values in, a choice out; no await, clock or socket.  The ways to choose are in choosing.py.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from hashlib import blake2b
-from random import Random
 from typing import Generic, Protocol, TypeVar
 
 from engines.protocol import Endpoint, WorkerType
@@ -71,11 +65,114 @@ class Hint:
 
 
 NO_HINT = Hint()
-Load = Callable[[str], int]
+
+
+class Candidates:
+    """Engines that can be chosen; nothing here costs more when there are more of them.
+
+    They are kept sorted by their numbers of live requests, and among equals by turn: whose
+    number was looked at last comes last, so idle engines take turns.  Whatever changes the
+    numbers names the engine in ``changed``; it is looked at when somebody wants to know.
+
+    Args:
+        members: each of another id.
+        load: gives the live requests of an engine, by its id.
+        turns: ids in the order of their turns so far; who is not among them comes first.
+
+    Attributes:
+        members: in the order of the membership.
+        changed: ids of those whose number may be another than when it was last looked at.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member],
+        load: Callable[[str], int],
+        turns: Iterable[str] = (),
+    ) -> None:
+        self.members = tuple(members)
+        self.load = load
+        self.changed: dict[str, None] = {}
+        self._places = {member.engine_id: place for place, member in enumerate(self.members)}
+        turn_of = {engine_id: turn for turn, engine_id in enumerate(turns)}
+        by_turn = sorted(self.members, key=lambda member: turn_of.get(member.engine_id, -1))
+        self._loads = {member.engine_id: load(member.engine_id) for member in by_turn}
+        self._total = sum(self._loads.values())
+        self._least = min(self._loads.values(), default=0)
+        self._by_load: dict[int, OrderedDict[str, Member]] = {}
+        for member in by_turn:
+            num = self._loads[member.engine_id]
+            self._by_load.setdefault(num, OrderedDict())[member.engine_id] = member
+
+    def least(self) -> Member:
+        """The one with the fewest live requests; of equals the next in turn."""
+        if self.changed:
+            self._sort()
+        return next(iter(self._by_load[self._least].values()))
+
+    @property
+    def total(self) -> int:
+        """Live requests of all of them."""
+        if self.changed:
+            self._sort()
+        return self._total
+
+    def get(self, engine_id: str) -> Member | None:
+        """The one of this id, if it is among them."""
+        place = self._places.get(engine_id)
+        return None if place is None else self.members[place]
+
+    def place(self, engine_id: str) -> int:
+        """Where in ``members`` it is; -1 if it is not."""
+        return self._places.get(engine_id, -1)
+
+    def without(self, engine_id: str) -> Candidates:
+        """The others as they are now; these are sorted anew, and no changes are told to them."""
+        if engine_id not in self._places:
+            return self
+        others = (member for member in self.members if member.engine_id != engine_id)
+        return Candidates(others, self.load, self.turns())
+
+    def turns(self) -> list[str]:
+        """Their ids, by live requests and then by turn."""
+        return [engine_id for _, ids in sorted(self.by_load().items()) for engine_id in ids]
+
+    def by_load(self) -> dict[int, list[str]]:
+        """For each number of live requests, the ids of those that have as many, by turn."""
+        if self.changed:
+            self._sort()
+        return {num: list(equals) for num, equals in self._by_load.items() if equals}
+
+    def _sort(self) -> None:
+        """Put those that changed where they belong."""
+        by_load, loads, load = self._by_load, self._loads, self.load
+        for engine_id in self.changed:
+            before, now = loads[engine_id], load(engine_id)
+            if now == before:
+                by_load[before].move_to_end(engine_id)
+                continue
+            if now not in by_load:
+                by_load[now] = OrderedDict()
+            by_load[now][engine_id] = by_load[before].pop(engine_id)
+            loads[engine_id] = now
+            self._total += now - before
+            if now < self._least:
+                self._least = now
+        self.changed.clear()
+        while not by_load.get(self._least):
+            self._least += 1  # never more often than requests have begun
 
 
 class Policy(Protocol):
-    """A way to choose.  ``candidates`` is never empty; ``load`` gives an engine's live requests.
+    """A way to choose.  Another one is another class with these three.
+
+    ``choose`` is given at least one candidate, and what it returns must be one of them::
+
+        class FillOneByOne:
+            wants_session = wants_prompt = False
+
+            def choose(self, candidates, hint=NO_HINT):
+                return max(candidates.members, key=lambda one: candidates.load(one.engine_id))
 
     Attributes:
         wants_session: ``Hint.session`` is looked at; without it nobody need find it out.
@@ -86,223 +183,7 @@ class Policy(Protocol):
     def wants_session(self) -> bool: ...
     @property
     def wants_prompt(self) -> bool: ...
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member: ...
-
-
-class _Policy:
-    wants_session = False
-    wants_prompt = False
-
-
-class LeastInFlight(_Policy):
-    """The engine with the fewest live requests; among equals, the next one in turn.
-
-    Without the turn, the first of several idle engines would get every request of a quiet hour.
-    """
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member:
-        best = least_in_flight(candidates, load, _after(candidates, self._last))
-        self._last = best.engine_id
-        return best
-
-
-def _after(candidates: Sequence[Member], last: str) -> int:
-    """The index that follows ``last``; 0 if it is not among them."""
-    for index, member in enumerate(candidates):
-        if member.engine_id == last:
-            return index + 1
-    return 0
-
-
-def least_in_flight(candidates: Sequence[Member], load: Load, start: int) -> Member:
-    """The least loaded of ``candidates``; of equals the first at or after ``start``, cyclically."""
-    num = len(candidates)
-    best = candidates[start % num]
-    best_load = load(best.engine_id)
-    for step in range(1, num):
-        if best_load == 0:
-            break
-        member = candidates[(start + step) % num]
-        member_load = load(member.engine_id)
-        if member_load < best_load:
-            best, best_load = member, member_load
-    return best
-
-
-class RoundRobin(_Policy):
-    """Each engine in turn, whatever its load."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member:
-        chosen = candidates[_after(candidates, self._last) % len(candidates)]
-        self._last = chosen.engine_id
-        return chosen
-
-
-class PowerOfTwo(_Policy):
-    """The less loaded of two engines drawn by chance; of equals the first drawn."""
-
-    def __init__(self, random: Random | None = None) -> None:
-        self._random = random or Random()
-
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member:
-        if len(candidates) == 1:
-            return candidates[0]
-        one, other = self._random.sample(candidates, 2)
-        return other if load(other.engine_id) < load(one.engine_id) else one
-
-
-def load_bound(candidates: Sequence[Member], load: Load, *, slack: float, at_least: int) -> int:
-    """An engine with fewer live requests than this may be preferred."""
-    total = sum(load(member.engine_id) for member in candidates)
-    return max(at_least, math.ceil(slack * (total + 1) / len(candidates)))
-
-
-class Sessions(_Policy):
-    """All requests of a session to one engine, by consistent hashing with bounded load.
-
-    A session stays where it began, also when engines are added.  While its engine cannot be
-    chosen, its requests all go to the same other one, and come back with the engine.  Sessions
-    unheard of for ``ttl_s``, and the oldest beyond ``max_sessions``, are forgotten.
-    """
-
-    wants_session = True
-    _POINTS = 64
-
-    def __init__(
-        self,
-        *,
-        ttl_s: float = 3600.0,
-        max_sessions: int = 100_000,
-        slack: float = 1.25,
-        at_least: int = 4,
-    ) -> None:
-        self._ttl_s = ttl_s
-        self._max_sessions = max_sessions
-        self._slack = slack
-        self._at_least = at_least
-        self._homes: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._ring: list[tuple[int, int]] = []
-        self._ring_of: tuple[str, ...] = ()
-        self._rest = LeastInFlight()
-
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member:
-        if not hint.session:
-            return self._rest.choose(candidates, load)
-        self._forget(hint.now_s)
-        bound = load_bound(candidates, load, slack=self._slack, at_least=self._at_least)
-        home = self._homes.get(hint.session, ("", 0.0))[0]
-        at_home = next((one for one in candidates if one.engine_id == home), None)
-        if at_home is not None and load(home) < bound:
-            chosen = at_home
-        else:
-            chosen = self._walk(candidates, load, hint.session, bound, not_on=home)
-        self._homes[hint.session] = (home or chosen.engine_id, hint.now_s)
-        self._homes.move_to_end(hint.session)
-        return chosen
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._homes)
-
-    def _forget(self, now_s: float) -> None:
-        while self._homes:
-            session, (_, seen_s) = next(iter(self._homes.items()))
-            if len(self._homes) <= self._max_sessions and seen_s > now_s - self._ttl_s:
-                return
-            del self._homes[session]
-
-    def _walk(
-        self, candidates: Sequence[Member], load: Load, session: str, bound: int, not_on: str
-    ) -> Member:
-        ids = tuple(member.engine_id for member in candidates)
-        if ids != self._ring_of:
-            self._ring_of = ids
-            self._ring = sorted(
-                (_hash(f"{engine_id}#{point}".encode()), index)
-                for index, engine_id in enumerate(ids)
-                for point in range(self._POINTS)
-            )
-        start = bisect_right(self._ring, (_hash(session.encode()), len(ids)))
-        for step in range(len(self._ring)):
-            member = candidates[self._ring[(start + step) % len(self._ring)][1]]
-            if member.engine_id != not_on and load(member.engine_id) < bound:
-                return member
-        return least_in_flight(candidates, load, 0)
-
-
-class PrefixAffinity(_Policy):
-    """The engine that has seen most of a prompt's beginning, with bounded load.
-
-    The beginning is cut into blocks; each block's hash includes those before it, and the engine
-    that last got a prompt with that beginning is remembered, for the ``max_blocks`` used last.
-    Approximate: what engines really keep in their caches is not asked.
-    """
-
-    wants_prompt = True
-
-    def __init__(
-        self,
-        *,
-        block_bytes: int = 256,
-        max_blocks: int = 100_000,
-        slack: float = 1.25,
-        at_least: int = 4,
-    ) -> None:
-        self._block_bytes = block_bytes
-        self._max_blocks = max_blocks
-        self._slack = slack
-        self._at_least = at_least
-        self._engines: OrderedDict[bytes, str] = OrderedDict()
-        self._rest = LeastInFlight()
-
-    def choose(self, candidates: Sequence[Member], load: Load, hint: Hint = NO_HINT) -> Member:
-        blocks = self._blocks(hint.prompt)
-        bound = load_bound(candidates, load, slack=self._slack, at_least=self._at_least)
-        by_id = {member.engine_id: member for member in candidates}
-        chosen = None
-        for block in reversed(blocks):
-            member = by_id.get(self._engines.get(block, ""))
-            if member is not None and load(member.engine_id) < bound:
-                chosen = member
-                break
-        chosen = chosen or self._rest.choose(candidates, load)
-        for block in blocks:
-            self._engines[block] = chosen.engine_id
-            self._engines.move_to_end(block)
-        while len(self._engines) > self._max_blocks:
-            self._engines.popitem(last=False)
-        return chosen
-
-    def _blocks(self, prompt: bytes) -> list[bytes]:
-        chain = blake2b(digest_size=8)
-        blocks = []
-        for start in range(0, len(prompt) - self._block_bytes + 1, self._block_bytes):
-            chain.update(prompt[start : start + self._block_bytes])
-            blocks.append(chain.digest())
-        return blocks
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest())
-
-
-def policy_of(name: str, *, session_ttl_s: float, max_sessions: int) -> Policy:
-    """The policy of this name, as the configuration has it."""
-    if name == "session":
-        return Sessions(ttl_s=session_ttl_s, max_sessions=max_sessions)
-    makers: dict[str, Callable[[], Policy]] = {
-        "least_in_flight": LeastInFlight,
-        "power_of_two": PowerOfTwo,
-        "round_robin": RoundRobin,
-        "prefix": PrefixAffinity,
-    }
-    return makers[name]()
+    def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Member: ...
 
 
 T = TypeVar("T")
@@ -317,9 +198,30 @@ class InFlight(Generic[T]):
 
     def __init__(self) -> None:
         self._live: dict[str, set[T]] = {}
+        self._changed: dict[str, dict[str, None]] = {}
+        self._offered: tuple[Candidates, ...] = ()
+
+    def offer(self, *groups: Iterable[Member]) -> tuple[Candidates, ...]:
+        """Each group as candidates that are told what changes here, until the next offer.
+
+        No engine may be in two groups.
+        """
+        turns = [engine_id for before in self._offered for engine_id in before.turns()]
+        self._offered = tuple(Candidates(group, self.num, turns) for group in groups)
+        self._changed = {
+            member.engine_id: candidates.changed
+            for candidates in self._offered
+            for member in candidates.members
+        }
+        return self._offered
 
     def add(self, engine_id: str, request: T) -> None:
-        self._live.setdefault(engine_id, set()).add(request)
+        live = self._live.get(engine_id)
+        if live is None:
+            live = self._live[engine_id] = set()
+        live.add(request)
+        if (changed := self._changed.get(engine_id)) is not None:
+            changed[engine_id] = None
 
     def discard(self, engine_id: str, request: T) -> bool:
         """End ``request``; False if it had already ended."""
@@ -329,6 +231,8 @@ class InFlight(Generic[T]):
         live.remove(request)
         if not live:
             del self._live[engine_id]
+        if (changed := self._changed.get(engine_id)) is not None:
+            changed[engine_id] = None
         return True
 
     def num(self, engine_id: str) -> int:

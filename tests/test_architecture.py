@@ -36,6 +36,7 @@ ROW_OF = {
     "rollout.canary": "decisions",
     "rollout.checking_cost": "words",
     "rollout.cli": "doors",
+    "rollout.choosing": "decisions",
     "rollout.commands": "doors",
     "rollout.config": "words",
     "rollout.diagnosis": "decisions",

@@ -4,8 +4,8 @@ CPU is what the router's own processes used, user and system, per thousand reque
 figures it suffers least from whatever else the machine does.  Added latency is a percentile
 through the router less the same percentile straight to the engines, at the same steady rate.
 ``cached_share`` is what prefix affinity is for: the share of prompt tokens that embedded engines
-found in their caches, by policy.  ``ray_call`` is a call to the
-router's actor, idle and under load.
+found in their caches, by policy.  ``choice_ns`` is CPU per request for choosing an engine, by
+policy and number of engines.  ``ray_call`` is a call to the router's actor, idle and under load.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from benchmarks.report import machine, parse_arguments, publish
 from benchmarks.router import load, peers
 from benchmarks.router.affinity import measure_affinity
 from benchmarks.router.calls import measure_calls
+from benchmarks.router.choice import measure_choice
 
 ROOT = Path(__file__).parents[2]
 NUM_ENGINES = 4
@@ -262,6 +263,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     repeats, for_s, num_many = (1, 0.5, 512) if arguments.quick else (3, 2.0, 4096)
     result = measure(repeats=repeats, for_s=for_s, num_many=num_many)
+    result["choice_ns"] = measure_choice(repeats)
     result["cached_share"] = asyncio.run(measure_affinity(40 if arguments.quick else 200))
     with stub_engines() as engines:
         result["ray_call"] = asyncio.run(measure_calls(engines, for_s))

@@ -57,7 +57,7 @@ class TokenExchange(Exchange):
         is_asked = proxy.token_failover == "asked" and is_on(self._headers, b"x-token-failover")
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = [body]
-        is_merged = bool(proxy.gate.members.prefill) and wants_prompt_logprobs(body)
+        is_merged = bool(proxy.gate.members.prefill.members) and wants_prompt_logprobs(body)
         if proxy.token_failover == "on" or is_asked or is_recorded or is_merged:
             self._transcript = self._read(body, is_recorded=is_recorded)
             self.is_decoding = self.is_decoding or self._transcript is not None

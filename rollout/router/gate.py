@@ -20,8 +20,9 @@ from enum import StrEnum
 from typing import Any
 
 from engines.protocol import WorkerType
+from rollout.choosing import LeastInFlight
 from rollout.router.membership import Membership
-from rollout.routing import NO_HINT, Hint, InFlight, LeastInFlight, Member, Policy
+from rollout.routing import NO_HINT, Candidates, Hint, InFlight, Member, Policy
 
 
 class GateState(StrEnum):
@@ -113,9 +114,9 @@ class Gate:
         on_failure: Callable[[ConnectionFailure], None] = lambda failure: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.members = Membership()
         self.in_flight: InFlight[Admission] = InFlight()
         self.prefilling: InFlight[Admission] = InFlight()
+        self.members = Membership(self.in_flight, self.prefilling)
         self.state = GateState.CLOSED
         self.reason = "the router has just started"
         self.phase = ""
@@ -328,12 +329,12 @@ class Gate:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
         members = self.members
-        member = _choose(self.policy, members.choosable, not_on, hint, self.in_flight)
+        member = _choose(self.policy, members.choosable, not_on, hint)
         partner = None
         if member is None:
             # What a prompt or session left in a cache is on the prefill engine.
-            member = _choose(self._decode_policy, members.decode, not_on, NO_HINT, self.in_flight)
-            partner = _choose(self.policy, members.prefill, not_on, hint, self.prefilling)
+            member = _choose(self._decode_policy, members.decode, not_on, NO_HINT)
+            partner = _choose(self.policy, members.prefill, not_on, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
         admission = Admission(member, members.epoch, self.weight_version, rid, partner)
@@ -361,13 +362,7 @@ def _tell(waiter: Waiter, decision: Admission | Refusal) -> None:
         waiter.on_decision(decision)
 
 
-def _choose(
-    policy: Policy,
-    candidates: Sequence[Member],
-    not_on: str,
-    hint: Hint,
-    live: InFlight[Admission],
-) -> Member | None:
+def _choose(policy: Policy, candidates: Candidates, not_on: str, hint: Hint) -> Member | None:
     if not_on:
-        candidates = [member for member in candidates if member.engine_id != not_on]
-    return policy.choose(candidates, live.num, hint) if candidates else None
+        candidates = candidates.without(not_on)
+    return policy.choose(candidates, hint) if candidates.members else None

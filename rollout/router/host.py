@@ -22,6 +22,7 @@ import uvicorn
 import uvloop
 
 from engines.protocol import Endpoint
+from rollout.choosing import policy_of
 from rollout.errors import ConfigError, PhaseTimeout, RolloutError
 from rollout.router.app import control_app
 from rollout.router.control import ControlClient
@@ -31,7 +32,7 @@ from rollout.router.pool import Pool
 from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
 from rollout.router.settings import RouterSettings
-from rollout.routing import Member, Policy, policy_of
+from rollout.routing import Member, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class RouterHost:
     """Starts, steers and stops one router.
 
     Args:
+        policy: a way to choose of your own, instead of the one that ``settings`` names.
         on_engine_failure: called on the event loop that awaited ``start``, for every request
             that lost its engine.
     """

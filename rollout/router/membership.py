@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engines.protocol import WorkerType
-from rollout.routing import Member, MemberState
+from rollout.routing import Candidates, InFlight, Member, MemberState
 
 _LOST = frozenset({MemberState.DEAD, MemberState.FENCED})
 
@@ -25,14 +26,27 @@ class _Entry:
 
 
 class Membership:
-    """The engines, their states and how often their connections failed."""
+    """The engines, their states and how often their connections failed.
 
-    def __init__(self) -> None:
+    Args:
+        in_flight: tells the candidates for whole requests, and for decoding, how many they have.
+        prefilling: the same for prefill engines.
+
+    Attributes:
+        can_serve: there is an engine for a request, or a pair of them.
+    """
+
+    choosable: Candidates
+    prefill: Candidates
+    decode: Candidates
+    can_serve: bool
+
+    def __init__(self, in_flight: InFlight[Any], prefilling: InFlight[Any]) -> None:
         self.epoch = -1
-        self.choosable: tuple[Member, ...] = ()
-        self.prefill: tuple[Member, ...] = ()
-        self.decode: tuple[Member, ...] = ()
+        self._in_flight = in_flight
+        self._prefilling = prefilling
         self._entries: dict[str, _Entry] = {}
+        self._choose_again()
 
     def replace(self, epoch: int, members: Sequence[Member]) -> bool:
         """Take over a full set; False if it is not newer than the one there is.
@@ -101,15 +115,16 @@ class Membership:
         return entry.serving_since
 
     def _choose_again(self) -> None:
-        self.choosable = tuple(member for member in self if member.is_choosable)
         serving = [member for member in self if member.state is MemberState.SERVING]
-        self.prefill = tuple(one for one in serving if one.worker_type is WorkerType.PREFILL)
-        self.decode = tuple(one for one in serving if one.worker_type is WorkerType.DECODE)
-
-    @property
-    def can_serve(self) -> bool:
-        """There is an engine for a request, or a pair of them."""
-        return bool(self.choosable or (self.prefill and self.decode))
+        self.choosable, self.decode = self._in_flight.offer(
+            [member for member in serving if member.is_choosable],
+            [member for member in serving if member.worker_type is WorkerType.DECODE],
+        )
+        (self.prefill,) = self._prefilling.offer(
+            [member for member in serving if member.worker_type is WorkerType.PREFILL]
+        )
+        has_pair = self.prefill.members and self.decode.members
+        self.can_serve = bool(self.choosable.members or has_pair)
 
     def __iter__(self) -> Iterator[Member]:
         return (entry.member for entry in self._entries.values())

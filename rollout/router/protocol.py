@@ -154,7 +154,7 @@ class RouterProtocol(HttpToolsProtocol):
         )
         if route.is_generation or not is_admitted:
             proxy = self._proxy
-            is_read = proxy.token_failover != "off" or bool(proxy.gate.members.prefill)
+            is_read = proxy.token_failover != "off" or bool(proxy.gate.members.prefill.members)
             turn = (TokenExchange if is_read and route.path in COMPLETION_PATHS else Exchange)(
                 self._proxy,
                 self,

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
 from rollout.router.gate import Admission, Gate, GateState, Refusal, Waiter
-from rollout.routing import Member, MemberState
+from rollout.routing import NO_HINT, Member, MemberState
 
 OPEN, HOLDING, CLOSED = GateState.OPEN, GateState.HOLDING, GateState.CLOSED
 
@@ -229,6 +229,34 @@ def test_a_second_attempt_is_never_on_the_engine_that_failed():
     assert {gate.enter(not_on="a").member.engine_id for _ in range(4)} == {"b"}
 
 
+def test_a_failed_engine_is_passed_over_though_it_serves_again():
+    gate = gate_with("a")
+    assert isinstance(gate.enter(not_on="a"), Refusal)
+    gate.set_members(2, [member("a"), member("b")])
+    gate.enter()
+    assert gate.enter(not_on="b").member.engine_id == "a"
+
+
+def test_the_choice_goes_by_all_live_requests_whatever_membership_they_began_under():
+    gate = gate_with("a", "b")
+    for _ in range(4):
+        gate.enter()
+    gate.set_members(2, [member("a"), member("b"), member("c")])
+    assert [gate.enter().member.engine_id for _ in range(2)] == ["c", "c"]
+
+
+class FillOneByOne:
+    wants_session = wants_prompt = False
+
+    def choose(self, candidates, hint=NO_HINT):
+        return max(candidates.members, key=lambda one: candidates.load(one.engine_id))
+
+
+def test_a_policy_of_ones_own_chooses():
+    gate = gate_with("a", "b", policy=FillOneByOne())
+    assert [gate.enter().member.engine_id for _ in range(3)] == ["a", "a", "a"]
+
+
 def test_a_request_that_ends_twice_is_counted_once():
     idle = []
     gate = gate_with("a", on_idle=lambda: idle.append(True))
@@ -306,6 +334,9 @@ def test_whatever_happens_each_request_is_decided_once_and_counts_return_to_zero
                 gate.expire(request)
             elif event == "fail" and isinstance(request, Admission):
                 gate.report_failure(request, "/generate", "reset")
+        engines = [one.engine_id for one in gate.members if one.is_choosable]
+        stand = {one: num for num, ids in gate.members.choosable.by_load().items() for one in ids}
+        assert stand == {one: gate.in_flight.num(one) for one in engines}
         assert len(told) == len(set(told))
         assert gate.state is HOLDING or gate.num_held == 0
         assert gate.num_held <= 4
