@@ -16,6 +16,9 @@ from urllib.parse import urlsplit
 # In the metadata of a safetensors file whose writer promises that it will never be another length
 # and will be written again: a reader may keep it mapped, as long as it has its name.
 STAYS = "rollout.stays"
+# A file beside the safetensors of a checkpoint: JSON, name of each tensor -> its fingerprint.  An
+# engine that says ``proves_loads`` in ``/server_info`` loads no such checkpoint with other bytes.
+FINGERPRINTS = "rollout.fingerprints.json"
 
 
 class WorkerType(StrEnum):

@@ -2,8 +2,9 @@
 
 Rows of ``restore_*`` and ``disk_*`` end with the tensors in the memory of an engine, loaded as the
 embedded engine does; those of ``*_safe_open`` as SGLang does: ``safe_open`` and a copy.
-``restore_*`` are proved, tensor by tensor, before they are loaded; ``disk_*`` are not, but for
-``disk_warm_proved``, whose tensors are hashed where they were loaded to.  ``half_remote``: half of
+``restore_*`` are proved, tensor by tensor: ``restore_local`` by the engine, piece by piece where it
+reads them to, the others before they are loaded; ``disk_*`` are not, but for ``disk_warm_proved``,
+whose tensors are hashed when all are loaded.  ``half_remote``: half of
 the units are on another node, an agent in a process of its own, and come over TCP;
 ``half_mooncake``: by Mooncake's TransferEngine, where that is installed.
 
@@ -29,12 +30,14 @@ from benchmarks.weights.clock import Row, rate
 from rollout.errors import WeightsUnavailable
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.store.agent import AgentSettings, StoreAgent
+from rollout.weights.store.assembling import Wanted
 from rollout.weights.store.client import AgentClient
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.mooncake import open_mooncake
 from rollout.weights.store.moving import Mover
 
 SHAPES = ("dense", "experts")
+_PROVED = Wanted()
 SHARED_MEMORY = os.environ.get("BENCH_SHM", "/dev/shm")
 
 
@@ -195,7 +198,9 @@ def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Ro
     rows = {"write_first": rate(write, model.num_bytes, 1)}
     write()  # the other slot's turn: its pages are mapped for the first time too
     rows["write_reused"] = rate(write, model.num_bytes, repeats)
-    rows["restore_local"] = _restore(model, coordinator, repeats, [])
+    left_to_the_engine = Wanted(is_proved=False)
+    rows["restore_local"] = _restore(model, coordinator, repeats, [], wanted=left_to_the_engine)
+    rows["restore_local_proved_before"] = _restore(model, coordinator, repeats, [])
     rows["restore_local_safe_open"] = _restore(
         model, coordinator, repeats, [], model.load_by_safe_open
     )
@@ -209,19 +214,24 @@ def _restore(
     repeats: int,
     others: list[int],
     load: Callable[[Path], object] | None = None,
+    wanted: Wanted = _PROVED,
 ) -> Row:
     def restore() -> None:
-        _assemble(coordinator, load or model.load)
+        _assemble(coordinator, load or model.load, wanted)
 
     row = rate(restore, model.num_bytes, repeats, others=others)
     model.check()
     return row
 
 
-def _assemble(coordinator: Coordinator, use: Callable[[Path], object] = lambda _: None) -> None:
+def _assemble(
+    coordinator: Coordinator,
+    use: Callable[[Path], object] = lambda _: None,
+    wanted: Wanted = _PROVED,
+) -> None:
     write = coordinator.counting()
     assert write is not None
-    assembled = coordinator.assemble(coordinator.record_of(write.version), "here")
+    assembled = coordinator.assemble(coordinator.record_of(write.version), "here", wanted)
     try:
         use(Path(assembled.path))
     finally:

@@ -1,4 +1,4 @@
-"""Weights out of safetensors files (https://huggingface.co/docs/safetensors), into the model.
+"""Weights out of safetensors files, into the model.
 
 Always true: every header is checked before the first byte of the model changes.
 
@@ -8,56 +8,32 @@ fault for every few pages, more than the copy; those that come again and again s
 
 from __future__ import annotations
 
-import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import torch
 
 from engines.embedded.errors import Invalid
+from engines.embedded.fingerprint import as_bytes
+from engines.embedded.headers import DTYPES, Contents, Piece, read_header
 from engines.embedded.mapped import Copy, MappedFiles
+from engines.embedded.proving import Placed, Proofs, read_proofs
 from engines.embedded.reading import read_copies
-from engines.protocol import STAYS
 
 if TYPE_CHECKING:
     from engines.embedded.weights import Weights
 
-MAX_HEADER_BYTES = 100_000_000
 # One keeps a core busy with copying out of the page cache.
 _MOST_READERS = 4
 _BATCH_BYTES = 16 << 20
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor in an open file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    descriptor: int
-    offset: int
-    num_bytes: int
+Job = Callable[[], None]
 
 
 def checkpoint_files(path: str) -> list[Path]:
@@ -74,17 +50,24 @@ def checkpoint_files(path: str) -> list[Path]:
 def update_from_disk(weights: Weights, path: str, mapped: MappedFiles | None = None) -> None:
     """Overwrite the model from a checkpoint, or a part of one; headers are checked first.
 
+    Where the checkpoint has a file of fingerprints, every tensor is proved where it was read to.
+
     Args:
         mapped: where files are kept that stay; None reads them like any other.
     """
     has_begun = False
     try:
+        proofs = read_proofs(Path(path))
         with ExitStack() as stack:
-            jobs: list[Callable[[], None]] = []
+            opened: list[tuple[Path, int]] = []
             for file in checkpoint_files(path):
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
-                jobs += _jobs(weights, file, descriptor, mapped)
+                opened.append((file, descriptor))
+            if proofs is None:
+                jobs = [job for one in opened for job in _jobs(weights, *one, mapped)]
+            else:
+                jobs = _proving_jobs(weights, proofs, [descriptor for _, descriptor in opened])
             has_begun = True
             _do_all(jobs)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
@@ -92,78 +75,96 @@ def update_from_disk(weights: Weights, path: str, mapped: MappedFiles | None = N
         raise Invalid(f"cannot read {path}: {error}; {state}") from error
 
 
-def _jobs(
-    weights: Weights, file: Path, descriptor: int, mapped: MappedFiles | None
-) -> list[Callable[[], None]]:
+def _jobs(weights: Weights, file: Path, descriptor: int, mapped: MappedFiles | None) -> list[Job]:
     """What there is to do for one file, which has been checked."""
-    header = _read_header(descriptor)
+    header = _header_of(descriptor)
     kept = mapped.find(file, descriptor) if mapped else None
     if kept is None or kept.header != header:
-        pieces, stays = read_pieces(header, descriptor, os.fstat(descriptor).st_size)
-        weights.check((one.name, one.shape, one.dtype) for one in pieces)
-        copies, others = _places(weights, pieces)
-        if mapped is None or not stays or others:
-            jobs: list[Callable[[], None]] = [
-                partial(read_copies, descriptor, batch) for batch in copies
-            ]
-            return jobs + [partial(_convert, weights, one) for one in others]
+        contents = Contents(header, os.fstat(descriptor).st_size)
+        placed, others = _placed(weights, contents)
+        copies = [_joined(batch) for batch in _batches(placed)]
+        if mapped is None or not contents.stays or others:
+            jobs: list[Job] = [partial(read_copies, descriptor, batch) for batch in copies]
+            return jobs + [partial(_convert, weights, descriptor, one) for one in others]
         kept = kept or mapped.keep(file, descriptor)
         kept.header, kept.copies = header, copies
     return [partial(kept.copy, batch) for batch in kept.copies]
 
 
-def _read_header(descriptor: int) -> bytes:
-    (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {length} bytes")
-    return os.pread(descriptor, length, 8)
+def _proving_jobs(weights: Weights, proofs: Proofs, descriptors: Sequence[int]) -> list[Job]:
+    jobs: list[Job] = []
+    names: list[str] = []
+    for descriptor in descriptors:
+        contents = Contents(_header_of(descriptor), os.fstat(descriptor).st_size)
+        names += contents.entries
+        placed, others = _placed(weights, contents)
+        jobs += [partial(proofs.read, descriptor, batch) for batch in _batches(placed)]
+        jobs += [partial(_convert, weights, descriptor, one, proofs) for one in others]
+    proofs.check_names(names)
+    return jobs
 
 
-def read_pieces(header: bytes, descriptor: int, num_bytes: int) -> tuple[list[Piece], bool]:
-    """What is in a file of this length, and whether the file stays.
+def _header_of(descriptor: int) -> bytes:
+    return read_header(lambda num_bytes, offset: os.pread(descriptor, num_bytes, offset))
+
+
+def _placed(weights: Weights, contents: Contents) -> tuple[list[Placed], list[Piece]]:
+    """Where the bytes of a file go; and what cannot simply be copied there.
 
     Raises:
-        ValueError, KeyError, TypeError: the header is none.
+        Invalid: it does not fit the model.
     """
-    entries: dict[str, Any] = orjson.loads(header)
-    start = 8 + len(header)
-    room = num_bytes - start
-    stays = STAYS in entries.pop("__metadata__", {})
-    pieces = []
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= room:
-            raise ValueError(f"{name} ends at byte {end} of {room}")
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ValueError(f"{name} is {entry['dtype']}, which is not read here")
-        shape = tuple(entry["shape"])
-        if math.prod(shape) * dtype.itemsize != end - begin:
-            raise ValueError(f"{name} of shape {list(shape)} has {end - begin} bytes")
-        pieces.append(Piece(name, dtype, shape, descriptor, start + begin, end - begin))
-    return pieces, stays
-
-
-def _places(weights: Weights, pieces: Sequence[Piece]) -> tuple[list[list[Copy]], list[Piece]]:
-    """Where the bytes of a file go, in batches; and what cannot simply be copied there."""
-    batches: list[list[Copy]] = [[]]
+    placed: list[Placed] = []
     others: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        mine = weights.find(piece.name)
-        if mine.dtype != piece.dtype or mine.device.type != "cpu" or not mine.is_contiguous():
-            others.append(piece)
+    homes, start, room = weights.homes, contents.start, contents.room
+    for name, entry in contents.entries.items():
+        begin, end = entry["data_offsets"]
+        home = homes.get(name)
+        if (
+            home is not None
+            and DTYPES.get(entry["dtype"]) is home.dtype
+            and entry["shape"] == home.shape
+            and end - begin == home.num_bytes
+            and begin >= 0
+            and end <= room
+        ):
+            placed.append((name, home, start + begin))
+        else:
+            others.append(contents.piece(name))
+    if others or not placed:
+        weights.check((one.name, one.shape, one.dtype) for one in others)
+    return placed, others
+
+
+def _batches(placed: Sequence[Placed]) -> Iterator[Sequence[Placed]]:
+    """Of some megabytes each: experts' tensors are many and small."""
+    first = size = 0
+    for index, (_, home, _) in enumerate(placed):
+        size += home.num_bytes
+        if size >= _BATCH_BYTES:
+            yield placed[first : index + 1]
+            first, size = index + 1, 0
+    if first < len(placed):
+        yield placed[first:]
+
+
+def _joined(batch: Sequence[Placed]) -> list[Copy]:
+    """Neighbours in the file that are neighbours in the model are copied as one."""
+    copies: list[Copy] = []
+    address = offset = num_bytes = 0
+    for _, home, its_offset in batch:
+        if home.address == address + num_bytes and its_offset == offset + num_bytes:
+            num_bytes += home.num_bytes
             continue
-        if size >= _BATCH_BYTES:  # experts' tensors are many and small
-            batches.append([])
-            size = 0
-        if piece.num_bytes:
-            batches[-1].append((mine.data_ptr(), piece.offset, piece.num_bytes))
-            size += piece.num_bytes
-    return batches, others
+        if num_bytes:
+            copies.append((address, offset, num_bytes))
+        address, offset, num_bytes = home.address, its_offset, home.num_bytes
+    if num_bytes:
+        copies.append((address, offset, num_bytes))
+    return copies
 
 
-def _do_all(jobs: Sequence[Callable[[], None]]) -> None:
+def _do_all(jobs: Sequence[Job]) -> None:
     num_readers = min(_MOST_READERS, len(jobs), len(os.sched_getaffinity(0)))
     if num_readers < 2:
         for job in jobs:
@@ -175,7 +176,11 @@ def _do_all(jobs: Sequence[Callable[[], None]]) -> None:
             pass
 
 
-def _convert(weights: Weights, piece: Piece) -> None:
+def _convert(weights: Weights, descriptor: int, piece: Piece, proofs: Proofs | None = None) -> None:
     loaded = torch.empty(piece.shape, dtype=piece.dtype)
-    read_copies(piece.descriptor, [(loaded.data_ptr(), piece.offset, piece.num_bytes)])
+    if proofs is None:
+        read_copies(descriptor, [(loaded.data_ptr(), piece.offset, piece.num_bytes)])
+    else:
+        array: Any = as_bytes(loaded).numpy()
+        proofs.read_apart(descriptor, piece, memoryview(array))
     weights.find(piece.name).copy_(loaded)

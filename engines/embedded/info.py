@@ -74,6 +74,7 @@ async def server_info(engine: Engine, request: Request) -> Response:
             **asdict(engine.config),
             "version": package_version(),
             "engine": "embedded",
+            "proves_loads": True,
             "device": str(engine.memory.device),
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "context_length": engine.context_length,

@@ -19,8 +19,8 @@ import torch
 
 from engines.embedded.engine import Engine
 from engines.embedded.errors import Conflict, Invalid
-from engines.embedded.files import DTYPES, MAX_HEADER_BYTES, Piece, read_pieces
 from engines.embedded.fingerprint import as_bytes
+from engines.embedded.headers import DTYPES, Contents, Piece, read_header
 from engines.embedded.weights import Weights
 from engines.protocol import Endpoint
 
@@ -115,11 +115,10 @@ def take(weights: Weights, peer: Endpoint, timeout_s: float = _TIMEOUT_S) -> Non
 
 
 def _announced(response: http.client.HTTPResponse) -> list[Piece]:
-    (length,) = struct.unpack("<Q", _read(response, memoryview(bytearray(8))))
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {length} bytes")
-    header = bytes(_read(response, memoryview(bytearray(length))))
-    return read_pieces(header, -1, int(response.headers["content-length"]))[0]
+    header = read_header(
+        lambda num_bytes, _: bytes(_read(response, memoryview(bytearray(num_bytes))))
+    )
+    return list(Contents(header, int(response.headers["content-length"])).pieces())
 
 
 def _receive(response: http.client.HTTPResponse, weights: Weights, piece: Piece) -> None:

@@ -7,6 +7,8 @@ of the model changes; parameters keep their storage for the life of the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +21,16 @@ from engines.fingerprint import whole_fingerprint
 from engines.protocol import MemoryTag
 
 Spec = tuple[str, Sequence[int], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a parameter's bytes lie in this process's memory, one after the other."""
+
+    address: int
+    dtype: torch.dtype
+    shape: list[int]
+    num_bytes: int
 
 
 def place(model: torch.nn.Module, memory: Memory) -> None:
@@ -58,6 +70,15 @@ class Weights:
             if name not in known
         }
         self._snapshot: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def homes(self) -> Mapping[str, Home]:
+        """Of all parameters that are in host memory and contiguous: there they stay."""
+        return {
+            name: Home(tensor.data_ptr(), tensor.dtype, list(tensor.shape), tensor.nbytes)
+            for name, tensor in (*self._tied.items(), *self._tensors.items())
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+        }
 
     def manifest(self) -> list[dict[str, Any]]:
         return [

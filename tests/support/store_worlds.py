@@ -305,3 +305,20 @@ def _read(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
             first, end = entry["data_offsets"]
             yield name, data[8 + length + first : 8 + length + end]
     assert seen == set(manifest.tensors)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 4]))
+
+
+def slot_of(made: World, node: str) -> Path:
+    """The folder of the committed slot of a node."""
+    agent = made.nodes[node].agent
+    assert agent is not None
+    segment = agent.record(made.coordinator.counting()).segments_of(node)[0]
+    return agent._slots.segment_path(made.coordinator.counting(), segment).parent

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.store import lease
-from rollout.weights.store.assembling import Assembled, Assembler, Peer, Read
+from rollout.weights.store.assembling import Assembled, Assembler, Peer, Read, Wanted
 from rollout.weights.store.commit import NodeState, Write
 from rollout.weights.store.files import Files
 from rollout.weights.store.limits import why_no_room
@@ -195,17 +195,11 @@ class StoreAgent:
         """How a peer in this process reads."""
         return {"memory": self.read}
 
-    def assemble(
-        self,
-        record: Record,
-        peers: Mapping[str, Peer],
-        model_path: str | None = None,
-        name: str = "",
-    ) -> Assembled:
-        """A folder with all of ``record``, proved, on this node."""
+    def assemble(self, record: Record, peers: Mapping[str, Peer], wanted: Wanted) -> Assembled:
+        """A folder with all of ``record`` on this node."""
         if self.is_closed:
             raise WeightsUnavailable(f"the store of node {self.node} has ended")
-        return self._assembler.assemble(record, peers, model_path, name)
+        return self._assembler.assemble(record, peers, wanted)
 
     def give_back(self, path: str) -> None:
         """An assembled folder, known by its path or its name, is not needed any more."""

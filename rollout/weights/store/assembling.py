@@ -1,12 +1,14 @@
 """A folder from which an engine can load one version: what is here, and what is not from peers.
 
 Always true: every tensor in a folder that is handed out has been hashed where it now stands and
-is what the record says; a unit that cannot be had anywhere means no folder at all; what fails at
-one holder is asked of the next.
+is what the record says, unless whoever loads it does that itself: then the folder says what the
+fingerprints are; a unit that cannot be had anywhere means no folder at all; what fails at one
+holder is asked of the next.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from engines.protocol import FINGERPRINTS
 from rollout.errors import WeightsUnavailable
 from rollout.weights.fingerprint import host_fingerprint
 from rollout.weights.store import same_path
@@ -48,6 +51,21 @@ class Peer(Protocol):
     def ways(self) -> Mapping[str, Read]:
         """How it can be read from, by name; what is to be tried first comes first."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a folder shall be.
+
+    Attributes:
+        model_path: a checkpoint, for the files beside the weights.
+        name: never used before; the folder's path is then the same on every node that is given it.
+        is_proved: False leaves what is on this node to be proved by the engine that loads it.
+    """
+
+    model_path: str | None = None
+    name: str = ""
+    is_proved: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +104,23 @@ class Assembler:
         self._slots = slots
         self._why_no_room = why_no_room
         self._turn = threading.Lock()
-        self._held: dict[Write, _Held] = {}
+        self._held: dict[tuple[Write, bool], _Held] = {}
         # What an earlier process handed out, nobody gives back.
         same_path.forget_all(slots.folder.parent, slots.folder)
         slots.files.remove_folder(slots.folder / _FOLDER)
 
-    def assemble(
-        self,
-        record: Record,
-        peers: Mapping[str, Peer],
-        model_path: str | None = None,
-        name: str = "",
-    ) -> Assembled:
-        """All of ``record``, proved.
-
-        Args:
-            model_path: a checkpoint, for the files beside the weights.
-            name: never used before; its path is then the same on every node that is given it.
+    def assemble(self, record: Record, peers: Mapping[str, Peer], wanted: Wanted) -> Assembled:
+        """All of ``record``.
 
         Raises:
             WeightsUnavailable: naming the first unit that cannot be had, and why.
         """
+        key, name = (record.write, wanted.is_proved), wanted.name
         with self._turn:
-            held = self._held.get(record.write)
+            held = self._held.get(key)
             if held is None:
-                held = self._made(record, peers, model_path)
-                self._held[record.write] = held
+                held = self._made(record, peers, wanted)
+                self._held[key] = held
             held.num_users += 1
             if not name:
                 return held.assembled
@@ -121,13 +130,14 @@ class Assembler:
             try:
                 same_path.lead(path, folder)
             except OSError:
-                self._give_back(record.write, name)
+                self._give_back(key, name)
                 raise
             return replace(held.assembled, path=str(path))
 
-    def _made(self, record: Record, peers: Mapping[str, Peer], model_path: str | None) -> _Held:
+    def _made(self, record: Record, peers: Mapping[str, Peer], wanted: Wanted) -> _Held:
         files = self._slots.files
-        folder = self._slots.folder / _FOLDER / str(record.write.number)
+        kind = "proved" if wanted.is_proved else "to-prove"
+        folder = self._slots.folder / _FOLDER / f"{record.write.number}-{kind}"
         with ExitStack() as stack:
             stack.callback(files.remove_folder, folder)
             files.make_folder(folder)
@@ -136,9 +146,12 @@ class Assembler:
                 stack.enter_context(self._slots.pinned(record.write))
                 local = record.segments_of(self._slots.node)
             assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
-            assembled = assembly.into(folder)
-            if model_path is not None:
-                _link_beside(Path(model_path), folder)
+            assembled = assembly.into(folder, is_proved=wanted.is_proved)
+            if not wanted.is_proved:
+                told = json.dumps(dict(record.fingerprints)).encode()
+                files.write(folder / FINGERPRINTS, told)
+            if wanted.model_path is not None:
+                _link_beside(Path(wanted.model_path), folder)
             return _Held(assembled, stack.pop_all())
 
     def give_back(self, path: str) -> None:
@@ -148,17 +161,17 @@ class Assembler:
             path: or the name that it was assembled for.
         """
         with self._turn:
-            for write, held in list(self._held.items()):
+            for key, held in list(self._held.items()):
                 if path == held.assembled.path or Path(path).name in held.links:
-                    self._give_back(write, Path(path).name)
+                    self._give_back(key, Path(path).name)
 
-    def _give_back(self, write: Write, name: str) -> None:
-        held = self._held[write]
+    def _give_back(self, key: tuple[Write, bool], name: str) -> None:
+        held = self._held[key]
         if name in held.links:
             same_path.forget(held.links.pop(name), Path(held.assembled.path))
         held.num_users -= 1
         if not held.num_users:
-            self._held.pop(write).stack.close()
+            self._held.pop(key).stack.close()
 
     def close(self) -> None:
         """Take all back."""
@@ -194,8 +207,8 @@ class _Assembly:
         self._counting = threading.Lock()
         self._kept = {node: frozenset(record.kept.get(node, ())) for node in peers}
 
-    def into(self, folder: Path) -> Assembled:
-        good, whole = self._look_at_local()
+    def into(self, folder: Path, *, is_proved: bool) -> Assembled:
+        good, whole = self._look_at_local(is_proved=is_proved)
         units = {unit for segment in whole for unit in segment.units}
         for segment in whole:
             self._slots.files.link(
@@ -214,18 +227,15 @@ class _Assembly:
             tuple(self._troubles),
         )
 
-    def _look_at_local(self) -> tuple[dict[int, memoryview], list[Segment]]:
+    def _look_at_local(self, *, is_proved: bool) -> tuple[dict[int, memoryview], list[Segment]]:
         """Units that are here and right, with their bytes; files in which all is right."""
-        wanted = list(ranges(self._record.units, self._local))
         regions = {
             segment.file: self._slots.regions.of(
                 self._slots.segment_path(self._record.write, segment)
             )
             for segment in self._local
         }
-        parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
-        with ThreadPoolExecutor(_HASHERS) as pool:
-            bad = set().union(*pool.map(lambda part: self._bad_units(part, regions), parts))
+        bad = self._bad_units(regions) if is_proved else set()
         good: dict[int, memoryview] = {}
         whole: list[Segment] = []
         for segment in self._local:
@@ -241,14 +251,20 @@ class _Assembly:
                     good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
         return good, whole
 
-    def _bad_units(self, part: Sequence[Range], regions: Mapping[str, Region]) -> set[int]:
-        return {
-            one.unit
-            for one in part
-            if not self._proved(
-                one, regions[one.file].view[one.offset : one.offset + one.num_bytes]
-            )
-        }
+    def _bad_units(self, regions: Mapping[str, Region]) -> set[int]:
+        def bad_among(part: Sequence[Range]) -> set[int]:
+            return {
+                one.unit
+                for one in part
+                if not self._proved(
+                    one, regions[one.file].view[one.offset : one.offset + one.num_bytes]
+                )
+            }
+
+        wanted = list(ranges(self._record.units, self._local))
+        parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            return set().union(*pool.map(bad_among, parts))
 
     def _proved(self, one: Range, content: memoryview) -> bool:
         found = host_fingerprint(one.tensor.name, one.tensor.dtype, one.tensor.shape, content)

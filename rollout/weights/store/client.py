@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from rollout.errors import WeightsUnavailable
 from rollout.weights.fingerprint import Buffer
 from rollout.weights.store import wire
-from rollout.weights.store.assembling import Assembled, Read
+from rollout.weights.store.assembling import Assembled, Read, Wanted
 from rollout.weights.store.commit import NodeState, Write
 from rollout.weights.store.files import Files, Regions
 from rollout.weights.store.layout import Range
@@ -136,19 +137,13 @@ class AgentClient:
         words = {"call": call, "write": as_list(write), "unit": unit, "token": self._token}
         wire.send(connection, words)
 
-    def assemble(
-        self,
-        record: Record,
-        peers: Mapping[str, Any],
-        model_path: str | None = None,
-        name: str = "",
-    ) -> Assembled:
+    def assemble(self, record: Record, peers: Mapping[str, Any], wanted: Wanted) -> Assembled:
         """``peers``: clients too; the agent speaks to them itself."""
         addresses = {}
         for node, peer in peers.items():
             with suppress(OSError, WeightsUnavailable):  # one that is nowhere cannot help
                 addresses[node] = peer.address()
-        words = {"peers": addresses, "model_path": model_path, "name": name}
+        words = {"peers": addresses, "wanted": asdict(wanted)}
         answer = self._call("assemble", words, dump(record), _LONG_TIMEOUT_S)[0]["value"]
         return Assembled(
             answer["path"],

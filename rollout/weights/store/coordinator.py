@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store.assembling import Assembled, Everywhere, Peer
+from rollout.weights.store.assembling import Assembled, Everywhere, Peer, Wanted
 from rollout.weights.store.commit import NodeState, Write, counting, to_promote
 from rollout.weights.store.records import Record
 from rollout.weights.store.spread import spread
@@ -28,6 +29,7 @@ from rollout.weights.store.writer import FAILURES, Content, Sink, Writing, check
 
 logger = logging.getLogger(__name__)
 
+_PROVED = Wanted()
 T = TypeVar("T")
 
 
@@ -40,13 +42,7 @@ class Agent(Peer, Protocol):
     def sink(self, record: Record, paths: Mapping[str, str]) -> Sink: ...
     def seal(self, record: Record) -> None: ...
     def commit(self, write: Write) -> None: ...
-    def assemble(
-        self,
-        record: Record,
-        peers: Mapping[str, Any],
-        model_path: str | None = None,
-        name: str = "",
-    ) -> Assembled: ...
+    def assemble(self, record: Record, peers: Mapping[str, Any], wanted: Wanted) -> Assembled: ...
     def give_back(self, path: str) -> None: ...
     def renew(self) -> None: ...
     def num_bytes(self) -> int: ...
@@ -109,16 +105,14 @@ class Coordinator:
                 return record
         raise WeightsUnavailable(f"no node has the record of {write}{_told(failed)}")
 
-    def assemble(
-        self, record: Record, node: str, model_path: str | None = None, name: str = ""
-    ) -> Assembled:
-        """A folder on ``node`` with all of ``record``, proved there."""
+    def assemble(self, record: Record, node: str, wanted: Wanted = _PROVED) -> Assembled:
+        """A folder on ``node`` with all of ``record``."""
         agent = self._agents.get(node)
         if agent is None:
             raise WeightsUnavailable(f"node {node} is not in the store; it has {self._names()}")
         peers = {name: peer for name, peer in self._agents.items() if name != node}
         try:
-            return agent.assemble(record, peers, model_path, name)
+            return agent.assemble(record, peers, wanted)
         except OSError as error:
             raise WeightsUnavailable(f"the agent of node {node}: {error}") from error
 
@@ -127,19 +121,20 @@ class Coordinator:
         self._agents[node].give_back(path)
 
     def assemble_everywhere(
-        self, record: Record, nodes: Sequence[str], model_path: str | None = None
+        self, record: Record, nodes: Sequence[str], wanted: Wanted = _PROVED
     ) -> Everywhere:
-        """Folders on all of these nodes, each proved there, with one path on all of them.
+        """Folders on all of these nodes with one path on all of them.
 
         Raises:
             WeightsUnavailable: one node cannot; nothing is left on the others.
         """
         name = f"for-{uuid.uuid4().hex}"
+        wanted = replace(wanted, name=name)
         with ExitStack() as stack:
             # Also where nothing comes back: it may be made all the same.
             stack.callback(self._give_back_on, nodes, name)
             made, failed = self._ask(
-                {node: partial(self.assemble, record, node, model_path, name) for node in nodes}
+                {node: partial(self.assemble, record, node, wanted) for node in nodes}
             )
             paths = {node: one.path for node, one in made.items()}
             if failed or len(set(paths.values())) > 1:

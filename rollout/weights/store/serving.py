@@ -21,6 +21,7 @@ from rollout.errors import WeightsUnavailable
 from rollout.fanout import describe
 from rollout.weights.store import wire
 from rollout.weights.store.agent import StoreAgent
+from rollout.weights.store.assembling import Wanted
 from rollout.weights.store.commit import Write
 from rollout.weights.store.layout import ranges
 from rollout.weights.store.moving import Mover
@@ -162,7 +163,7 @@ class _Session:
             for node, address in words["peers"].items()
         }
         try:
-            assembled = self._agent.assemble(load(body), peers, words["model_path"], words["name"])
+            assembled = self._agent.assemble(load(body), peers, Wanted(**words["wanted"]))
         finally:
             for peer in peers.values():
                 peer.disconnect()

@@ -11,6 +11,7 @@ import pytest
 
 from rollout.errors import WeightsUnavailable
 from rollout.weights.store.agent import StoreAgent
+from rollout.weights.store.assembling import Wanted
 from rollout.weights.store.client import AgentClient
 from tests.support.store_worlds import Served, contents
 
@@ -92,7 +93,7 @@ def test_a_peer_that_breaks_off_in_a_unit_is_replaced_by_the_other(served: Serve
         }
         # Units on node-1 and node-2 only: node-1 is asked for half of them first.
         agent = served.servers["node-0"].agent
-        assembled = agent.assemble(record, peers)
+        assembled = agent.assemble(record, peers, Wanted())
         assert assembled.fetched_bytes
         agent.give_back(assembled.path)
         for peer in peers.values():

@@ -1,26 +1,32 @@
 """The store as a source for restarted engines: every failure is a reason for the next source."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.errors import EngineRejected
+from engines.fingerprint import host_fingerprint
+from engines.protocol import FINGERPRINTS, ServerInfo
 from rollout.config import StoreConfig
 from rollout.types import EngineSlot
+from rollout.weights.store import assembling
 from rollout.weights.store.agents import StoreTerms
 from rollout.weights.store.cost import node_bytes, restore_bytes
 from rollout.weights.store.source import StoreSource
-from tests.support.store_worlds import World, contents, moe_manifest, read_folder
+from tests.support.store_worlds import World, contents, flip, moe_manifest, read_folder, slot_of
 
 
 class LoadingEngine:
-    """Reads what it is told to load, or refuses."""
+    """Reads what it is told to load, or refuses; ``proves``: what it reads, if it is asked to."""
 
-    def __init__(self, world: World, refuses: int = 0) -> None:
+    def __init__(self, world: World, refuses: int = 0, *, proves: bool = False) -> None:
         self._world = world
         self._refuses = refuses
+        self._proves = proves
+        self.num_proved = 0
         self.loaded: list[tuple[str | None, dict[str, bytes]]] = []
 
     async def update_weights_from_disk(
@@ -30,7 +36,21 @@ class LoadingEngine:
             self._refuses -= 1
             raise EngineRejected("it does not want to", status=400, body="no")
         found = read_folder(Path(model_path), self._world.manifest)
+        if (told := Path(model_path) / FINGERPRINTS).exists():
+            self._prove(found, json.loads(told.read_bytes()))
         self.loaded.append((weight_version, found))
+
+    def _prove(self, found: dict[str, bytes], told: dict[str, str]) -> None:
+        assert self._proves, "it was left to an engine that does not do it"
+        self.num_proved += 1
+        for name, content in found.items():
+            spec = self._world.manifest.tensors[name]
+            if host_fingerprint(name, spec.dtype, spec.shape, content) != told[name]:
+                raise EngineRejected(f"{name!r} is damaged", status=400, body="")
+
+    async def server_info(self) -> ServerInfo:
+        raw = {"proves_loads": True} if self._proves else {}
+        return ServerInfo("1", "embedded", True, True, raw=raw)
 
 
 class _Agents:
@@ -82,6 +102,48 @@ def test_a_dead_agent_or_a_node_without_one_is_no_error(world: World, node: str)
     engine = LoadingEngine(world)
     assert not restore(source_of(world), engine, 1, node)
     assert engine.loaded == []
+    world.close()
+
+
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the tensors that agents hash from now on."""
+    names: list[str] = []
+
+    def noted(name: str, *rest: Any) -> str:
+        names.append(name)
+        return host_fingerprint(name, *rest)
+
+    monkeypatch.setattr(assembling, "host_fingerprint", noted)
+    return names
+
+
+def test_an_engine_that_proves_what_it_loads_is_left_to_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, engine = hashed(monkeypatch), LoadingEngine(world, proves=True)
+    local = world.coordinator.record_of(1).kept["node-0"]
+    assert restore(source_of(world), engine, 1)
+    assert engine.loaded == [("1", contents(world.manifest, 1))]
+    assert engine.num_proved == 1
+    units = world.coordinator.record_of(1).units
+    here = {one.name for unit in local for one in units[unit].tensors}
+    assert here.isdisjoint(names), "read twice"
+    assert not list(world.base.glob("run/*/assembled/*"))
+    assert restore(source_of(world), LoadingEngine(world), 1)
+    assert here <= set(names), "an engine that proves nothing was given what nobody has proved"
+    world.close()
+
+
+def test_what_such_an_engine_finds_damaged_comes_from_another_node(shared_memory: Path) -> None:
+    world = World(shared_memory / "base", replicas=2)
+    world.write(1)
+    segment = world.coordinator.record_of(1).segments_of("node-0")[0]
+    flip(slot_of(world, "node-0") / segment.file, segment.num_bytes - 1)
+    engine = LoadingEngine(world, proves=True)
+    assert restore(source_of(world, max_failures=1), engine, 1)
+    assert engine.loaded == [("1", contents(world.manifest, 1))]
+    assert engine.num_proved == 1, "the second time all was proved before"
+    assert not list(world.base.glob("run/*/assembled/*"))
     world.close()
 
 

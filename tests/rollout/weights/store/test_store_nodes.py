@@ -10,25 +10,10 @@ import pytest
 from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.store import lease
 from rollout.weights.store.agent import AgentSettings, StoreAgent
+from rollout.weights.store.assembling import Wanted
 from rollout.weights.store.files import Files
 from tests.support.processes import wait_until
-from tests.support.store_worlds import Node, World, contents
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(offset)
-        byte = stream.read(1)[0]
-        stream.seek(offset)
-        stream.write(bytes([byte ^ 4]))
-
-
-def slot_of(made: World, node: str) -> Path:
-    """The folder of the committed slot of a node."""
-    agent = made.nodes[node].agent
-    assert agent is not None
-    segment = agent.record(made.coordinator.counting()).segments_of(node)[0]
-    return agent._slots.segment_path(made.coordinator.counting(), segment).parent
+from tests.support.store_worlds import Node, World, contents, flip, slot_of
 
 
 @pytest.fixture
@@ -241,7 +226,7 @@ def test_the_files_beside_the_weights_are_there_for_the_engine(made: World, tmp_
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"old")
     record = made.coordinator.record_of(2)
-    assembled = made.coordinator.assemble(record, "node-0", str(tmp_path))
+    assembled = made.coordinator.assemble(record, "node-0", Wanted(str(tmp_path)))
     names = {path.name for path in Path(assembled.path).iterdir()}
     assert "config.json" in names
     assert "model.safetensors" not in names

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from engines.errors import EngineRejected
+from engines.protocol import ServerInfo
 from rollout.config import StoreConfig
 from rollout.errors import WeightsUnavailable
 from rollout.types import EngineSlot, NodeShare
@@ -34,6 +35,9 @@ class WideEngine:
         self._refuses = refuses
         self.loaded: list[dict[str, bytes]] = []
         self.folders: list[str] = []
+
+    async def server_info(self) -> ServerInfo:
+        return ServerInfo("0.5.23", "sglang", False, False)
 
     async def update_weights_from_disk(
         self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
