@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -72,6 +73,8 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
         )
         server = Server(settings)
         server.engine = engine
+        gc.freeze()  # nor is there any later: a collection of all this is a step that takes longer
+        gc.enable()
         host, port = listener.getsockname()[:2]
         _logger.info(
             "serving %s at %s:%s after %.1f s",
