@@ -22,9 +22,8 @@ from engines.flat import FLATTENED_BUCKET
 from rollout.config import WeightsConfig
 from rollout.weights.feeding import Bucket
 from rollout.weights.joining import Joiner, is_still, may_keep
-from rollout.weights.manifest import TensorSpec
 from rollout.weights.tensors.broadcast import BroadcastRoot
-from rollout.weights.tensors.gathering import Gatherer, Orders, is_worth_gathering, split
+from rollout.weights.tensors.gathering import Gatherer, Orders, is_worth_gathering, say, split
 from rollout.weights.tensors.sources import Pairs, Weights
 from rollout.weights.tensors.writing import fingerprints_of
 
@@ -174,19 +173,11 @@ class Broadcast:
         while parts:
             hashed = self._settings.fingerprint
             one = self._gatherer.gather(parts.pop(0), device, fingerprint=hashed)
-            said = self._said(root, one.specs) | {"load_format": FLATTENED_BUCKET}
+            said = {**one.said, "group_name": root.name, "load_format": FLATTENED_BUCKET}
             send = partial(root.send, [one.tensor])
             yield Bucket(said, is_last and not parts, one.fingerprints, send)
 
     def _one_by_one(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> Bucket:
         found = fingerprints_of(pairs) if self._settings.fingerprint else {}
-        said = self._said(root, pairs.specs)
+        said = {**say(pairs.specs), "group_name": root.name}
         return Bucket(said, is_last, found, partial(root.send, pairs.tensors))
-
-    def _said(self, root: BroadcastRoot, specs: Sequence[TensorSpec]) -> dict[str, Any]:
-        return {
-            "group_name": root.name,
-            "names": [one.name for one in specs],
-            "dtypes": [one.dtype for one in specs],
-            "shapes": [list(one.shape) for one in specs],
-        }

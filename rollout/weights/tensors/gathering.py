@@ -2,8 +2,9 @@
 
 Always true: a bucket lies where the one before did, so it is sent before the next is gathered.
 
-A broadcast over gloo costs both sides 0.14 ms together however little it brings, and a copy 0.05 to
-0.1 ms for each MiB: what is large is sent from where it is.
+A broadcast over gloo costs both sides 0.14 ms together, however little it brings.  Measured on two
+cores, in CPU time of both sides: tensors of 128 KiB one by one cost 2.4 times as much as together,
+those of 1 MiB 1.1 times; of 4 MiB both cost the same, and what is larger is dearer to copy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ from rollout.weights.tensors.copying import copy_tensors
 from rollout.weights.tensors.sources import Pairs
 from rollout.weights.tensors.writing import fingerprints_of
 
-_MOST_MEAN_BYTES = 1 << 20
+_MOST_MEAN_BYTES = 4 << 20
 # So much at once in the host's memory: more takes longer to get from the kernel, and is no faster.
 _MOST_HOST_BYTES = 64 << 20
 # Some hundred bytes each.
@@ -35,11 +37,12 @@ class Gathered:
     """One bucket.
 
     Attributes:
-        specs: of its tensors, in the order in which their bytes follow one another.
+        said: ``names``, ``dtypes`` and ``shapes`` of its tensors, in the order in which their
+            bytes follow one another.
         tensor: those bytes.
     """
 
-    specs: Sequence[TensorSpec]
+    said: Mapping[str, Any]
     tensor: torch.Tensor
     fingerprints: Mapping[str, str]
 
@@ -52,6 +55,7 @@ class _Order:
     indices: Sequence[int]
     specs: Sequence[TensorSpec]
     layout: FileLayout
+    said: Mapping[str, Any]
 
 
 def is_worth_gathering(pairs: Pairs) -> bool:
@@ -106,11 +110,11 @@ class Gatherer:
         if device.type == "cpu":
             view = self._host_of(size)
             found = copy_tensors(view, order.layout, order.specs, tensors, fingerprint=fingerprint)
-            return Gathered(order.specs, torch.frombuffer(view, dtype=torch.uint8)[:size], found)
+            return Gathered(order.said, torch.frombuffer(view, dtype=torch.uint8)[:size], found)
         tensor = self._on_device.setdefault(device, Buffers(device)).take(size)[:size]
         torch.cat([as_bytes(one).to(device) for one in tensors], out=tensor)
         self._on_device[device].give(tensor)
-        return Gathered(order.specs, tensor, fingerprints_of(pairs) if fingerprint else {})
+        return Gathered(order.said, tensor, fingerprints_of(pairs) if fingerprint else {})
 
     def rest(self) -> None:
         """Nothing more is sent for now: hold no memory."""
@@ -127,8 +131,16 @@ class Gatherer:
 def _ordered(given: Sequence[TensorSpec]) -> _Order:
     indices = flat.wide_first([one.dtype for one in given])
     specs = [given[index] for index in indices]
-    places = flat.lay_out(
-        [one.name for one in specs], [one.dtype for one in specs], [one.shape for one in specs]
-    )
+    said = say(specs)
+    places = flat.lay_out(said["names"], said["dtypes"], said["shapes"])
     offsets = {one.name: place for one, place in zip(specs, places, strict=True)}
-    return _Order(given, indices, specs, FileLayout(b"", offsets, places[-1][1]))
+    return _Order(given, indices, specs, FileLayout(b"", offsets, places[-1][1]), said)
+
+
+def say(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """What an engine is told of these tensors."""
+    return {
+        "names": [one.name for one in specs],
+        "dtypes": [one.dtype for one in specs],
+        "shapes": [list(one.shape) for one in specs],
+    }

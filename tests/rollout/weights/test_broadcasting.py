@@ -144,7 +144,7 @@ def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
 
 
 def test_large_tensors_go_from_where_they_are() -> None:
-    (one,) = all_of(a_broadcast(None, a=torch.ones(1 << 19), b=torch.ones(1 << 19)))
+    (one,) = all_of(a_broadcast(None, a=torch.ones(2 << 20), b=torch.ones(2 << 20)))
     assert isinstance(one.payload, Mapping)
     assert "load_format" not in one.payload
 
