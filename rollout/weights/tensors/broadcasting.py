@@ -4,15 +4,18 @@ Always true: a group is sent to by one push at a time; it is kept only after a p
 engine took, and closed when it is not kept, when other engines join, or with the handle.
 
 Making a group is a round through every engine, a connection between any two of them, and with NCCL
-seconds; keeping one costs idle connections, and with NCCL its buffers on each GPU.
+seconds; keeping one costs idle connections, and with NCCL its buffers on each GPU.  Firewalls
+forget connections that say nothing, some after 350 s, and then the deadline of a push would pass in
+vain: a group that was idle for some minutes is made anew, which is little beside those.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +30,8 @@ from rollout.weights.tensors.gathering import Gatherer, Orders, is_worth_gatheri
 from rollout.weights.tensors.sources import Pairs, Weights
 from rollout.weights.tensors.writing import fingerprints_of
 
+_MOST_IDLE_S = 240.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -34,17 +39,20 @@ class _Group:
 
     Attributes:
         joiners: the engines of all its ranks but the trainer's.
+        idle_since: when the last push that went through it ended.
     """
 
     root: BroadcastRoot
     joiners: Sequence[Joiner]
+    idle_since: float = 0.0
 
 
 class KeptGroup:
     """The group of a server's last push, if it is kept.  For any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.orders = Orders()
+        self._clock = clock
         self._lock = threading.Lock()
         self._group: _Group | None = None
         self._is_closed = False
@@ -61,8 +69,13 @@ class KeptGroup:
             group, self._group = self._group, None
         return group
 
+    def is_fresh(self, group: _Group) -> bool:
+        """Whether its connections can be trusted."""
+        return self._clock() - group.idle_since <= _MOST_IDLE_S
+
     def keep(self, group: _Group) -> None:
         """It is there for the next push."""
+        group = replace(group, idle_since=self._clock())
         with self._lock:
             over = group if self._is_closed else self._group
             if not self._is_closed:
@@ -111,11 +124,7 @@ class Broadcast:
         """The group that these are sent to: the one that was kept, or a new one."""
         before = None if self._kept is None else self._kept.take()
         keeps = self._kept is not None and may_keep(joiners)
-        if (
-            before is not None
-            and before.root.backend == self._backend
-            and is_still(before.root.name, before.joiners, joiners)
-        ):
+        if before is not None and self._can_go_on(before, joiners):
             self._group, self._must_join = before, False
             return {"group_name": before.root.name, "is_new": False, "keeps": keeps, "over": ""}
         if before is not None:
@@ -138,6 +147,14 @@ class Broadcast:
             "keeps": keeps,
             "over": "" if before is None else before.root.name,
         }
+
+    def _can_go_on(self, group: _Group, joiners: Sequence[Joiner]) -> bool:
+        assert self._kept is not None
+        return (
+            group.root.backend == self._backend
+            and self._kept.is_fresh(group)
+            and is_still(group.root.name, group.joiners, joiners)
+        )
 
     def buckets(self) -> Iterator[Bucket]:
         """What is handed out and sent, once all readers have the terms."""

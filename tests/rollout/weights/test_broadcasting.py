@@ -84,6 +84,19 @@ def test_others_are_sent_to_through_another_and_told_what_is_over(
     assert kept.name == other["group_name"] != name
 
 
+def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
+    now = [0.0]
+    kept = KeptGroup(clock=lambda: now[0])
+    name = sent(kept)["group_name"]
+    for _ in range(3):  # each push begins the time anew
+        now[0] += 200
+        assert not sent(kept, holding(name))["is_new"]
+    now[0] += 250
+    other = sent(kept, holding(name))
+    assert (other["is_new"], other["over"]) == (True, name)
+    kept.close()
+
+
 def test_engines_of_unknown_processes_are_not_asked_to_stay(kept: KeptGroup) -> None:
     attached = tuple(replace(one, process="") for one in ENGINES)
     assert not sent(kept, attached, well=False)["keeps"]
