@@ -29,7 +29,7 @@ from rollout.page.app import page_app
 from rollout.page.feed import Feed
 from rollout.page.observatory import Observatory
 from rollout.page.steering import Steering
-from rollout.router.host import bind
+from rollout.router.listening import bind
 from rollout.run_folder import CONTROL_FILE, FIGURES_FILE, RunFolder
 
 logger = logging.getLogger(__name__)

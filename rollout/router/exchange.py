@@ -1,9 +1,8 @@
-"""One generation request from its first byte to its last.
+"""One generation request on its way to an engine, and to another if that one is lost.
 
 Always true:
 - An admitted request leaves the gate exactly once: at its last byte, error or disconnect.
-- A client gets one whole answer, or a cut connection, or (in an event stream) an error event;
-  an engine's failure is never an error of the router, and it names the engine.
+- An engine's failure is never an error of the router, and it names the engine.
 - A request is sent a second time only if no byte of an answer has reached its client, once, and
   to another engine, through the gate like any other.  Whatever an engine answers is final.
 
@@ -13,187 +12,47 @@ There is no task and no await: client, gate, engine and clock each call it when 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from rollout.router import answers
+from rollout.router.client_side import ClientSide, chunk
 from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.headers import Headers, reply_head, signature, to_client
-from rollout.router.message import Request, Route, read_request
+from rollout.router.message import Request, read_request
 from rollout.router.pairs import PrefillSide, PromptLogprobs, bootstrap_fields
-from rollout.router.upstream import ReplyHead, Sending
+from rollout.router.upstream import ReplyHead
 from rollout.routing import NO_HINT
-
-if TYPE_CHECKING:
-    from rollout.router.proxy import Proxy
 
 logger = logging.getLogger(__name__)
 
-_JOINED_UP_TO_BYTES = 1 << 16
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n"
-_BETWEEN_EVENTS = (b"\n\n\r\n", b"\r\n\r\n\r\n")
 
 
-class Client(Protocol):
-    """The connection a request came on."""
-
-    is_write_paused: bool
-
-    def write(self, data: bytes) -> None: ...
-    def finish(self, *, is_closing: bool) -> None:
-        """The answer is complete; the next request on this connection has its turn."""
-        ...
-
-    def cut(self, *, is_flushed: bool) -> None:
-        """The answer cannot be completed: close, after what was written or at once."""
-        ...
-
-    def finish_unread(self) -> None:
-        """The answer is complete and the rest of the request is not wanted: close."""
-        ...
-
-
-class Exchange:
+class Exchange(ClientSide):
     """A request of ``client`` on its way through ``proxy``."""
 
     __slots__ = (
         "_admission",
-        "_client",
-        "_engine_id",
-        "_expects_continue",
         "_failure",
-        "_has_written",
-        "_head",
-        "_headers",
-        "_is_admitted",
         "_is_chunking",
-        "_is_close_delimited",
-        "_is_done",
-        "_is_event_stream",
-        "_is_on",
-        "_is_whole",
-        "_method",
         "_num_attempts",
-        "_num_bytes",
-        "_parts",
         "_prefill",
-        "_proxy",
         "_request",
-        "_route",
-        "_tail",
         "_timer",
         "_waiter",
-        "began_s",
-        "is_decoding",
-        "is_last",
-        "upstream",
     )
 
-    def __init__(
-        self,
-        proxy: Proxy,
-        client: Client,
-        method: bytes,
-        route: Route,
-        headers: Headers,
-        *,
-        is_admitted: bool = True,
-        is_last: bool = False,
-        is_http_1_0: bool = False,
-        expects_continue: bool = False,
-    ) -> None:
-        self._proxy = proxy
-        self._client = client
-        self._method = method
-        self._route = route
-        self._headers = headers
-        self._expects_continue = expects_continue
-        self._is_admitted = is_admitted
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._is_on = False
-        self._is_whole = False
-        self._is_done = False
+    def _prepare(self) -> None:
         self._request: Request | None = None
         self._waiter: Waiter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._admission: Admission | None = None
         self._failure: ConnectionFailure | None = None
         self._prefill: PrefillSide | None = None
-        self._engine_id = ""
         self._num_attempts = 0
-        self._head = b""
-        self._has_written = False
-        self._is_event_stream = False
         self._is_chunking = False
-        self._is_close_delimited = False
-        self._tail = b""
-        self.began_s = 0.0
-        self.is_last = is_last
-        self.is_decoding = is_http_1_0
-        self.upstream: Sending | None = None
-
-    # -- the client's side ------------------------------------------------------------------
-
-    def start(self) -> None:
-        """All answers before this one are complete."""
-        self._is_on = True
-        self.began_s = self._proxy.now_s()
-        self._proxy.live.add(self)
-        if not self._is_admitted:
-            self._answer(answers.unauthorized())
-        elif self._route.problem:
-            self._answer(answers.problem(400, "bad_request", self._route.problem))
-        elif (refusal := self._proxy.gate.would_refuse()) is not None:
-            self._answer(answers.refused(refusal))
-        elif self._num_bytes > self._proxy.max_body_bytes:
-            self._refuse_size()
-        elif self._is_whole:
-            self._begin()
-        elif self._expects_continue:
-            self._client.write(_CONTINUE)
-
-    def feed(self, data: bytes) -> None:
-        """More of the request's body."""
-        if self._is_done:
-            return
-        self._num_bytes += len(data)
-        if self._num_bytes <= self._proxy.max_body_bytes:
-            self._parts.append(data)
-        else:
-            self._parts.clear()
-            if self._is_on:
-                self._refuse_size()
-
-    def end_of_request(self) -> None:
-        """The whole request has come."""
-        self._is_whole = True
-        if self._is_on and not self._is_done:
-            self._begin()
-
-    def client_left(self) -> None:
-        """Nobody is there to be answered."""
-        if self._is_done:
-            return
-        if self._is_on:
-            self._proxy.counts.num_clients_left += 1
-        self._end()
-
-    def write_paused(self) -> None:
-        if self.upstream is not None:
-            self.upstream.pause()
-
-    def write_resumed(self) -> None:
-        if self.upstream is not None:
-            self.upstream.resume()
-
-    def _refuse_size(self) -> None:
-        message = f"the body is over {self._proxy.max_body_bytes} bytes"
-        self._answer(answers.problem(413, "too_large", message))
 
     # -- through the gate -------------------------------------------------------------------
 
@@ -384,60 +243,7 @@ class Exchange:
         self._leave()
         self._end_with(answer)
 
-    # -- how it ends ------------------------------------------------------------------------
-
-    def _write(self, data: bytes) -> None:
-        client = self._client
-        if self._head:
-            head, self._head = self._head, b""
-            self._has_written = True
-            if len(data) <= _JOINED_UP_TO_BYTES:
-                data = head + data
-            else:
-                client.write(head)
-        if data:
-            client.write(data)
-
-    def _end_with(self, answer: answers.Answer) -> None:
-        if self._has_written:
-            self._break_off(answer)
-        else:
-            self._answer(answer)
-
-    def _answer(self, answer: answers.Answer) -> None:
-        """End with an answer of the router's own."""
-        is_unread = not self._is_whole and (self._expects_continue or answer.status == 413)
-        is_last = self.is_last or is_unread
-        is_head = self._method == b"HEAD"
-        self._client.write(answer.to_bytes(is_head=is_head, is_last=is_last))
-        self._end()
-        if is_unread:
-            self._client.finish_unread()
-        else:
-            self._client.finish(is_closing=is_last)
-
-    def _break_off(self, answer: answers.Answer) -> None:
-        """End an answer that has begun and cannot be completed.
-
-        An event stream that stands between two events gets one more that tells why, as SGLang
-        does.  Anything else is cut, so that no client takes it for whole.
-        """
-        self._proxy.counts.num_broken_replies += 1
-        is_between = not self._tail or self._tail.endswith(_BETWEEN_EVENTS)
-        self._end()
-        if self._is_event_stream and not self._is_close_delimited and is_between:
-            event = b"data: " + json.dumps(answer.payload).encode() + b"\n\n"
-            self._client.write(chunk(event) + b"0\r\n\r\n")
-            self._client.finish(is_closing=self.is_last)
-        else:
-            self._client.cut(is_flushed=not self._is_close_delimited)
-
-    def _finish(self) -> None:
-        self._proxy.latencies.observe(
-            self._route.path, self._engine_id, self._proxy.now_s() - self.began_s
-        )
-        self._end()
-        self._client.finish(is_closing=self.is_last)
+    # -- how it lets go ---------------------------------------------------------------------
 
     def _drop(self) -> None:
         if self.upstream is not None:
@@ -468,10 +274,6 @@ class Exchange:
         self._parts.clear()
         self._request = None
         self._proxy.live.discard(self)
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def _is_event_stream(headers: Headers) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.router import answers
-from rollout.router.exchange import Exchange, chunk
+from rollout.router.client_side import chunk
+from rollout.router.exchange import Exchange
 from rollout.router.fast_json import dumps, loads
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head

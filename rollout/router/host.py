@@ -23,11 +23,12 @@ import uvloop
 
 from engines.protocol import Endpoint
 from rollout.choosing import policy_of
-from rollout.errors import ConfigError, PhaseTimeout, RolloutError
+from rollout.errors import PhaseTimeout, RolloutError
 from rollout.router.app import control_app
 from rollout.router.control import ControlClient
 from rollout.router.gate import ConnectionFailure, Gate, GateState
 from rollout.router.limits import check_file_descriptors
+from rollout.router.listening import Server, bind
 from rollout.router.pool import Pool
 from rollout.router.protocol import RouterProtocol
 from rollout.router.proxy import Proxy
@@ -87,7 +88,7 @@ class RouterHost:
         self._owner: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     # -- start and stop ---------------------------------------------------------------------
@@ -292,7 +293,7 @@ class RouterHost:
         def on_started() -> None:
             started.set_result(None)
 
-        self._server = _Server(
+        self._server = Server(
             uvicorn.Config(
                 control_app(self._proxy, self._control),
                 http=partial(RouterProtocol, self._proxy),  # type: ignore[arg-type]
@@ -311,62 +312,3 @@ class RouterHost:
             self._proxy.stop_live,
         )
         await self._server.serve(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, which says when it listens and stops when told, not at its next tick."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        on_started: Callable[[], None],
-        stop_live: Callable[[], None],
-    ) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-        self._stop_live = stop_live
-        self._stopping = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self._stopping.wait()
-
-    def stop_within(self, budget_s: float) -> None:
-        # The annotation says int, but it only ever reaches asyncio.wait_for.  What is spliced
-        # ends at the budget; the second more is for the control application.
-        self.config.timeout_graceful_shutdown = budget_s + 1.0  # type: ignore[assignment]
-        asyncio.get_running_loop().call_later(budget_s, self._stop_live)
-        self._stopping.set()
-
-
-def bind(host: str, port: int, *, what: str = "router") -> socket.socket:
-    """A listening socket bound to ``host`` and ``port``, for ``what``.
-
-    Raises:
-        ConfigError: it is taken, or not an address of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(4096)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{what} cannot bind {host}:{port}: {error.strerror or error}; "
-            "give a free port, or 0 for any",
-            setting=f"{what}.port",
-            value=port,
-        ) from error
-    listener.setblocking(False)
-    return listener

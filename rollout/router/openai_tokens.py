@@ -8,84 +8,25 @@ Always true:
   exact in text and budget, and the engine that continues may cut the text into other tokens.
 - Nothing that a client was shown is taken back.
 
-What is parsed out of a whole text (tools, grammars) cannot go on from its middle: such a request
-is not read here, and passes as it is.  Pure: events in, bodies and payloads out.
+A request that cannot go on from its middle is not read here, and passes as it is.  Pure: events in,
+bodies and payloads out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.router.tokens import Payload, is_whole, join_spans
-
-_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_NEEDS_WHOLE = (
-    "tools",
-    "functions",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "stop_regex",
-    "custom_params",
-    "custom_logit_processor",
-    "echo",
-    "suffix",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_cached_tokens_details",
-    "return_spec_tokens_details",
-    "return_meta_info",
-    "return_prompt_token_ids",
-    "return_input_ids_in_sglext",
-    "return_output_ids_in_sglext",
-    "return_sampling_mask",
+from rollout.router.openai_bodies import (
+    COMPLETION_TOKENS,
+    asks_for_logprobs,
+    budget_of,
+    can_be_continued,
+    ids_of,
 )
-
-
-@dataclass(slots=True)
-class _Part:
-    """Tokens in a row.
-
-    Attributes:
-        num: how many, as the engine counts them.
-        ids: the same; empty for a chat.
-        logprobs: the lists of the choice's ``logprobs``, by name.
-    """
-
-    text: str = ""
-    num: int = 0
-    ids: list[int] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    spans: list[Payload] = field(default_factory=list)
-
-    def plus(self, other: _Part) -> _Part:
-        names = self.logprobs.keys() | other.logprobs.keys()
-        return _Part(
-            self.text + other.text,
-            self.num + other.num,
-            self.ids + other.ids,
-            {name: self.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
-            join_spans(self.spans, other.spans, self.num),
-        )
-
-    def mark(self) -> _Mark:
-        """Where it ends now."""
-        lengths = {name: len(values) for name, values in self.logprobs.items()}
-        return _Mark(len(self.text), self.num, len(self.ids), lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A place in a part that grows: marking each event costs less than a copy of all before it."""
-
-    text: int = 0
-    num: int = 0
-    ids: int = 0
-    logprobs: Mapping[str, int] = field(default_factory=dict)
+from rollout.router.openai_parts import Mark, Part, after
+from rollout.router.tokens import Payload, is_whole
 
 
 class OpenAITranscript:
@@ -105,22 +46,22 @@ class OpenAITranscript:
     def __init__(self, raw: Payload, *, is_chat: bool) -> None:
         self._raw = raw
         self._is_chat = is_chat
-        self._budget = _budget_of(raw, is_chat=is_chat)
+        self._budget = budget_of(raw, is_chat=is_chat)
         stop = raw.get("stop")
         self._stops = [stop] if isinstance(stop, str) else list(stop or [])
         # Streamed, SGLang shows the beginning of a stop string before it trims it, so we trim.
         self._trims = bool(self._stops) and not raw.get("no_stop_trim")
-        self._wants_logprobs = _asks_for_logprobs(raw, is_chat=is_chat)
+        self._wants_logprobs = asks_for_logprobs(raw, is_chat=is_chat)
         self._is_recorded = False
         self._version: int | None = None
-        self._base = _Part()
-        self._now = _Part()
-        self._safe = _Mark()
+        self._base = Part()
+        self._now = Part()
+        self._safe = Mark()
         self._is_safe = True
-        self._told = _Mark()
+        self._told = Mark()
         self._has_told_role = False
         self._head: Payload = {}
-        self._prompt_ids: list[int] | None = _ids(raw.get("prompt"))
+        self._prompt_ids: list[int] | None = ids_of(raw.get("prompt"))
         self._finish: Payload | None = None
         self._usage: Payload = {}
         self._first_usage: Payload = {}
@@ -163,7 +104,7 @@ class OpenAITranscript:
         if not self._is_chat:
             assert self._prompt_ids is not None
             raw["prompt"] = [*self._prompt_ids, *self._base.ids]
-            raw["max_tokens"] = raw.get("max_tokens") or _COMPLETION_TOKENS - done
+            raw["max_tokens"] = raw.get("max_tokens") or COMPLETION_TOKENS - done
         else:
             *before, last = raw["messages"]
             if raw.get("continue_final_message") and last.get("role") == "assistant":
@@ -270,18 +211,18 @@ class OpenAITranscript:
             logprobs = {name: now.logprobs[name][:end] for name, end in safe.logprobs.items()}
             ids = now.ids[: safe.ids]
             self._base = self._base.plus(
-                _Part(now.text[: safe.text], safe.num, ids, logprobs, self._spans(safe.num))
+                Part(now.text[: safe.text], safe.num, ids, logprobs, self._spans(safe.num))
             )
             self.num_kept += safe.num
         else:
-            self._base, self._reasoning = _Part(), ""
+            self._base, self._reasoning = Part(), ""
             self._first_usage = {}
         self.num_recomputed += had - self._base.num
         self.num_seams += 1
-        self._now, self._safe, self._is_safe = _Part(), _Mark(), True
+        self._now, self._safe, self._is_safe = Part(), Mark(), True
         self._usage, self._finish = {}, None
 
-    def _lacks_logprobs(self, safe: _Mark) -> bool:
+    def _lacks_logprobs(self, safe: Mark) -> bool:
         """A token came without them.  A list that stays empty is none that was asked for: SGLang
         sends ``top_logprobs`` so."""
         owed = "content" if self._is_chat else "token_logprobs"
@@ -316,23 +257,23 @@ class OpenAITranscript:
                 chunks.append({**self._chunk(None), "usage": self._whole_usage()})
         return chunks
 
-    def _new(self) -> _Part:
+    def _new(self) -> Part:
         """What came since this was last asked, which is never before a seam that was told."""
         base, now, told = self._base, self._now, self._told
         end, before = now.mark(), base.mark()
         names = before.logprobs.keys() | end.logprobs.keys()
-        self._told = _Mark(
+        self._told = Mark(
             before.text + end.text,
             before.num + end.num,
             before.ids + end.ids,
             {name: before.logprobs.get(name, 0) + end.logprobs.get(name, 0) for name in names},
         )
-        return _Part(
-            _after(base.text, now.text, told.text),
+        return Part(
+            after(base.text, now.text, told.text),
             self._told.num - told.num,
-            _after(base.ids, now.ids, told.ids),
+            after(base.ids, now.ids, told.ids),
             {
-                name: _after(
+                name: after(
                     base.logprobs.get(name, []),
                     now.logprobs.get(name, []),
                     told.logprobs.get(name, 0),
@@ -347,7 +288,7 @@ class OpenAITranscript:
         choices = [] if choice is None else [{**rest, **choice}]
         return {**self._head, "object": kind, "choices": choices}
 
-    def _choice_of(self, part: _Part, message: str) -> Payload:
+    def _choice_of(self, part: Part, message: str) -> Payload:
         choice: Payload = {}
         if self._is_chat:
             choice[message] = {"content": part.text}
@@ -412,60 +353,12 @@ class OpenAITranscript:
         }
 
 
-def _after(before: Any, now: Any, start: int) -> Any:
-    """What stands from ``start`` on in two texts or lists that follow each other."""
-    if start >= len(before):
-        return now[start - len(before) :]
-    return before[start:] + now
-
-
-def _budget_of(raw: Payload, *, is_chat: bool) -> int | None:
-    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-    given = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
-    return given if is_chat or given is not None else _COMPLETION_TOKENS
-
-
-def _asks_for_logprobs(raw: Payload, *, is_chat: bool) -> bool:
-    return bool(raw.get("logprobs")) if is_chat else raw.get("logprobs") is not None
-
-
-def _ids(prompt: Any) -> list[int] | None:
-    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
-        return prompt
-    return None
-
-
-def _is_continued_in_parts(raw: Payload, last: Payload) -> bool:
-    return bool(raw.get("continue_final_message")) and not isinstance(last.get("content"), str)
-
-
 def read_openai(body: bytes, *, is_chat: bool) -> OpenAITranscript | None:
     """The transcript of an OpenAI body; None if it cannot go on from its middle."""
     try:
         raw = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(raw, dict) or raw.get("n") not in (None, 1):
+    if not isinstance(raw, dict) or not can_be_continued(raw, is_chat=is_chat):
         return None
-    if raw.get("best_of") not in (None, 1) or any(raw.get(name) for name in _NEEDS_WHOLE):
-        return None
-    if not isinstance(raw.get("stream_options") or {}, dict):
-        return None
-    if raw.get("stop") and (raw.get("stop_token_ids") or raw.get("skip_special_tokens") is False):
-        return None  # what we trim ourselves could then not be told from what is to be kept
-    form = raw.get("response_format") or {"type": "text"}
-    if not isinstance(form, dict) or form.get("type") != "text":
-        return None
-    if is_chat:
-        messages = raw.get("messages")
-        is_single = (
-            isinstance(messages, list)
-            and bool(messages)
-            and all(isinstance(one, dict) for one in messages)
-            and not raw.get("return_token_ids")
-            and not _is_continued_in_parts(raw, messages[-1])
-        )
-    else:
-        prompt = raw.get("prompt")
-        is_single = isinstance(prompt, str) or _ids(prompt) is not None
-    return OpenAITranscript(raw, is_chat=is_chat) if is_single else None
+    return OpenAITranscript(raw, is_chat=is_chat)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 from uvicorn.config import Config
@@ -25,23 +25,11 @@ from rollout.router.exchange import Exchange
 from rollout.router.failover import TokenExchange
 from rollout.router.message import COMPLETION_PATHS, Route, route_of
 from rollout.router.proxy import Proxy
+from rollout.router.turns import AppTurn, BadRequest, Turn
 
 MAX_HEAD_BYTES = 1 << 16
 _MAX_PIPELINED_BYTES = 1 << 16
 _LINGER_S = 2.0
-
-
-class _Turn(Protocol):
-    """One request of a connection."""
-
-    is_last: bool
-
-    def start(self) -> None: ...
-    def feed(self, data: bytes) -> None: ...
-    def end_of_request(self) -> None: ...
-    def client_left(self) -> None: ...
-    def write_paused(self) -> None: ...
-    def write_resumed(self) -> None: ...
 
 
 class RouterProtocol(HttpToolsProtocol):
@@ -58,8 +46,8 @@ class RouterProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.is_write_paused = False
         self._proxy = proxy
-        self._turns: deque[_Turn] = deque()
-        self._parsing: _Turn | None = None
+        self._turns: deque[Turn] = deque()
+        self._parsing: Turn | None = None
         self._is_started = False
         self._is_advancing = False
         self._is_in_head = False
@@ -110,7 +98,7 @@ class RouterProtocol(HttpToolsProtocol):
             if not self._turns:
                 self._is_started = False
         self._parsing = None
-        self._turns.append(_BadRequest(self, answers.problem(status, "bad_request", message)))
+        self._turns.append(BadRequest(self, answers.problem(status, "bad_request", message)))
 
     def eof_received(self) -> None:
         if self._turns:
@@ -147,7 +135,7 @@ class RouterProtocol(HttpToolsProtocol):
         route = route_of(self.url)
         is_http_1_0 = self.parser.get_http_version() != "1.1"
         is_last = is_http_1_0 or not self.parser.should_keep_alive()
-        turn: _Turn
+        turn: Turn
         keys = self._proxy.keys
         is_admitted = not keys.are_needed or keys.admit(
             self.headers, route.path, is_generation=route.is_generation
@@ -167,7 +155,7 @@ class RouterProtocol(HttpToolsProtocol):
                 expects_continue=self.expect_100_continue,
             )
         else:
-            turn = _AppTurn(self, self._cycle(route, is_last=is_last))
+            turn = AppTurn(self, self._cycle(route, is_last=is_last))
         self._parsing = turn
         self._turns.append(turn)
         if len(self._turns) == 1:
@@ -300,65 +288,3 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()
         for turn in self._turns:
             turn.is_last = True
-
-
-class _AppTurn:
-    """A request for the control application."""
-
-    def __init__(self, protocol: RouterProtocol, cycle: RequestResponseCycle) -> None:
-        self._protocol = protocol
-        self._cycle = cycle
-
-    @property
-    def is_last(self) -> bool:
-        return not self._cycle.keep_alive
-
-    @is_last.setter
-    def is_last(self, value: bool) -> None:
-        self._cycle.keep_alive = not value
-
-    def start(self) -> None:
-        self._protocol._start_asgi_task(self._cycle, self._protocol.app)
-
-    def feed(self, data: bytes) -> None:
-        cycle = self._cycle
-        if cycle.response_complete:
-            return
-        cycle.body += data
-        if len(cycle.body) > 1 << 16:
-            self._protocol.flow.pause_reading()
-        cycle.message_event.set()
-
-    def end_of_request(self) -> None:
-        self._cycle.more_body = False
-        self._cycle.message_event.set()
-
-    def client_left(self) -> None:
-        if not self._cycle.response_complete:
-            self._cycle.disconnected = True
-        self._cycle.message_event.set()
-
-    def write_paused(self) -> None:
-        """The application waits by itself."""
-
-    def write_resumed(self) -> None:
-        """And goes on by itself."""
-
-
-class _BadRequest:
-    """What could not be parsed, answered in its turn."""
-
-    def __init__(self, protocol: RouterProtocol, answer: answers.Answer) -> None:
-        self._protocol = protocol
-        self._answer = answer
-        self.is_last = True
-
-    def start(self) -> None:
-        self._protocol.write(self._answer.to_bytes(is_last=True))
-        self._protocol.finish_unread()
-
-    def feed(self, data: bytes) -> None: ...
-    def end_of_request(self) -> None: ...
-    def client_left(self) -> None: ...
-    def write_paused(self) -> None: ...
-    def write_resumed(self) -> None: ...

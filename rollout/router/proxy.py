@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from rollout.router.exchange import Exchange
+from rollout.router.client_side import ClientSide
 from rollout.router.figures import Figures
 from rollout.router.gate import Gate
 from rollout.router.headers import Headers
@@ -66,7 +66,7 @@ class Proxy:
         self.latencies = Latencies()
         self.figures = Figures()
         self.counts = Counts()
-        self.live: set[Exchange] = set()
+        self.live: set[ClientSide] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]
         self._sweeping: asyncio.Task[None] | None = None
