@@ -16,7 +16,7 @@ from rollout.router.exchange import Exchange
 from rollout.router.fast_json import dumps, loads
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
-from rollout.router.message import is_on, session_of, wants_prompt_logprobs
+from rollout.router.message import is_on, may_want_prompt_logprobs, session_of
 from rollout.router.openai_tokens import OpenAITranscript, read_openai
 from rollout.router.pairs import PromptLogprobs
 from rollout.router.recorded_chat import RecordedChat, read_recorded_chat
@@ -58,9 +58,11 @@ class TokenExchange(Exchange):
         is_asked = proxy.token_failover == "asked" and is_on(self._headers, b"x-token-failover")
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = [body]
-        is_merged = bool(proxy.gate.members.prefill.members) and wants_prompt_logprobs(body)
-        if proxy.token_failover == "on" or is_asked or is_recorded or is_merged:
-            self._transcript = self._read(body, is_recorded=is_recorded)
+        is_kept = proxy.token_failover == "on" or is_asked or is_recorded
+        if is_kept or (proxy.gate.members.prefill.members and may_want_prompt_logprobs(body)):
+            transcript = self._read(body, is_recorded=is_recorded)
+            if is_kept or (isinstance(transcript, Transcript) and transcript.lacks_prompt):
+                self._transcript = transcript
             self.is_decoding = self.is_decoding or self._transcript is not None
             if is_recorded and (why := self._why_not_recorded(body)):
                 self._answer(why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,18 +61,13 @@ def prompt_of(body: bytes) -> bytes:
     return body[found.end() : found.end() + _MAX_PROMPT_BYTES] if found else b""
 
 
-def wants_prompt_logprobs(body: bytes) -> bool:
-    """A ``/generate`` body asks for log-probs of its prompt."""
-    if b'"logprob_start_len"' not in body:
-        return False
-    try:
-        raw = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(raw, dict) and asks_prompt_logprobs(raw)
+def may_want_prompt_logprobs(body: bytes) -> bool:
+    """It is worth reading a body to see whether it asks for log-probs of its prompt."""
+    return b'"logprob_start_len"' in body
 
 
 def asks_prompt_logprobs(raw: Mapping[str, object]) -> bool:
+    """A ``/generate`` body asks for log-probs of its prompt."""
     start = raw.get("logprob_start_len")
     return bool(raw.get("return_logprob")) and isinstance(start, int) and start >= 0
 

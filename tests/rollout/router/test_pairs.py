@@ -130,6 +130,23 @@ async def test_log_probs_of_the_prompt_come_from_the_prefill_engine(
     await bench.host.drained(2)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/generate", WITH_PROMPT | {"logprob_start_len": -1}),
+        ("/generate", WITH_PROMPT | {"return_logprob": False}),
+        ("/generate", WITH_PROMPT | {"input_ids": [[1, 2], [3]]}),
+        ("/v1/completions", WITH_PROMPT | {"prompt": [1, 2]}),
+    ],
+    ids=["of-the-answer", "none", "several-prompts", "not-generate"],
+)
+async def test_who_asks_for_no_log_probs_of_one_prompt_gets_the_decode_engines_bytes(
+    make_bench, path, asked
+):
+    bench = await pair(make_bench, reply(b"{}"), reply(b'{ "text": "as it is" }'))
+    assert (await bench.ask(path, json=asked)).body == b'{ "text": "as it is" }'
+
+
 async def test_a_prefill_engine_that_tells_no_log_probs_is_replaced(make_bench):
     bench = await pair(make_bench, reply(b"{}"), stream(*PREFILLED), stream(*DECODED), prefill=2)
     got = await bench.ask(json=WITH_PROMPT)
