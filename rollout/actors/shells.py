@@ -14,7 +14,7 @@ from engines.protocol import Endpoint
 from rollout.actors.engines import Started
 from rollout.actors.launcher import EnginePlacement, RayLauncher
 from rollout.actors.parts import Inheritance, MadeParts, ServerParts, running_engines
-from rollout.actors.process import keep_what_is_loaded
+from rollout.actors.process import keep_what_is_loaded, take_short_turns
 from rollout.config import RouterConfig, ServerConfig
 from rollout.errors import ConfigError
 from rollout.journal import Journal
@@ -176,6 +176,7 @@ class RouterActor:
 
     async def start(self) -> Endpoint:
         keep_what_is_loaded()
+        take_short_turns()
         return await self._host.start()
 
     async def stop(self, budget_s: float) -> None:

@@ -5,12 +5,13 @@ Run over the stub and over Ray, which is what keeps the stub honest.
 
 import asyncio
 import os
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from rollout.actors.process import is_own_process
+from rollout.actors.process import is_own_process, take_short_turns
 from tests.support.ray_worlds import World
 
 TIMEOUT_S = 20
@@ -41,6 +42,10 @@ class Notebook:
 
     async def where(self) -> tuple[int, bool]:
         return os.getpid(), is_own_process()
+
+    async def turn_s(self) -> float:
+        take_short_turns()
+        return sys.getswitchinterval()
 
     async def fail(self) -> None:
         raise ValueError("the book is full")
@@ -95,6 +100,14 @@ def test_an_actor_knows_whether_its_process_is_its_own(world: World, notebook: A
     pid, is_its_own = get(world, notebook.where.remote())
     assert is_its_own == (pid != os.getpid())
     assert not is_own_process()
+
+
+def test_turns_are_short_only_in_a_process_that_is_its_own(world: World, notebook: Any) -> None:
+    before_s = sys.getswitchinterval()
+    pid, _ = get(world, notebook.where.remote())
+    expected_s = before_s if pid == os.getpid() else 0.0005
+    assert get(world, notebook.turn_s.remote()) == pytest.approx(expected_s)
+    assert sys.getswitchinterval() == before_s
 
 
 def test_an_argument_is_a_copy(world: World, notebook: Any) -> None:
