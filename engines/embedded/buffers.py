@@ -25,6 +25,12 @@ def host_memory(num_bytes: int) -> mmap.mmap:
     return view
 
 
+def finished(device: torch.device) -> None:
+    """Returns when all that this thread asked of a device is done: others may use the memory."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Buffers:
     """Flat buffers on one device, of which the largest is kept.  For any thread."""
 

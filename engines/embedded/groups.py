@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from engines.embedded.buffers import finished
 from engines.embedded.errors import Invalid
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class UpdateGroups:
                         part, src=0, group=joined.group, async_op=True
                     )
                     work.wait(timedelta(seconds=RECEIVE_TIMEOUT_S))
+                finished(self._device)
         except RuntimeError as error:
             raise Invalid(f"broadcast in {group_name!r} failed: {error}") from error
 

@@ -20,7 +20,7 @@ import torch
 
 from engines import flat
 from engines.embedded.arena import aligned
-from engines.embedded.buffers import Buffers
+from engines.embedded.buffers import Buffers, finished
 from engines.embedded.errors import Invalid
 from engines.embedded.weights import Weights
 
@@ -111,6 +111,7 @@ class Inbox:
         if plan.others:
             targets = [self._weights.find(one.name) for one in plan.others]
             torch._foreach_copy_(targets, [one.of(buffer) for one in plan.others])
+            finished(buffer.device)
         self._buffers.give(buffer)
 
     def rest(self) -> None:

@@ -49,6 +49,11 @@ class BroadcastRoot:
         self._store: Any = None
         self._group: Any = None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the group stands: a trainer's ``destroy_process_group()`` ends all there are."""
+        return self._group in distributed_c10d._world.pg_map
+
     def terms(self, num_ranks: int) -> Mapping[str, Any]:
         """Open the meeting place; what the engines, of so many ranks, must know to come."""
         self._world_size = num_ranks + 1
@@ -118,6 +123,7 @@ class BroadcastRoot:
 
     def close(self) -> None:
         """Leave, and close the meeting place."""
-        group, self._group, self._store = self._group, None, None
-        if group is not None:
+        group, is_there = self._group, self.is_there
+        self._group = self._store = None
+        if is_there:
             torch.distributed.destroy_process_group(group)

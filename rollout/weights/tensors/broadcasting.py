@@ -151,7 +151,8 @@ class Broadcast:
     def _can_go_on(self, group: _Group, joiners: Sequence[Joiner]) -> bool:
         assert self._kept is not None
         return (
-            group.root.backend == self._backend
+            group.root.is_there
+            and group.root.backend == self._backend
             and self._kept.is_fresh(group)
             and is_still(group.root.name, group.joiners, joiners)
         )

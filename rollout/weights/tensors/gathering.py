@@ -111,15 +111,24 @@ class Gatherer:
             view = self._host_of(size)
             found = copy_tensors(view, order.layout, order.specs, tensors, fingerprint=fingerprint)
             return Gathered(order.said, torch.frombuffer(view, dtype=torch.uint8)[:size], found)
-        tensor = self._on_device.setdefault(device, Buffers(device)).take(size)[:size]
-        torch.cat([as_bytes(one).to(device) for one in tensors], out=tensor)
-        self._on_device[device].give(tensor)
+        tensor = self._joined(tensors, size, device)
         return Gathered(order.said, tensor, fingerprints_of(pairs) if fingerprint else {})
 
     def rest(self) -> None:
         """Nothing more is sent for now: hold no memory."""
         self._host = None
         self._on_device.clear()
+
+    def _joined(
+        self, tensors: Sequence[torch.Tensor], size: int, device: torch.device
+    ) -> torch.Tensor:
+        """On a device: what is gathered next there waits for what is sent now, as all this thread
+        asks of it goes one after the other."""
+        buffers = self._on_device.setdefault(device, Buffers(device))
+        memory = buffers.take(size)
+        torch.cat([as_bytes(one).to(device) for one in tensors], out=memory[:size])
+        buffers.give(memory)
+        return memory[:size]
 
     def _host_of(self, num_bytes: int) -> mmap.mmap:
         if self._host is None or len(self._host) < num_bytes:

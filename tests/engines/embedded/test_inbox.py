@@ -54,15 +54,18 @@ def received(inbox: Inbox, new: Mapping[str, torch.Tensor], *, is_flat: bool) ->
     inbox.deliver(plan, buffer)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_each_tensor_comes_to_its_place(
-    inbox: Inbox, held: dict[str, torch.Tensor], is_flat: bool
+    held: dict[str, torch.Tensor], is_flat: bool, device: str
 ) -> None:
+    held = {name: one.to(device) for name, one in held.items()}
+    inbox = Inbox(Weights(Holder(held)), torch.device(device))
     for _ in range(2):  # the second by the plan of the first
         new = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in SHAPES.items()}
         new = dict(sorted(new.items(), key=lambda one: -one[1].itemsize))
         received(inbox, new, is_flat=is_flat)
-        assert all(torch.equal(held[name], one) for name, one in new.items())
+        assert all(torch.equal(held[name].cpu(), one) for name, one in new.items())
 
 
 def test_another_dtype_is_converted(inbox: Inbox, held: dict[str, torch.Tensor]) -> None:

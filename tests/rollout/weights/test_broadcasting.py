@@ -127,6 +127,21 @@ def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
     assert kept.take() is None
 
 
+def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(kept: KeptGroup) -> None:
+    """``torch.distributed.destroy_process_group()``, which means every group of the process."""
+    name = sent(kept)["group_name"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    assert sent(kept, holding(name))["is_new"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    kept.close()
+
+
 def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup) -> None:
     name = sent(kept)["group_name"]
     a_broadcast(kept).ended(False)

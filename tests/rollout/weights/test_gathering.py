@@ -66,6 +66,20 @@ def test_the_next_bucket_lies_where_the_one_before_did_until_there_is_rest() -> 
     assert torch.equal(larger.tensor.view(torch.float32), torch.ones(1 << 20))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device_they_are_joined_there(device: str) -> None:
+    gatherer, home = Gatherer(Orders()), torch.device(device)
+    tensors = [tensor.to(home) for tensor in odd_pairs().tensors]
+    size = sum(tensor.nbytes for tensor in tensors)
+    first = gatherer._joined(tensors, size, home)
+    assert torch.equal(first.cpu(), torch.cat([as_bytes(one).cpu() for one in tensors]))
+    second = gatherer._joined(tensors[:2], tensors[0].nbytes + tensors[1].nbytes, home)
+    assert second.data_ptr() == first.data_ptr()
+    third = gatherer._joined(tensors, size, home)
+    assert third.data_ptr() == first.data_ptr()
+    assert third.numel() == size
+
+
 def test_a_bucket_of_the_same_names_that_changed_is_laid_out_anew() -> None:
     orders = Orders()
     for dtype in (torch.float32, torch.float16, torch.float32):
