@@ -101,7 +101,7 @@ class Invariants:
 
     def check_may_open(self, gate: Gate, version: int | None) -> None:
         """I2 and I6: whoever gets requests from now on is fit for them."""
-        for member in gate.members.choosable:
+        for member in gate.members.choosable.members:
             engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
             if engine.struck_in:
                 self.violate(
@@ -191,7 +191,7 @@ class Invariants:
                 if not any(engine_id in told for told in self.told + self._shown_fenced()):
                     self.violate(f"I4: {engine_id} failed {operation}; nobody was told")
         if gate.state is GateState.OPEN:
-            for member in gate.members.choosable:
+            for member in gate.members.choosable.members:
                 engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
                 if engine.struck_in:
                     self.violate(f"I6: {engine.engine_id} failed {engine.struck_in}, and serves")
