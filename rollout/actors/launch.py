@@ -19,7 +19,7 @@ from rollout.actors.launcher import EnginePlacement
 from rollout.actors.parts import ServerParts
 from rollout.actors.placement import reserve
 from rollout.actors.shells import EngineActor, RolloutServerActor, RouterActor, ServerGroupActor
-from rollout.actors.store import place_agents
+from rollout.actors.store import end_agents, place_agents
 from rollout.config import RolloutConfig, ServerConfig, check_paths
 from rollout.deployment import Deployment
 from rollout.errors import ConfigError
@@ -170,6 +170,7 @@ def _make_server(
     if terms is not None:
         nodes = store_nodes(slots, name)
         agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
+        undo.agents.append(agents)
         sources = (StoreSource(terms, agents, server.model_path),)
     run = RunFolder.of(config)
     journal = Journal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "ray")
@@ -202,12 +203,15 @@ class _Undo:
         self._actors: list[Any] = []
         self._started_ray = started_ray
         self.placement_group: Any = None
+        self.agents: list[RemoteAgents] = []
 
     def owns(self, actor: Any) -> Any:
         self._actors.append(actor)
         return actor
 
     def __call__(self) -> None:
+        for agents in self.agents:
+            end_agents(agents)
         for actor in reversed(self._actors):
             ray.kill(actor)
         if self.placement_group is not None:

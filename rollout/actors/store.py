@@ -8,6 +8,8 @@ leaves them to the end of their lease, when they give the memory back and end th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
 from rollout.weights.store.client import Address
+from rollout.weights.store.coordinator import Agent
 from rollout.weights.store.mooncake import mover_of
 from rollout.weights.store.serving import AgentServer
+from rollout.weights.store.writer import FAILURES
 
 # Whoever asks wants to go on without the node, if it is gone.
 _FIND_TIMEOUT_S = 3.0
+_MOST_AT_ONCE = 16
 
 
 class StoreAgentActor:
@@ -84,3 +89,14 @@ def place_agents(
         owns(actor.options(**options).remote(terms.settings(node), name, namespace))
         found[node] = FindAgent(name, namespace)
     return RemoteAgents(found, terms.token)
+
+
+def end_agents(agents: RemoteAgents) -> None:
+    """Have those that are still there give their memory back: one that is killed cannot."""
+
+    def end(agent: Agent) -> None:
+        with suppress(*FAILURES):  # it has ended with its server
+            agent.close(clear=True)
+
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        list(pool.map(end, agents.agents().values()))

@@ -4,7 +4,9 @@ The engines are fakes that listen, so that a test can hold one and see what the 
 """
 
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,3 +353,18 @@ def test_an_engine_that_does_not_start_is_told_and_nothing_is_left(
             launcher=HttpFakeLauncher(fail_to_make),
         )
     assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)
+
+
+def test_a_launch_that_fails_leaves_nothing_of_its_weight_store(
+    world: World, tmp_path: Path
+) -> None:
+    before = sorted(world.live_actors())
+    run_id = f"unkept-{uuid.uuid4().hex[:8]}"
+    weights = {"store": {"spare_bytes": 0}}
+    with pytest.raises(PhaseFailed, match="no such model layer"):
+        world.load("launch").launch_ray(
+            config(tmp_path, ONE_ENGINE, run_id=run_id, server={"weights": weights}),
+            launcher=HttpFakeLauncher(fail_to_make),
+        )
+    assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)
+    assert not list(Path("/dev/shm").glob(f"rollout-store-*/{run_id}.*"))

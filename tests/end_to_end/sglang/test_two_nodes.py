@@ -37,7 +37,7 @@ SEEN_WITHIN_S = 3 * seen_within_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
 
 
 def wide_engine() -> dict[str, Any]:
-    # The ranks really share this machine: a core for each.
+    # Cores by rank on a node: each rank is the first on its own, so both take core 0.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     return one_engine(nodes=2, cpus=CPUS, options={"tp": 2}, env=env)
 
