@@ -82,7 +82,7 @@ class Proofs:
                 done += count
             hasher.update(piece)
         if host_fingerprint_of(hasher) != self._fingerprints[name]:
-            raise ValueError(f"{name!r} is damaged: its bytes have another fingerprint")
+            raise ValueError(f"{name!r} is damaged: {FINGERPRINTS} has another fingerprint")
 
 
 def read_proofs(path: Path) -> Proofs | None:
