@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", architecture="qwen3")
 
 
-@pytest.fixture(scope="module")
-def policy(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
+@pytest.fixture(
+    scope="module",
+    params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])],
+)
+def policy(
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerHandle]:
     config = {
         "log_dir": str(tmp_path_factory.mktemp("logs")),
         "servers": {
@@ -45,7 +52,9 @@ def policy(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             }
         },
     }
-    with launch(RolloutConfig.from_dict(config), backend="local") as deployment:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    with launch(RolloutConfig.from_dict(config), backend=request.param) as deployment:
         yield deployment["policy"]
 
 
@@ -165,6 +174,32 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
     assert policy._pushes._kept.name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
+
+
+def test_an_engine_that_is_killed_in_a_push_ends_it_at_once(
+    policy: ServerHandle, push: Callable[[], str], model_path: Path
+) -> None:
+    """Before its last bucket, in a group that has served other pushes."""
+    name = push()
+    assert name
+    weights = load_file(model_path / "model.safetensors")
+    last, dead = list(weights)[-1], engines(policy)[1]
+    assert dead.pid is not None
+    pid = dead.pid
+
+    def killing(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if name == last and tensor.device.type != "meta":
+            os.kill(pid, signal.SIGKILL)
+        yield name, tensor
+
+    began = time.monotonic()
+    with suppress(RolloutError):  # the trainer's end finds out first, or the other engine does not
+        policy.sync_weights(weights, name_map=killing).result(60)
+    assert time.monotonic() - began < 20
+    assert wait_until(lambda: [one.pid for one in engines(policy)][1:] not in ([], [pid]), 60)
+    another = push()
+    assert another not in ("", name)
+    assert groups(policy) == [[another], [another]]
 
 
 def test_with_the_trainers_end_the_engines_end_is_gone(
