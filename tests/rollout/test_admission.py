@@ -22,6 +22,7 @@ GOOD = Features(
     has_weights_cpu_backup=True,
     num_payloads=1,
     takes_tensors=True,
+    takes_flat_broadcast=True,
     streams_are_cumulative=True,
     undrivable="",
 )

@@ -1,6 +1,7 @@
 """An engine that a source gave its weights is held against what it was given."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -50,7 +51,7 @@ class Asked:
 def stale_member() -> Member:
     return Member(
         slot=EngineSlot("main-0", "main", 0),
-        process=cast("Any", None),
+        process=cast("Any", SimpleNamespace(node_ids=())),
         engine=cast("Any", HoldingEngine()),
         has_session=True,
         weight_version=None,
