@@ -58,6 +58,7 @@ def asked(tensors: dict[str, torch.Tensor], group: str) -> dict[str, Any]:
         "shapes": [list(one.shape) for one in tensors.values()],
         "group_name": group,
         "load_format": "flattened_bucket",
+        "weight_version": "1",  # by which it is seen that the weights must be put back
     }
 
 
