@@ -81,7 +81,7 @@ class WeightsConfig(Slice):
     """Fingerprint what is pushed, and compare it with what engines hold that can tell."""
     shared_memory_path: str = "/dev/shm"
     """Folder in tmpfs for ``shared_memory``; what is taken there is kept for the next push. In a
-    tmpfs mounted with ``huge=within_size`` taking it costs a quarter."""
+    tmpfs mounted with ``huge=within_size`` taking it costs less."""
     disk_path: str | None = None
     """Folder for ``disk``, as ``/ckpt/{version}``; give ``health.weights_path`` the same."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
