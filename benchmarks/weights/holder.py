@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from engines.embedded.memory import Memory
+from engines.protocol import MemoryTag
+
+
+def allocated(layout: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Zeroed tensors where the embedded engine has its parameters: in one arena."""
+    memory = Memory(torch.device("cpu"), saver=False, weights_backup=False)
+    tensors = memory.allocate(
+        MemoryTag.WEIGHTS, [(list(one[0]), one[1]) for one in layout.values()]
+    )
+    return dict(zip(layout, tensors, strict=True))
 
 
 class Holder(torch.nn.Module):

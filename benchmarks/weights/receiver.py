@@ -8,6 +8,7 @@ It holds the tensors of the manifest, prints its port, and serves until its inpu
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
@@ -19,7 +20,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 
-from benchmarks.weights.holder import Holder
+from benchmarks.weights.holder import Holder, allocated
 from engines.embedded.files import update_from_disk
 from engines.embedded.groups import UpdateGroups
 from engines.embedded.inbox import Inbox, content_of
@@ -32,11 +33,8 @@ class Receiver:
     """Answers as an engine does, one call at a time."""
 
     def __init__(self, specs: list[dict[str, Any]]) -> None:
-        held = {
-            spec["name"]: torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]))
-            for spec in specs
-        }
-        self.weights = Weights(Holder(held))
+        layout = {spec["name"]: (spec["shape"], getattr(torch, spec["dtype"])) for spec in specs}
+        self.weights = Weights(Holder(allocated(layout)))
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(torch.device("cpu"))
         self.inbox = Inbox(self.weights, torch.device("cpu"))
@@ -110,6 +108,7 @@ def main() -> None:
         server.should_exit = True
 
     threading.Thread(target=end_with_the_parent, daemon=True).start()
+    gc.freeze()  # as the embedded engine does
     print(listener.getsockname()[1], flush=True)
     server.run(sockets=[listener])
 

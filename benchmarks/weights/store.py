@@ -14,6 +14,7 @@ are not what shall be measured (a tmpfs with huge pages).
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -67,7 +68,7 @@ class Model:
     def __init__(self, manifest: Manifest) -> None:
         import torch
 
-        from benchmarks.weights.holder import Holder
+        from benchmarks.weights.holder import Holder, allocated
         from engines.embedded.fingerprint import fingerprints
         from engines.embedded.weights import Weights
 
@@ -77,7 +78,9 @@ class Model:
             name: torch.empty(spec.shape, dtype=torch.bfloat16).normal_(generator=make)
             for name, spec in manifest.tensors.items()
         }
-        self.engine = {name: torch.zeros_like(one) for name, one in self.tensors.items()}
+        self.engine = allocated(
+            {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
+        )
         self.num_bytes = sum(one.nbytes for one in self.tensors.values())
         self.weights = Weights(Holder(self.engine))
         self.fingerprints = fingerprints(self.tensors)
@@ -154,6 +157,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _measure(model: Model, repeats: int) -> dict[str, Row]:
+    gc.freeze()  # as agents and engines do when they have started
     rows: dict[str, Row] = {}
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))

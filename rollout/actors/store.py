@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout.actors.process import keep_what_is_loaded
 from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
 from rollout.weights.store.client import Address
@@ -37,6 +38,7 @@ class StoreAgentActor:
         agent = StoreAgent(settings, on_end=lambda: _end(name, namespace))
         host = ray.util.get_node_ip_address()
         self._server = AgentServer(agent, host, mover=mover_of(settings.transfer, host))
+        keep_what_is_loaded()
 
     async def address(self) -> Address:
         return self._server.address

@@ -49,8 +49,10 @@ def lay_out(specs: Iterable[TensorSpec], *, stays: bool = False) -> FileLayout:
     )
     ranges: dict[str, tuple[int, int]] = {}
     position = 0
-    # Wide elements first: what follows them is then aligned whatever its own width.
-    for spec in sorted(specs, key=lambda one: (-element_bytes(one), one.name)):
+    # Wide elements first: what follows them is then aligned whatever its own width.  Else as they
+    # come: a trainer's model and an engine's mostly have them in one order, and what are neighbours
+    # in both the engine copies as one.
+    for spec in sorted(specs, key=lambda one: -element_bytes(one)):
         begin, position = position, position + element_bytes(spec) * prod(spec.shape)
         ranges[spec.name] = begin, position
         entries[spec.name] = {
