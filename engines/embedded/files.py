@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engines.embedded.copies import joined
 from engines.embedded.errors import Invalid
 from engines.embedded.fingerprint import as_bytes
 from engines.embedded.headers import DTYPES, Contents, Piece, read_header
-from engines.embedded.mapped import Copy, MappedFiles
+from engines.embedded.mapped import MappedFiles
 from engines.embedded.proving import Placed, Proofs, read_proofs
 from engines.embedded.reading import read_copies
 
@@ -82,7 +83,10 @@ def _jobs(weights: Weights, file: Path, descriptor: int, mapped: MappedFiles | N
     if kept is None or kept.header != header:
         contents = Contents(header, os.fstat(descriptor).st_size)
         placed, others = _placed(weights, contents)
-        copies = [_joined(batch) for batch in _batches(placed)]
+        copies = [
+            joined((home.address, offset, home.num_bytes) for _, home, offset in batch)
+            for batch in _batches(placed)
+        ]
         if mapped is None or not contents.stays or others:
             jobs: list[Job] = [partial(read_copies, descriptor, batch) for batch in copies]
             return jobs + [partial(_convert, weights, descriptor, one) for one in others]
@@ -146,22 +150,6 @@ def _batches(placed: Sequence[Placed]) -> Iterator[Sequence[Placed]]:
             first, size = index + 1, 0
     if first < len(placed):
         yield placed[first:]
-
-
-def _joined(batch: Sequence[Placed]) -> list[Copy]:
-    """Neighbours in the file that are neighbours in the model are copied as one."""
-    copies: list[Copy] = []
-    address = offset = num_bytes = 0
-    for _, home, its_offset in batch:
-        if home.address == address + num_bytes and its_offset == offset + num_bytes:
-            num_bytes += home.num_bytes
-            continue
-        if num_bytes:
-            copies.append((address, offset, num_bytes))
-        address, offset, num_bytes = home.address, its_offset, home.num_bytes
-    if num_bytes:
-        copies.append((address, offset, num_bytes))
-    return copies
 
 
 def _do_all(jobs: Sequence[Job]) -> None:

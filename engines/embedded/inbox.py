@@ -10,7 +10,6 @@ is worked out once, for a trainer pushes the same buckets again and again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import memmove
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,6 +20,7 @@ import torch
 from engines import flat
 from engines.embedded.arena import aligned
 from engines.embedded.buffers import Buffers, finished
+from engines.embedded.copies import Copy, copy_all, joined
 from engines.embedded.errors import Invalid
 from engines.embedded.weights import Weights
 
@@ -58,14 +58,14 @@ class Plan:
 
     Attributes:
         pieces: its tensors, where they are received.
-        copies: address, first byte in the buffer, number of bytes.
+        copies: out of the buffer into the parameters.
         others: what cannot simply be copied: on a device, or of another dtype.
     """
 
     content: Content
     pieces: Sequence[_Piece]
     num_bytes: int
-    copies: Sequence[tuple[int, int, int]]
+    copies: Sequence[Copy]
     others: Sequence[_Piece]
 
 
@@ -105,9 +105,7 @@ class Inbox:
 
     def deliver(self, plan: Plan, buffer: torch.Tensor) -> None:
         """Overwrite the parameters; the memory may be taken again."""
-        address = buffer.data_ptr()
-        for target, begin, num_bytes in plan.copies:
-            memmove(target, address + begin, num_bytes)
+        copy_all(buffer.data_ptr(), plan.copies)
         if plan.others:
             targets = [self._weights.find(one.name) for one in plan.others]
             torch._foreach_copy_(targets, [one.of(buffer) for one in plan.others])
@@ -129,14 +127,15 @@ class Inbox:
         except (ValueError, TypeError, AttributeError) as error:
             raise Invalid(f"{error}; nothing was updated") from error
         self._weights.check((one.name, one.shape, one.dtype) for one in pieces)
-        copies, others = [], []
+        copies: list[Copy] = []
+        others = []
         for piece in pieces:
-            mine = self._weights.find(piece.name)
-            if mine.dtype != piece.dtype or mine.device.type != "cpu" or not mine.is_contiguous():
+            home = self._weights.homes.get(piece.name)
+            if home is None or home.dtype != piece.dtype:
                 others.append(piece)
-            elif piece.end > piece.begin:
-                copies.append((mine.data_ptr(), piece.begin, piece.end - piece.begin))
-        return Plan(content, pieces, pieces[-1].end, copies, others)
+            else:
+                copies.append((home.address, piece.begin, home.num_bytes))
+        return Plan(content, pieces, pieces[-1].end, joined(copies), others)
 
 
 def content_of(raw: Mapping[str, Any]) -> Content:

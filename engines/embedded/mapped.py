@@ -10,7 +10,6 @@ Reading such a file costs three times the copy, and mapping it anew as much: tmp
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -20,10 +19,9 @@ from pathlib import Path
 import numpy
 import numpy.typing
 
-_LOOK_EVERY_S = 1.0
+from engines.embedded.copies import Copy, copy_all
 
-Copy = tuple[int, int, int]
-"""Address to copy to, offset in the file, number of bytes."""
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -41,10 +39,8 @@ class MappedFile:
     copies: list[list[Copy]] = field(default_factory=list, repr=False)
 
     def copy(self, batch: list[Copy]) -> None:
-        """Each tensor to its place, by address: torch would take longer to begin than to copy."""
-        address = self.contents.ctypes.data
-        for target, offset, num_bytes in batch:
-            ctypes.memmove(target, address + offset, num_bytes)
+        """These of its tensors to their places."""
+        copy_all(self.contents.ctypes.data, batch)
 
 
 @dataclass(frozen=True, slots=True)

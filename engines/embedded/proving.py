@@ -10,7 +10,6 @@ the core's cache.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import orjson
 
 from engines.embedded.fingerprint import dtype_name
 from engines.embedded.headers import Piece
+from engines.embedded.reading import read_all
 from engines.embedded.weights import Home
 from engines.fingerprint import Hasher, host_fingerprint_of, start
 from engines.protocol import FINGERPRINTS
@@ -74,12 +74,7 @@ class Proofs:
     ) -> None:
         for begin in range(0, len(into), _PIECE_BYTES):
             piece = into[begin : begin + _PIECE_BYTES]
-            done = 0
-            while done < len(piece):  # a call may read less than it was asked for
-                count = os.preadv(descriptor, [piece[done:]], offset + begin + done)
-                if not count:
-                    raise OSError(f"the file ends {len(piece) - done} bytes early")
-                done += count
+            read_all(descriptor, piece, offset + begin)
             hasher.update(piece)
         if host_fingerprint_of(hasher) != self._fingerprints[name]:
             raise ValueError(f"{name!r} is damaged: {FINGERPRINTS} has another fingerprint")

@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 
-from engines.embedded.mapped import Copy
+from engines.embedded.copies import Copy
 
 # The kernel takes so many places in one call.
 _MOST_PLACES = 1024
@@ -29,7 +29,8 @@ def read_copies(descriptor: int, copies: Sequence[Copy]) -> None:
             if offset + num_bytes <= end:
                 break
             have = max(0, end - offset)  # a call may read less than it was asked for
-            _read_rest(descriptor, address + have, offset + have, num_bytes - have)
+            rest = memoryview(_place(address + have, num_bytes - have)).cast("B")
+            read_all(descriptor, rest, offset + have)
 
 
 def _in_a_row(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
@@ -42,12 +43,17 @@ def _in_a_row(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
             first = index + 1
 
 
-def _read_rest(descriptor: int, address: int, offset: int, num_bytes: int) -> None:
-    while num_bytes:
-        count = os.preadv(descriptor, [_place(address, num_bytes)], offset)
+def read_all(descriptor: int, into: memoryview, offset: int) -> None:
+    """Read as many bytes as ``into`` has, in as many calls as it takes.
+
+    Raises:
+        OSError: the file ends before.
+    """
+    while into:
+        count = os.preadv(descriptor, [into], offset)
         if not count:
-            raise OSError(f"the file ends {num_bytes} bytes early")
-        address, offset, num_bytes = address + count, offset + count, num_bytes - count
+            raise OSError(f"the file ends {len(into)} bytes early")
+        into, offset = into[count:], offset + count
 
 
 def _place(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:

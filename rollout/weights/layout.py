@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import Generic, TypeVar
 
+from engines import flat
 from engines.protocol import STAYS
 from rollout.errors import WeightMismatch
 from rollout.weights.manifest import SAFETENSORS_DTYPES, TensorSpec
 
+T = TypeVar("T")
 _ALIGNMENT = 64
 # Some hundred bytes each.
 _MOST_KEPT_TENSORS = 1 << 16
@@ -68,25 +72,33 @@ def lay_out(specs: Iterable[TensorSpec], *, stays: bool = False) -> FileLayout:
     return FileLayout(header, offsets, size + position)
 
 
-class Layouts:
-    """Those of files that stay, kept: a model's buckets are the same at every push."""
+class KeptByModel(Generic[T]):
+    """What is made of a bucket's tensors, kept: a model's buckets are the same at every push."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], tuple[Sequence[TensorSpec], FileLayout]] = {}
+    def __init__(self, make: Callable[[Sequence[TensorSpec]], T]) -> None:
+        self._make = make
+        self._kept: dict[tuple[str, int], tuple[Sequence[TensorSpec], T]] = {}
 
-    def of(self, specs: Sequence[TensorSpec]) -> FileLayout:
-        """The file that holds these tensors, in this order or another.
-
-        Raises:
-            WeightMismatch: safetensors has no word for a dtype.
-        """
+    def of(self, specs: Sequence[TensorSpec]) -> T:
+        """What was made of these, or is made now."""
         key = (specs[0].name if specs else "", len(specs))
         kept = self._kept.get(key)
         if kept is None or kept[0] != specs:
             if sum(size for _, size in self._kept) + len(specs) > _MOST_KEPT_TENSORS:
                 self._kept.clear()  # of models that are pushed no more
-            kept = self._kept[key] = list(specs), lay_out(specs, stays=True)
+            kept = self._kept[key] = list(specs), self._make(specs)
         return kept[1]
+
+
+class Layouts(KeptByModel[FileLayout]):
+    """Those of files that stay.
+
+    Raises:
+        WeightMismatch: safetensors has no word for a dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(partial(lay_out, stays=True))
 
 
 def element_bytes(spec: TensorSpec) -> int:
@@ -95,15 +107,13 @@ def element_bytes(spec: TensorSpec) -> int:
     Raises:
         WeightMismatch: the dtype is not known.
     """
-    word = _WORDS.get(spec.dtype)
-    if word is None:
+    if spec.dtype not in _WORDS:
         raise WeightMismatch(
             f"tensor {spec.name!r} is {spec.dtype}, which safetensors cannot hold; known: "
             f"{', '.join(_WORDS)}",
             tensor=spec.name,
         )
-    digits = word.removeprefix("BF").removeprefix("F").lstrip("UI")
-    return 1 if word == "BOOL" else int(digits.split("_")[0]) // 8
+    return flat.element_bytes(spec.dtype)
 
 
 _WORDS = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}

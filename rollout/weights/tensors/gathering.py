@@ -19,7 +19,7 @@ import torch
 from engines import flat
 from engines.embedded.buffers import Buffers, host_memory
 from engines.embedded.fingerprint import as_bytes
-from rollout.weights.layout import FileLayout
+from rollout.weights.layout import FileLayout, KeptByModel
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.tensors.copying import copy_tensors
 from rollout.weights.tensors.sources import Pairs
@@ -28,8 +28,6 @@ from rollout.weights.tensors.writing import fingerprints_of
 _MOST_MEAN_BYTES = 4 << 20
 # So much at once in the host's memory: more takes longer to get from the kernel, and is no faster.
 _MOST_HOST_BYTES = 64 << 20
-# Some hundred bytes each.
-_MOST_KEPT_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How the tensors of one bucket lie, kept: a model's buckets are the same at every push."""
+    """How the tensors of one bucket lie."""
 
-    given: Sequence[TensorSpec]
     indices: Sequence[int]
     specs: Sequence[TensorSpec]
     layout: FileLayout
@@ -78,20 +75,11 @@ def split(pairs: Pairs, device: torch.device, most_bytes: int = _MOST_HOST_BYTES
     return [*parts, pairs[first:]]
 
 
-class Orders:
+class Orders(KeptByModel[_Order]):
     """How buckets lie, known from the pushes before."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], _Order] = {}
-
-    def of(self, specs: Sequence[TensorSpec]) -> _Order:
-        key = specs[0].name, len(specs)
-        known = self._known.get(key)
-        if known is None or known.given != specs:
-            if sum(size for _, size in self._known) + len(specs) > _MOST_KEPT_TENSORS:
-                self._known.clear()  # of models that are pushed no more
-            known = self._known[key] = _ordered(specs)
-        return known
+        super().__init__(_ordered)
 
 
 class Gatherer:
@@ -143,7 +131,7 @@ def _ordered(given: Sequence[TensorSpec]) -> _Order:
     said = say(specs)
     places = flat.lay_out(said["names"], said["dtypes"], said["shapes"])
     offsets = {one.name: place for one, place in zip(specs, places, strict=True)}
-    return _Order(given, indices, specs, FileLayout(b"", offsets, places[-1][1]), said)
+    return _Order(indices, specs, FileLayout(b"", offsets, places[-1][1]), said)
 
 
 def say(specs: Sequence[TensorSpec]) -> dict[str, Any]:
