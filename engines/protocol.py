@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 # In the metadata of a safetensors file whose writer promises that it will never be another length
@@ -65,9 +65,8 @@ class ProcessIdentity:
     token: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where an engine listens."""
+class Endpoint(NamedTuple):
+    """Where an engine listens; a tuple, for it is a key of what every request looks up."""
 
     host: str
     port: int

@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.router import answers
-from rollout.router.headers import Headers
-from rollout.router.message import Route
+from rollout.router.heads import RequestHead
 from rollout.router.upstream import Sending
 
 if TYPE_CHECKING:
@@ -47,23 +46,19 @@ class ClientSide(ABC):
     """A request of ``client`` that ``proxy`` takes care of."""
 
     __slots__ = (
+        "_asked",
         "_client",
         "_engine_id",
-        "_expects_continue",
         "_has_written",
-        "_head",
-        "_headers",
-        "_is_admitted",
         "_is_close_delimited",
         "_is_done",
         "_is_event_stream",
         "_is_on",
         "_is_whole",
-        "_method",
         "_num_bytes",
         "_parts",
         "_proxy",
-        "_route",
+        "_reply_head",
         "_tail",
         "began_s",
         "is_decoding",
@@ -75,36 +70,25 @@ class ClientSide(ABC):
         self,
         proxy: Proxy,
         client: Client,
-        method: bytes,
-        route: Route,
-        headers: Headers,
-        *,
-        is_admitted: bool = True,
-        is_last: bool = False,
-        is_http_1_0: bool = False,
-        expects_continue: bool = False,
+        asked: RequestHead,
     ) -> None:
         self._proxy = proxy
         self._client = client
-        self._method = method
-        self._route = route
-        self._headers = headers
-        self._expects_continue = expects_continue
-        self._is_admitted = is_admitted
+        self._asked = asked
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self._is_on = False
         self._is_whole = False
         self._is_done = False
         self._engine_id = ""
-        self._head = b""
+        self._reply_head = b""
         self._has_written = False
         self._is_event_stream = False
         self._is_close_delimited = False
         self._tail = b""
         self.began_s = 0.0
-        self.is_last = is_last
-        self.is_decoding = is_http_1_0
+        self.is_last = asked.is_last
+        self.is_decoding = asked.is_http_1_0
         self.upstream: Sending | None = None
         self._prepare()
 
@@ -137,17 +121,17 @@ class ClientSide(ABC):
         self._is_on = True
         self.began_s = self._proxy.now_s()
         self._proxy.live.add(self)
-        if not self._is_admitted:
+        if not self._asked.is_admitted:
             self._answer(answers.unauthorized())
-        elif self._route.problem:
-            self._answer(answers.problem(400, "bad_request", self._route.problem))
+        elif problem := self._asked.route.problem:
+            self._answer(answers.problem(400, "bad_request", problem))
         elif (refusal := self._proxy.gate.would_refuse()) is not None:
             self._answer(answers.refused(refusal))
         elif self._num_bytes > self._proxy.max_body_bytes:
             self._refuse_size()
         elif self._is_whole:
             self._begin()
-        elif self._expects_continue:
+        elif self._asked.expects_continue:
             self._client.write(_CONTINUE)
 
     def feed(self, data: bytes) -> None:
@@ -192,8 +176,8 @@ class ClientSide(ABC):
 
     def _write(self, data: bytes) -> None:
         client = self._client
-        if self._head:
-            head, self._head = self._head, b""
+        if self._reply_head:
+            head, self._reply_head = self._reply_head, b""
             self._has_written = True
             if len(data) <= _JOINED_UP_TO_BYTES:
                 data = head + data
@@ -210,9 +194,9 @@ class ClientSide(ABC):
 
     def _answer(self, answer: answers.Answer) -> None:
         """End with an answer of the router's own."""
-        is_unread = not self._is_whole and (self._expects_continue or answer.status == 413)
+        is_unread = not self._is_whole and (self._asked.expects_continue or answer.status == 413)
         is_last = self.is_last or is_unread
-        is_head = self._method == b"HEAD"
+        is_head = self._asked.method == b"HEAD"
         self._client.write(answer.to_bytes(is_head=is_head, is_last=is_last))
         self._end()
         if is_unread:
@@ -238,7 +222,7 @@ class ClientSide(ABC):
 
     def _finish(self) -> None:
         self._proxy.latencies.observe(
-            self._route.path, self._engine_id, self._proxy.now_s() - self.began_s
+            self._asked.route.path, self._engine_id, self._proxy.now_s() - self.began_s
         )
         self._end()
         self._client.finish(is_closing=self.is_last)

@@ -77,5 +77,5 @@ class ControlClient:
             for name, value in response.raw_headers
             if name.lower() != b"content-length"
         ]
-        kept = to_client(lowered, response.status, member.engine_id, None)
+        kept = to_client(lowered, member.engine_id, None)
         return ControlReply(response.status, kept, whole)

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from rollout.router import answers
 from rollout.router.client_side import ClientSide, chunk
 from rollout.router.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
-from rollout.router.headers import Headers, reply_head, signature, to_client
+from rollout.router.headers import Headers, signature
+from rollout.router.heads import ReplyHead
 from rollout.router.message import Request, read_request
 from rollout.router.pairs import PrefillSide, PromptLogprobs, bootstrap_fields
-from rollout.router.upstream import ReplyHead
 from rollout.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Exchange(ClientSide):
         parts = self._parts
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
-        self._request = read_request(self._method, self._route, self._headers, body)
+        self._request = read_request(self._asked, body)
         self._enter("")
 
     def _enter(self, not_on: str) -> None:
@@ -71,7 +71,7 @@ class Exchange(ClientSide):
             rid=request.rid,
             num_bytes=len(request.body),
             not_on=not_on,
-            hint=proxy.hint_of(request, self._headers) if proxy.wants_hint else NO_HINT,
+            hint=proxy.hint_of(request, self._asked.headers) if proxy.wants_hint else NO_HINT,
         )
         if isinstance(decision, Waiter):
             self._waiter = decision
@@ -115,7 +115,7 @@ class Exchange(ClientSide):
         if (body := self._body()) is not None:
             request.body = body
         parts = request.parts_for(endpoint, version, more)
-        pool.send(self, endpoint, parts, is_head=self._method == b"HEAD")
+        pool.send(self, endpoint, parts, is_head=self._asked.method == b"HEAD")
 
     def _prompt_taker(self) -> Callable[[PromptLogprobs], None] | None:
         """What takes the prompt's log-probs from the prefill engine, where they are wanted."""
@@ -127,12 +127,9 @@ class Exchange(ClientSide):
 
     # -- the engine's side ------------------------------------------------------------------
 
-    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         admission = self._admission
         assert admission is not None
-        headers = to_client(
-            head.headers, head.status, admission.member.engine_id, admission.weight_version
-        )
         extra = []
         if head.is_chunked or head.is_until_close:
             self._is_event_stream = _is_event_stream(head.headers)
@@ -144,7 +141,9 @@ class Exchange(ClientSide):
                 extra.append(_CHUNKED)
         if self.is_last:
             extra.append(_CLOSE)
-        self._head = reply_head(head.status, headers, *extra)
+        self._reply_head = head.for_client(
+            self._engine_id, admission.weight_version, length, *extra
+        )
         # A length says that more comes at once: it can go with the head.
         if is_alone and (head.is_chunked or head.is_until_close):
             self._write(b"")
@@ -173,10 +172,10 @@ class Exchange(ClientSide):
     def _lost(self, why: str, *, is_partner: bool) -> None:
         admission = self._admission
         assert admission is not None
-        proxy, target = self._proxy, self._route.target.decode()
+        proxy, target = self._proxy, self._asked.route.target.decode()
         proxy.counts.num_engine_failures += 1
         failure = proxy.gate.report_failure(admission, target, why, is_partner=is_partner)
-        method = self._method.decode()
+        method = self._asked.method.decode()
         logger.warning(
             "engine %s failed %s %s: %s",
             failure.engine_id,
@@ -202,7 +201,7 @@ class Exchange(ClientSide):
         admission = self._admission
         assert admission is not None
         self._drop()
-        engine_id, target = admission.member.engine_id, self._route.target.decode()
+        engine_id, target = admission.member.engine_id, self._asked.route.target.decode()
         self._proxy.counts.num_cut += 1
         self._num_attempts -= 1  # the engine was taken away, it did not fail this request
         self._leave()
@@ -211,7 +210,7 @@ class Exchange(ClientSide):
     def _fail_over(self, failure: ConnectionFailure) -> None:
         self._failure = failure
         if self._num_attempts < 2 and not self._has_written:
-            self._head = b""
+            self._reply_head = b""
             self._enter(failure.engine_id)
         else:
             self._end_with(answers.engine_failed(failure))

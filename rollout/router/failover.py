@@ -8,7 +8,7 @@ did not ask for are all the same: enter the gate again with prompt and tokens so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.router import answers
 from rollout.router.client_side import chunk
@@ -16,17 +16,31 @@ from rollout.router.exchange import Exchange
 from rollout.router.fast_json import dumps, loads
 from rollout.router.gate import Admission, ConnectionFailure
 from rollout.router.headers import reply_head
-from rollout.router.message import is_on, may_want_prompt_logprobs, session_of
+from rollout.router.heads import ReplyHead, RequestHead
+from rollout.router.message import COMPLETION_PATHS, may_want_prompt_logprobs, session_of
 from rollout.router.openai_tokens import OpenAITranscript, read_openai
 from rollout.router.pairs import PromptLogprobs
 from rollout.router.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.tokens import Transcript, read_transcript
-from rollout.router.upstream import ReplyHead
 
+if TYPE_CHECKING:
+    from rollout.router.proxy import Proxy
+
+_RECORD, _FAIL_OVER = b"x-record-turn", b"x-token-failover"
+_ASKED = frozenset({_RECORD, _FAIL_OVER})
 _DONE = b"data: [DONE]\n\n"
 _NOT_ONE = "a recorded turn needs one prompt and n of 1; a completion, no grammar"
 
 AnyTranscript = Transcript | OpenAITranscript | RecordedChat
+
+
+def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
+    """A request with this head may be one for a ``TokenExchange``."""
+    if head.route.path not in COMPLETION_PATHS:
+        return False
+    if proxy.token_failover == "on" or proxy.gate.members.prefill.members:
+        return True
+    return proxy.token_failover == "asked" and not head.switched_on.isdisjoint(_ASKED)
 
 
 class TokenExchange(Exchange):
@@ -54,8 +68,9 @@ class TokenExchange(Exchange):
         self._buffer = []
         self._session = ""
         proxy = self._proxy
-        is_recorded = is_on(self._headers, b"x-record-turn")
-        is_asked = proxy.token_failover == "asked" and is_on(self._headers, b"x-token-failover")
+        switched_on = self._asked.switched_on
+        is_recorded = _RECORD in switched_on
+        is_asked = proxy.token_failover == "asked" and _FAIL_OVER in switched_on
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = [body]
         is_kept = proxy.token_failover == "on" or is_asked or is_recorded
@@ -72,7 +87,7 @@ class TokenExchange(Exchange):
     def _why_not_recorded(self, body: bytes) -> answers.Answer | None:
         """Make ready to record; or why that cannot be."""
         transcript, proxy = self._transcript, self._proxy
-        self._session = session_of(body, self._headers)
+        self._session = session_of(body, self._asked.headers)
         why = "a recorded turn needs a session id" if not self._session else ""
         if not why:
             why = _NOT_ONE if transcript is None else transcript.record()
@@ -83,7 +98,7 @@ class TokenExchange(Exchange):
         return None
 
     def _read(self, body: bytes, *, is_recorded: bool) -> AnyTranscript | None:
-        match self._route.path:
+        match self._asked.route.path:
             case "/generate":
                 return read_transcript(body, self._proxy.failover_interval)
             case "/v1/completions":
@@ -102,10 +117,10 @@ class TokenExchange(Exchange):
 
     # -- the engine's answer ----------------------------------------------------------------
 
-    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         transcript = self._transcript
         if transcript is None:
-            return super().on_reply(head, is_alone)
+            return super().on_reply(head, length, is_alone)
         self._buffer = []
         content_type = dict(head.headers).get(b"content-type", b"")
         expected = b"application/json" if transcript.answers_whole else b"text/event-stream"
@@ -208,7 +223,7 @@ class TokenExchange(Exchange):
         """The engine was paused; the gate knows when and where this may go on."""
         admission = self._admission
         assert admission is not None
-        engine_id, target = admission.member.engine_id, self._route.target.decode()
+        engine_id, target = admission.member.engine_id, self._asked.route.target.decode()
         self._drop()
         self._leave()
         self._num_attempts -= 1

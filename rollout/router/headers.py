@@ -27,7 +27,6 @@ _SET_ANEW = frozenset({b"host", b"content-length", b"expect"})
 _OURS = frozenset({b"x-engine-id", b"x-weight-version"})
 _NOT_TO_ENGINE = HOP_BY_HOP | _SET_ANEW
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS
-_WITHOUT_BODY = frozenset({204, 304})
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 _NOTHING: frozenset[bytes] = frozenset()
 
@@ -48,26 +47,17 @@ def to_engine(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in dropped]
 
 
-def to_client(
-    headers: Headers,
-    status: int,
-    engine_id: str,
-    weight_version: int | None,
-) -> Headers:
-    """What a client gets of an engine's headers, and who answered with which weights."""
+def kept_for_client(headers: Headers) -> Headers:
+    """What a client gets of an engine's headers."""
     dropped = _NOT_TO_CLIENT
     if named := _named_by_connection(headers):
         dropped = dropped | named
-    kept, has_length = [], status not in _WITHOUT_BODY
-    for header in headers:
-        if header[0] not in dropped:
-            kept.append(header)
-        elif header[0] == b"transfer-encoding":
-            has_length = False
-    if not has_length:
-        kept = [header for header in kept if header[0] != b"content-length"]
-    kept += signature(engine_id, weight_version)
-    return kept
+    return [header for header in headers if header[0] not in dropped]
+
+
+def to_client(headers: Headers, engine_id: str, weight_version: int | None) -> Headers:
+    """The same, and who answered with which weights."""
+    return [*kept_for_client(headers), *signature(engine_id, weight_version)]
 
 
 @lru_cache(4096)
@@ -78,38 +68,28 @@ def signature(engine_id: str, weight_version: int | None) -> tuple[tuple[bytes, 
     return who, (b"x-weight-version", str(weight_version).encode())
 
 
-def request_head(
-    method: bytes, target: bytes, endpoint: Endpoint, headers: Headers, num_bytes: int
-) -> bytes:
-    """The head of a request to an engine; ``headers`` are those of ``to_engine``."""
-    parts = [method, b" ", target, _host_line(endpoint)]
-    for name, value in headers:
-        parts += name, b": ", value, b"\r\n"
-    if num_bytes or method == b"POST" or method == b"PUT":
-        parts.append(b"content-length: %d\r\n\r\n" % num_bytes)
-    else:
-        parts.append(b"\r\n")
-    return b"".join(parts)
+@lru_cache(4096)
+def signature_lines(engine_id: str, weight_version: int | None) -> bytes:
+    return header_lines(signature(engine_id, weight_version))
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%s: %s\r\n" % header for header in headers])
 
 
 @lru_cache(4096)
-def _host_line(endpoint: Endpoint) -> bytes:
+def host_line(endpoint: Endpoint) -> bytes:
     host = endpoint.url.removeprefix("http://")
     return f" HTTP/1.1\r\nhost: {host}\r\n".encode()
 
 
 def reply_head(status: int, headers: Headers, *extra: bytes) -> bytes:
     """The head of an answer; ``extra`` are whole lines."""
-    parts = [_status_line(status)]
-    for name, value in headers:
-        parts += name, b": ", value, b"\r\n"
-    parts += extra
-    parts.append(b"\r\n")
-    return b"".join(parts)
+    return b"".join((status_line(status), header_lines(headers), *extra, b"\r\n"))
 
 
 @lru_cache(1024)
-def _status_line(status: int) -> bytes:
+def status_line(status: int) -> bytes:
     try:
         phrase = HTTPStatus(status).phrase
     except ValueError:

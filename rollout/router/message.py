@@ -12,7 +12,8 @@ import httptools
 
 from engines.protocol import Endpoint
 from rollout.router import stamp
-from rollout.router.headers import Headers, request_head, to_engine
+from rollout.router.headers import Headers
+from rollout.router.heads import RequestHead
 
 GENERATION_PATHS = frozenset(
     {
@@ -35,7 +36,6 @@ def is_generation(path: str) -> bool:
 COMPLETION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 """Paths whose requests are stamped, and can go on elsewhere by token."""
 
-_SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 _NOTHING: Mapping[str, str | int] = {}
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
@@ -48,11 +48,6 @@ def session_of(body: bytes, headers: Headers) -> str:
             return value.decode("latin-1")
     session = stamp.find(body, "session_id")[1]
     return session if isinstance(session, str) else ""
-
-
-def is_on(headers: Headers, name: bytes) -> bool:
-    """The client has switched this on in a header."""
-    return not _SWITCHED_ON.isdisjoint([value.lower() for key, value in headers if key == name])
 
 
 def prompt_of(body: bytes) -> bytes:
@@ -108,15 +103,12 @@ class Request:
     """A whole request.
 
     Attributes:
-        headers: those meant for the engine.
         rid: its id, where it is known.
         is_rid_ours: the router gave it that id and has to write it in.
         is_extra_key_ours: the router writes the weight version in.
     """
 
-    method: bytes
-    target: bytes
-    headers: Headers
+    head: RequestHead
     body: bytes
     rid: str = ""
     is_rid_ours: bool = False
@@ -141,14 +133,15 @@ class Request:
     ) -> list[bytes]:
         """What is written on the connection to an engine, with ``more`` in the body."""
         body = self.body_under(weight_version, more)
-        head = request_head(self.method, self.target, endpoint, self.headers, len(body))
+        head = self.head.for_engine(endpoint, len(body))
         return [head, body] if body else [head]
 
 
-def read_request(method: bytes, route: Route, headers: Headers, body: bytes) -> Request:
+def read_request(head: RequestHead, body: bytes) -> Request:
     """The request for an engine, with what is to be stamped on it."""
-    request = Request(method, route.target, to_engine(headers), body)
-    if route.path in COMPLETION_PATHS and method == b"POST" and stamp.is_stampable(body):
+    request = Request(head, body)
+    is_completion = head.route.path in COMPLETION_PATHS and head.method == b"POST"
+    if is_completion and stamp.is_stampable(body):
         has_rid, rid = stamp.find(body, "rid")
         request.is_rid_ours = not has_rid
         request.rid = rid if isinstance(rid, str) else "" if has_rid else stamp.new_rid()

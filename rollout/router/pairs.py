@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout.router.fast_json import loads
-from rollout.router.upstream import ReplyHead, Sending
+from rollout.router.heads import ReplyHead
+from rollout.router.upstream import Sending
 from rollout.routing import Member
 
 PromptLogprobs = Mapping[str, list[Any]]
@@ -73,7 +74,7 @@ class PrefillSide:
             self.upstream.drop()
             self.upstream = None
 
-    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         """The decode engine tells the client how it went."""
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:

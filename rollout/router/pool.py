@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from engines.protocol import Endpoint
+from rollout.router.heads import KnownHeads, ReplyHead
 from rollout.router.pace import Pace
 from rollout.router.upstream import Connection, Outgoing, Sender, describe
 
@@ -57,6 +58,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._idle: dict[Endpoint, dict[Connection, None]] = {}  # the longest idle first
         self._tasks: set[asyncio.Task[None]] = set()
+        self.known_heads: KnownHeads[ReplyHead] = KnownHeads()
         self.now_s: Callable[[], float] = lambda: 0.0
         self.pace = Pace(lambda rest: None)
 

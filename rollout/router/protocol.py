@@ -22,8 +22,9 @@ from uvicorn.server import ServerState
 
 from rollout.router import answers
 from rollout.router.exchange import Exchange
-from rollout.router.failover import TokenExchange
-from rollout.router.message import COMPLETION_PATHS, Route, route_of
+from rollout.router.failover import TokenExchange, may_keep_tokens
+from rollout.router.heads import RequestHead, known_by
+from rollout.router.message import Route, route_of
 from rollout.router.proxy import Proxy
 from rollout.router.turns import AppTurn, BadRequest, Turn
 
@@ -53,6 +54,7 @@ class RouterProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._num_head_bytes = 0
         self._later: list[bytes] = []
+        self._key = b""  # of a head that is being parsed and is not known
         self._num_later_bytes = 0
         self._is_deaf = False
         self._linger: asyncio.TimerHandle | None = None
@@ -70,13 +72,31 @@ class RouterProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
             return
-        if self._turns and (self._parsing is None or len(self._turns) > 1):
+        if not self._may_parse_on():
             self._later.append(data)
             self._num_later_bytes += len(data)
             if self._num_later_bytes > _MAX_PIPELINED_BYTES:
                 self.flow.pause_reading()
             return
+        if self._parsing is None and not self._turns and not self._is_in_head:
+            key, length, end = known_by(data)
+            head = self._proxy.known_heads.get(key)
+            if head is None:
+                self._key = key
+            elif len(data) - end == int(length):
+                return self._take_whole(self._exchange(head), data[end:])
         self._parse(data)
+
+    def _take_whole(self, exchange: Exchange, body: bytes) -> None:
+        """A whole request with a head that came before: the parser stays as it is."""
+        self._turns.append(exchange)
+        exchange.feed(body)
+        exchange.end_of_request()
+        self._advance()
+
+    def _exchange(self, head: RequestHead) -> Exchange:
+        kind = TokenExchange if may_keep_tokens(self._proxy, head) else Exchange
+        return kind(self._proxy, self, head)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -140,12 +160,9 @@ class RouterProtocol(HttpToolsProtocol):
         is_admitted = not keys.are_needed or keys.admit(
             self.headers, route.path, is_generation=route.is_generation
         )
+        key, self._key = self._key, b""
         if route.is_generation or not is_admitted:
-            proxy = self._proxy
-            is_read = proxy.token_failover != "off" or bool(proxy.gate.members.prefill.members)
-            turn = (TokenExchange if is_read and route.path in COMPLETION_PATHS else Exchange)(
-                self._proxy,
-                self,
+            head = RequestHead(
                 self.parser.get_method(),
                 route,
                 keys.strip(self.headers),
@@ -154,6 +171,9 @@ class RouterProtocol(HttpToolsProtocol):
                 is_http_1_0=is_http_1_0,
                 expects_continue=self.expect_100_continue,
             )
+            turn = self._exchange(head)
+            if key and is_admitted:
+                self._proxy.known_heads.learn(key, head)
         else:
             turn = AppTurn(self, self._cycle(route, is_last=is_last))
         self._parsing = turn
@@ -205,12 +225,10 @@ class RouterProtocol(HttpToolsProtocol):
         self._is_advancing = True
         try:
             while not self.transport.is_closing():
-                if self._turns:
-                    if self._is_started:
-                        break
+                if self._turns and not self._is_started:
                     self._is_started = True
                     self._turns[0].start()
-                elif self._later and not self._is_deaf:
+                elif self._later and self._may_parse_on():
                     data = b"".join(self._later)
                     self._later.clear()
                     self._num_later_bytes = 0
@@ -220,6 +238,10 @@ class RouterProtocol(HttpToolsProtocol):
                     break
         finally:
             self._is_advancing = False
+
+    def _may_parse_on(self) -> bool:
+        """What comes next belongs to the request whose turn it is, or to the next of all."""
+        return not self._is_deaf and (not self._turns or self._turns[0] is self._parsing)
 
     def on_response_complete(self) -> None:
         self.finish(is_closing=self._turns[0].is_last if self._turns else True)

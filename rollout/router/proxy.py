@@ -10,6 +10,7 @@ from rollout.router.client_side import ClientSide
 from rollout.router.figures import Figures
 from rollout.router.gate import Gate
 from rollout.router.headers import Headers
+from rollout.router.heads import KnownHeads, RequestHead
 from rollout.router.keys import Keys
 from rollout.router.message import Request, prompt_of, session_of
 from rollout.router.metrics import Latencies
@@ -66,6 +67,7 @@ class Proxy:
         self.latencies = Latencies()
         self.figures = Figures()
         self.counts = Counts()
+        self.known_heads: KnownHeads[RequestHead] = KnownHeads()
         self.live: set[ClientSide] = set()
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]

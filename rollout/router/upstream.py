@@ -8,8 +8,8 @@ Always true:
 - A request written onto a kept connection that the engine closes without a byte (it was closing
   it just then) goes out again on a fresh one, silently, if its sender still wants that.
 
-Framing is read by httptools, never by hand.  Bodies are passed on with the framing they have;
-only ``is_decoding`` senders get them without.
+Framing is read by httptools, never by hand, and not again in heads that came before.  Bodies are
+passed on with the framing they have; only ``is_decoding`` senders get them without.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import httptools
 
 from engines.protocol import Endpoint
 from rollout.router.headers import Headers
+from rollout.router.heads import ReplyHead, known_by
 
 if TYPE_CHECKING:
     from rollout.router.pool import Pool
@@ -34,29 +35,19 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _WITHOUT_BODY = frozenset({204, 304})
 
 
-@dataclass(slots=True)
-class ReplyHead:
-    """The head of an answer; names of headers are lower case.
-
-    Attributes:
-        is_chunked: what follows is in chunks, unless the sender is decoding.
-        is_until_close: no length and no chunks: the body ends with the connection.
-    """
-
-    status: int
-    headers: Headers
-    is_chunked: bool = False
-    is_until_close: bool = False
-
-
 class Sender(Protocol):
     """Whoever sends a request and takes its answer."""
 
     upstream: Sending | None
     is_decoding: bool
 
-    def on_reply(self, head: ReplyHead, is_alone: bool) -> None:
-        """The head of the answer; ``is_alone`` if nothing came with it."""
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+        """The head of the answer.
+
+        Args:
+            length: of the body, in digits; empty if the head does not tell.
+            is_alone: nothing came with it.
+        """
         ...
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None: ...
@@ -220,6 +211,10 @@ class Connection(asyncio.Protocol):
         if self._head:
             data = self._head + data
             self._head = b""
+        key, length, end = known_by(data)
+        known = self._pool.known_heads.get(key)
+        if known is not None and len(data) - end == int(length) and not self._is_head_request:
+            return self._pass_on_whole(known, length, data[end:])
         end = data.find(b"\r\n\r\n") + 4
         if end == 3:
             if len(data) > MAX_HEAD_BYTES:
@@ -240,31 +235,40 @@ class Connection(asyncio.Protocol):
         if not 200 <= status <= 599:
             return self._fail(f"answered with status {status}")
         self._has_head = True
-        return self._pass_on_head(status, rest)
+        return self._pass_on_head(status, rest, key)
 
-    def _pass_on_head(self, status: int, rest: bytes) -> None:
-        assert self._sender is not None
-        reader = self._reader
-        is_chunked = has_length = False
-        for name, value in reader.headers:
+    def _pass_on_whole(self, head: ReplyHead, length: bytes, body: bytes) -> None:
+        """A whole answer with a head that came before."""
+        sender = self._sender
+        assert sender is not None
+        self._has_head = True
+        sender.on_reply(head, length, False)
+        if sender.upstream is self:  # else it dropped the request on hearing this
+            self._end(body, is_kept=True)
+
+    def _pass_on_head(self, status: int, rest: bytes, key: bytes) -> None:
+        sender, reader = self._sender, self._reader
+        assert sender is not None
+        headers, length, is_chunked = [], b"", False
+        for header in reader.headers:
+            name, value = header
+            if name == b"content-length":
+                length = value
+                continue
+            headers.append(header)
             if name == b"transfer-encoding":
                 is_chunked = True
                 if value.lower() != b"chunked":
                     return self._fail("answered with a transfer encoding other than chunked")
-            elif name == b"content-length":
-                has_length = True
-        has_body = status not in _WITHOUT_BODY and not self._is_head_request
-        self._is_until_close = has_body and not is_chunked and not has_length
-        sender = self._sender
-        sender.on_reply(
-            ReplyHead(
-                status,
-                reader.headers,
-                is_chunked and has_body,
-                self._is_until_close,
-            ),
-            has_body and not rest and not reader.is_over,
-        )
+        may_have_body = status not in _WITHOUT_BODY
+        has_body = may_have_body and not self._is_head_request
+        if is_chunked or not may_have_body:
+            length = b""
+        self._is_until_close = has_body and not is_chunked and not length
+        head = ReplyHead(status, headers, is_chunked and has_body, self._is_until_close)
+        if key and length and reader.is_kept:
+            self._pool.known_heads.learn(key, head)
+        sender.on_reply(head, length, has_body and not rest and not reader.is_over)
         if sender.upstream is not self:  # it dropped the request on hearing this
             return None
         if not has_body:

@@ -98,6 +98,22 @@ async def test_a_pipelined_request_reaches_an_engine_only_when_it_has_its_turn(m
     writer.close()
 
 
+async def test_a_pipelined_request_may_come_in_pieces_while_the_one_before_is_answered(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    half = post(b"second", extra=CLOSE)
+    reader, writer = await connect(bench, post(b"first") + half[:-3])
+    await hold.entered.wait()
+    for byte in half[-3:]:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await bench.host.stats()
+    hold.opened.set()
+    assert len(bodies(await asyncio.wait_for(reader.read(), 5))) == 2
+    assert [seen.body for seen in bench.engines[0].seen] == [b"first", b"second"]
+    writer.close()
+
+
 async def test_a_thousand_refused_requests_in_one_packet_are_all_answered(make_bench):
     bench = await make_bench()
     await bench.host.set_gate("closed")

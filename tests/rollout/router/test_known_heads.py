@@ -1,0 +1,260 @@
+"""Heads that came before are not parsed again, and nobody can tell."""
+
+import asyncio
+
+import httptools
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.router.heads import MAX_KNOWN_HEADS, KnownHeads, known_by
+
+from .conftest import Settings
+from .raw import bodies, connect, post
+from .stub_engine import reply
+
+CLOSE = b"Connection: close\r\n"
+
+
+async def echo(connection, seen):
+    await reply(seen.body or b"nothing")(connection, seen)
+
+
+class Read:
+    """What httptools makes of some bytes."""
+
+    def __init__(self, parser_class, data):
+        self.headers = []
+        self.is_whole = False
+        self.error = ""
+        parser = parser_class(self)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.error = str(error)
+        else:
+            self.version = parser.get_http_version()
+
+    def on_header(self, name, value):
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self):
+        self.is_whole = True
+
+
+LINES = st.sampled_from(
+    [
+        *(
+            b"Content-Length: 12",
+            b"content-length: 0007",
+            b"content-length:3",
+            b"Content-Length: 5 ",
+        ),
+        *(b"X-Content-Length: 12", b"x-length: 4", b"x: content-length: 3", b"content-length: x"),
+        *(b"Transfer-Encoding: chunked", b"Host: a", b"x: 1\rcontent-length: 4", b" folded: 2"),
+    ]
+)
+
+
+@given(st.lists(LINES, max_size=4), st.sampled_from([b"\r\n", b"\n"]), st.integers(0, 10**9 - 1))
+def test_heads_of_one_key_are_read_alike_but_for_the_length(lines, newline, length):
+    known = KnownHeads()
+    for parser, first in (
+        (httptools.HttpRequestParser, b"POST /generate HTTP/1.1"),
+        (httptools.HttpResponseParser, b"HTTP/1.1 200 OK"),
+    ):
+        head = newline.join([first, *lines]) + b"\r\n\r\n"
+        key, digits, end = known_by(head)
+        if not key:
+            continue
+        known.learn(key, head)
+        read = Read(parser, head)
+        if known.get(key) is None or read.error:
+            continue  # the router learns what httptools could read, and nothing else
+        assert (end, [digits]) == (len(head), dict_of_lists(read.headers)[b"content-length"])
+        at = key.find(b"ength: ") + len(b"ength: ")
+        other = Read(parser, key[:at] + b"%d" % length + key[at:] + b"\r\n\r\n")
+        assert not other.error
+        assert other.headers == [
+            (name, b"%d" % length if name == b"content-length" else value)
+            for name, value in read.headers
+        ]
+
+
+def dict_of_lists(headers):
+    return {name: [value for key, value in headers if key == name] for name, _ in headers}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"POST / HTTP/1.1\r\nContent-Length: 1\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\n\r\ncontent-length: 4\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1234567890\r\n\r\n",
+        b"POST / HTTP/1.1\r\nX: %s\r\nContent-Length: 1\r\n\r\n" % (b"x" * 5000),
+    ],
+)
+def test_what_is_no_whole_plain_head_has_no_key(data):
+    assert known_by(data) == (b"", b"", 0)
+
+
+def test_the_oldest_head_makes_room():
+    known = KnownHeads()
+    heads = [
+        b"POST /%d HTTP/1.1\r\nContent-Length: 1\r\n\r\n" % n for n in range(MAX_KNOWN_HEADS + 1)
+    ]
+    keys = [known_by(head)[0] for head in heads]
+    for key in keys:
+        known.learn(key, key)
+    assert known.get(keys[0]) is None
+    assert [known.get(key) for key in keys[1:]] == keys[1:]
+
+
+async def test_requests_that_differ_in_body_and_length_only_are_all_themselves(make_bench):
+    bench = await make_bench(echo)
+    reader, writer = await connect(bench)
+    sent = [b"%d" % number * (1 + number % 3) for number in range(8)]
+    for body in sent[:-1]:
+        writer.write(post(body, b"/v1/x"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.lower().count(b"content-length: %d\r\n" % len(body)) == 1
+        assert (await reader.readexactly(len(body))) == body
+    writer.write(post(sent[-1], b"/v1/x", CLOSE))
+    assert bodies(await reader.read()) == sent[-1:]
+    assert [seen.body for seen in bench.engines[0].seen] == sent
+    assert [seen.header("content-length") for seen in bench.engines[0].seen] == [
+        [str(len(body))] for body in sent
+    ]
+    assert bench.engines[0].num_connections == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("split_at", [10, 60, -1, -4])
+async def test_a_known_head_may_come_in_pieces_or_with_more_behind_it(make_bench, split_at):
+    bench = await make_bench(echo)
+    reader, writer = await connect(bench, post(b"first", b"/v1/x"))
+    await reader.readuntil(b"first")
+    twice = post(b"second", b"/v1/x") + post(b"third", b"/v1/x", CLOSE)
+    for part in (twice[:split_at], twice[split_at:]):
+        writer.write(part)
+        await writer.drain()
+        await bench.host.stats()
+    assert bodies(await reader.read()) == [b"second", b"third"]
+    writer.close()
+
+
+async def test_a_header_that_only_ends_like_the_length_is_passed_on_as_it_comes(make_bench):
+    bench = await make_bench(echo)
+    reader, writer = await connect(bench)
+    for number in range(3):
+        writer.write(
+            b"POST /v1/x HTTP/1.1\r\nX-Wavelength: %d\r\nContent-Length: 2\r\n\r\nab" % number
+        )
+        await reader.readuntil(b"\r\n\r\nab")
+    assert [seen.header("x-wavelength") for seen in bench.engines[0].seen] == [["0"], ["1"], ["2"]]
+    writer.close()
+
+
+async def test_a_head_without_the_key_is_refused_as_often_as_it_comes(make_bench):
+    bench = await make_bench(echo, settings=Settings(client_key="secret"))
+    with_key = b"Authorization: Bearer secret\r\n"
+    reader, writer = await connect(bench)
+    for extra, status in 2 * [(b"", b"401"), (with_key, b"200"), (with_key, b"200")]:
+        writer.write(post(b"ab", b"/v1/x", extra))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+    assert not any(seen.header("authorization") for seen in bench.engines[0].seen)
+    writer.close()
+
+
+async def test_what_a_known_head_switches_on_is_switched_on_each_time(make_bench):
+    bench = await make_bench(echo)
+    on = {"x-token-failover": "on"}
+    for _ in range(3):
+        await bench.ask(json={"input_ids": [1]}, headers=on)
+        await bench.ask(json={"input_ids": [1]})
+    assert [seen.json.get("stream", False) for seen in bench.engines[0].seen] == 3 * [True, False]
+
+
+async def test_the_same_head_means_another_engine_and_version_later(make_bench):
+    bench = await make_bench(reply(b"same"), reply(b"same"))
+    for version in (7, 8):
+        await bench.host.set_gate("open", weight_version=version)
+        answers = [await bench.ask() for _ in range(4)]
+        assert {one.headers["x-engine-id"] for one in answers} == {"e-0", "e-1"}
+        assert {one.headers["x-weight-version"] for one in answers} == {str(version)}
+        assert {one.body for one in answers} == {b"same"}
+
+
+async def test_bytes_behind_a_known_answer_never_reach_the_next_client(make_bench):
+    async def script(connection, seen):
+        surplus = b"HTTP/1.1 200 OK\r\n" if seen.body == b"odd" else b""
+        await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood" + surplus)
+
+    bench = await make_bench(script)
+    asked = [await bench.ask("/v1/x", data=body) for body in (b"a", b"b", b"odd")]
+    assert [one.status for one in asked] == [200, 200, 502]
+    await bench.host.set_members(2, [bench.member(0)])
+    assert (await bench.ask("/v1/x", data=b"c")).body == b"good"
+    assert bench.engines[0].num_connections == 2
+
+
+async def test_a_body_that_looks_like_a_known_request_is_no_request(make_bench):
+    """A refused request's body comes when nobody waits for it any more."""
+    bench = await make_bench(echo)
+    known = post(b"inner", b"/v1/x")
+    reader, writer = await connect(bench, known)
+    await reader.readuntil(b"inner")
+    await bench.host.set_gate("closed")
+    head, _ = post(b"x" * len(known), b"/v1/outer").split(b"x" * len(known))
+    writer.write(head)
+    refused = await reader.readuntil(b"\r\n\r\n")
+    assert b" 503 " in refused
+    await bench.host.set_gate("open")
+    writer.write(known)
+    await bench.host.stats()
+    writer.write(post(b"last", b"/v1/last", CLOSE))
+    assert (await reader.read()).endswith(b"last")
+    assert [seen.target for seen in bench.engines[0].seen] == ["/v1/x", "/v1/last"]
+    writer.close()
+
+
+async def test_a_connection_that_its_engine_will_close_is_not_used_again(make_bench):
+    bench = await make_bench(reply(headers=("Connection: close",)))
+    for _ in range(4):
+        assert (await bench.ask("/v1/x")).status == 200
+    assert bench.engines[0].num_connections == 4
+
+
+async def test_a_body_sent_after_an_answer_to_head_is_not_passed_on(make_bench):
+    async def script(connection, seen):
+        await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfour")
+
+    bench = await make_bench(script)
+    await bench.ask("/v1/x")
+    reader, writer = await connect(bench, b"HEAD /v1/x HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n")
+    assert (await reader.read()).endswith(b"\r\n\r\n")
+    writer.close()
+
+
+async def test_an_answer_to_head_has_the_length_and_no_body_though_its_head_is_known(make_bench):
+    bench = await make_bench(reply(b"four"))
+    for _ in range(2):
+        assert (await bench.ask("/v1/x")).body == b"four"
+    answer = await asyncio.wait_for(bench.ask("/v1/x", method="HEAD"), 5)
+    assert (answer.headers["content-length"], answer.body) == ("4", b"")
+    assert (await bench.ask("/v1/x")).body == b"four"
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+async def test_a_length_that_does_not_hold_is_not_passed_on(make_bench, status):
+    async def script(connection, seen):
+        await connection.send(f"HTTP/1.1 {status}\r\nContent-Length: 9\r\n\r\n".encode())
+
+    bench = await make_bench(script)
+    for _ in range(2):
+        assert "content-length" not in (await bench.ask("/v1/x")).headers
