@@ -49,6 +49,7 @@ def policy(
                 "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}},
                 "health": {"probe_interval_s": 0.5, "probe_timeout_s": 1.0},
                 "weights": {"transport": "distributed", "bucket_bytes": 100_000},
+                "lifecycle": {"pause_timeout_s": 8},
             }
         },
     }
@@ -125,6 +126,24 @@ def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
     assert with_it not in ("", name, without)
     assert groups(policy) == [[with_it], [with_it]]
     assert push() == with_it
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_between_two_pushes_is_left_behind(
+    policy: ServerHandle, push: Callable[[], str]
+) -> None:
+    """Its connections stand, so nothing but a deadline tells."""
+    name = push()
+    stopped = engines(policy)[1]
+    assert stopped.pid is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    without = push()
+    assert without not in ("", name)
+    assert groups(policy)[0] == [without]
+    assert wait_until(lambda: len(engines(policy)) == 2, 60)
+    assert engines(policy)[1].pid != stopped.pid
+    with_it = push()
+    assert groups(policy) == [[with_it], [with_it]]
 
 
 def test_an_engine_that_is_removed_leaves_and_the_others_make_another(
