@@ -61,6 +61,7 @@ class Scenario:
 
 SCENARIOS = {
     "small": Scenario(32, 300),
+    "fresh": Scenario(32, 300),
     "medium": Scenario(16, 100),
     "large": Scenario(8, 20),
     "sse": Scenario(16, 20),
@@ -146,7 +147,7 @@ def free_port() -> int:
 def wait_until_serving(port: int, process: subprocess.Popen[str]) -> None:
     """Until it answers a generation request."""
     deadline = time.monotonic() + _START_TIMEOUT_S
-    body = load.request_bytes("small").split(b"\r\n\r\n", 1)[1]
+    body = next(load.requests("small")).split(b"\r\n\r\n", 1)[1]
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/generate", body, {"content-type": "application/json"}
     )

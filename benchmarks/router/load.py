@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 IDS = list(range(1000, 1340))
 LEAST_BYTES = {
     "small": 2 << 10,
+    "fresh": 2 << 10,
     "medium": 64 << 10,
     "large": 1 << 20,
     "sse": 1 << 9,  # events may go on as one: who can fail over tells only what is safe
@@ -20,15 +22,19 @@ LEAST_BYTES = {
 """What a right answer has at least: who answers fast with something else is no router."""
 
 
-def request_bytes(kind: str) -> bytes:
-    """2 KB with token ids, as training sends them; a stop string says what is wanted back."""
+def requests(kind: str) -> Iterator[bytes]:
+    """2 KB with token ids, as training sends them; a stop string says what is wanted back.
+
+    All the same but for ``fresh``, where each head has a line of its own.
+    """
     sampling = {"max_new_tokens": 128, "temperature": 1.0, "stop": [f"kind={kind}"]}
     payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
     body = json.dumps(payload).encode()
-    return (
-        b"POST /generate HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%s" % (len(body), body)
-    )
+    head = b"POST /generate HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
+    rest = b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    if kind != "fresh":
+        return itertools.repeat(head + rest)
+    return (b"%sx-request-id: %d\r\n%s" % (head, number, rest) for number in itertools.count())
 
 
 @dataclass
@@ -108,7 +114,7 @@ async def connect(port: int) -> Client:
 
 async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> Outcome:
     """Each client sends its next request when it has its answer."""
-    request, outcome = request_bytes(kind), Outcome()
+    asked, outcome = requests(kind), Outcome()
     began = time.perf_counter()
     until = began + for_s
 
@@ -117,7 +123,7 @@ async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> O
         while (sent := time.perf_counter()) < until:
             if client.transport is None:
                 client = await connect(port)
-            if await client.ask(request, kind):
+            if await client.ask(next(asked), kind):
                 outcome.latencies_s.append(time.perf_counter() - sent)
             else:
                 outcome.num_errors += 1
@@ -146,7 +152,7 @@ async def paced(
         cpu_s: read when the ramp has ended and when the last request goes out, between which as
             many end as are sent.
     """
-    request, outcome = request_bytes(kind), Outcome()
+    asked, outcome = requests(kind), Outcome()
     idle: list[Client] = []
     tasks = set()
 
@@ -158,7 +164,7 @@ async def paced(
         except OSError:
             outcome.num_errors += 1
             return
-        if await client.ask(request, kind):
+        if await client.ask(next(asked), kind):
             if is_counted:
                 outcome.latencies_s.append(time.perf_counter() - due)
             idle.append(client)
@@ -185,7 +191,7 @@ async def paced(
 
 async def burst(port: int, kind: str, num: int) -> Outcome:
     """``num`` requests in flight at the same time."""
-    request, outcome = request_bytes(kind), Outcome()
+    asked, outcome = requests(kind), Outcome()
     clients = []
     for start in range(0, num, 256):
         batch = (connect(port) for _ in range(min(256, num - start)))
@@ -194,7 +200,7 @@ async def burst(port: int, kind: str, num: int) -> Outcome:
 
     async def one(client: Client) -> None:
         sent = time.perf_counter()
-        if await client.ask(request, kind):
+        if await client.ask(next(asked), kind):
             outcome.latencies_s.append(time.perf_counter() - sent)
         else:
             outcome.num_errors += 1

@@ -1,13 +1,14 @@
 """Stub engines: ``python -m benchmarks.router.stub NUM`` prints their ports, one line of JSON.
 
 What a request wants is one of its stop strings, because routers rewrite the rest: ``kind=small``
-(2 KB), ``medium`` (64 KB), ``large`` (1 MB), ``sse`` (100 events), ``long`` (2 KB after half a
-second), ``many`` (2 KB after four seconds).
+(2 KB), ``fresh`` (the same, each head with a line of its own), ``medium`` (64 KB), ``large`` (1
+MB), ``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ import uvloop
 NUM_EVENTS = 100
 NUM_TOKENS = 16
 _KIND = re.compile(rb"kind=(\w+)")
+_numbers = itertools.count()
 _STREAM = re.compile(rb'"stream": ?true')
 _RID = re.compile(rb'"rid": ?"([^"]*)"')
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
@@ -105,6 +107,10 @@ class Engine(asyncio.Protocol):
             self._next_event(1)
             return
         whole = STREAMED if _STREAM.search(request) else WHOLE
+        if name == "fresh":
+            line = b"\r\nx-answer: %d\r\n" % next(_numbers)
+            self._write(whole["small"].replace(b"\r\n", line, 1))
+            return
         delay_s = _DELAY_S.get(name)
         if delay_s is None:
             self._write(whole[name])

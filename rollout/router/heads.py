@@ -8,6 +8,7 @@ of its length, which is the only framing that a known head has.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.router.message import Route
 
 MAX_KNOWN_HEADS = 1024
+MAX_SEEN_ONCE = 4096
 _MAX_KNOWN_BYTES = 1 << 12
 _MAX_DIGITS = 9
 _LENGTH = b"\r\ncontent-length: "
@@ -104,19 +106,30 @@ class ReplyHead:
 
 
 class KnownHeads(Generic[T]):
-    """What was read in the last so many heads, by ``known_by``."""
+    """What was read in heads, by ``known_by``.
+
+    A head that comes once is not kept: many have an id of their own, and to keep those for nothing
+    costs more than to parse them.
+    """
 
     def __init__(self) -> None:
-        self._heads: dict[bytes, T] = {}
+        self._once: set[int] = set()
+        # A plain dict would look for its oldest among all that were forgotten.
+        self._heads: OrderedDict[bytes, T] = OrderedDict()
         self.get = self._heads.get
 
     def learn(self, key: bytes, head: T) -> None:
-        """Remember what httptools has read in the head of this key."""
+        """Remember what httptools has read in the head of this key, if it is not the first time."""
+        if hash(key) not in self._once:
+            if len(self._once) >= MAX_SEEN_ONCE:
+                self._once.clear()
+            self._once.add(hash(key))
+            return
         end = key.find(_END_OF_NAME) + len(_END_OF_NAME)
         if key[max(0, end - len(_LENGTH)) : end].lower() != _LENGTH:
             return  # the digits that are not in the key were of another header
         if len(self._heads) >= MAX_KNOWN_HEADS:
-            del self._heads[next(iter(self._heads))]
+            self._heads.popitem(last=False)
         self._heads[key] = head
 
 

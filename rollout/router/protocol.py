@@ -172,7 +172,7 @@ class RouterProtocol(HttpToolsProtocol):
                 expects_continue=self.expect_100_continue,
             )
             turn = self._exchange(head)
-            if key and is_admitted:
+            if key and is_admitted:  # who has no key takes no room
                 self._proxy.known_heads.learn(key, head)
         else:
             turn = AppTurn(self, self._cycle(route, is_last=is_last))

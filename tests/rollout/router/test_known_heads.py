@@ -7,17 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.router.heads import MAX_KNOWN_HEADS, KnownHeads, known_by
+from rollout.router.heads import MAX_KNOWN_HEADS, MAX_SEEN_ONCE, KnownHeads, known_by
 
 from .conftest import Settings
 from .raw import bodies, connect, post
-from .stub_engine import reply
 
 CLOSE = b"Connection: close\r\n"
 
 
-async def echo(connection, seen):
-    await reply(seen.body or b"nothing")(connection, seen)
+def at_once(body=None, header=b""):
+    """Head and body in one packet; by default the request's body."""
+
+    async def script(connection, seen):
+        answer = seen.body if body is None else body
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s\r\n" % (len(answer), header)
+        await connection.send(head + (b"" if seen.method == "HEAD" else answer))
+
+    return script
+
+
+echo = at_once()
+
+
+async def make_known(reader, writer, request, answer):
+    """The second time it comes it is kept."""
+    for _ in range(2):
+        writer.write(request)
+        await reader.readuntil(answer)
 
 
 class Read:
@@ -68,6 +84,8 @@ def test_heads_of_one_key_are_read_alike_but_for_the_length(lines, newline, leng
         if not key:
             continue
         known.learn(key, head)
+        assert known.get(key) is None
+        known.learn(key, head)
         read = Read(parser, head)
         if known.get(key) is None or read.error:
             continue  # the router learns what httptools could read, and nothing else
@@ -108,8 +126,20 @@ def test_the_oldest_head_makes_room():
     keys = [known_by(head)[0] for head in heads]
     for key in keys:
         known.learn(key, key)
+        known.learn(key, key)
     assert known.get(keys[0]) is None
     assert [known.get(key) for key in keys[1:]] == keys[1:]
+
+
+def test_heads_that_come_once_make_no_room():
+    known = KnownHeads()
+    keys = [known_by(b"POST /%d HTTP/1.1\r\nContent-Length: 1\r\n\r\n" % n)[0] for n in range(9999)]
+    known.learn(keys[0], keys[0])
+    known.learn(keys[0], keys[0])
+    for key in keys[1:]:
+        known.learn(key, key)
+    assert [known.get(key) for key in keys] == [keys[0]] + [None] * 9998
+    assert len(known._once) <= MAX_SEEN_ONCE
 
 
 async def test_requests_that_differ_in_body_and_length_only_are_all_themselves(make_bench):
@@ -134,8 +164,8 @@ async def test_requests_that_differ_in_body_and_length_only_are_all_themselves(m
 @pytest.mark.parametrize("split_at", [10, 60, -1, -4])
 async def test_a_known_head_may_come_in_pieces_or_with_more_behind_it(make_bench, split_at):
     bench = await make_bench(echo)
-    reader, writer = await connect(bench, post(b"first", b"/v1/x"))
-    await reader.readuntil(b"first")
+    reader, writer = await connect(bench)
+    await make_known(reader, writer, post(b"first", b"/v1/x"), b"first")
     twice = post(b"second", b"/v1/x") + post(b"third", b"/v1/x", CLOSE)
     for part in (twice[:split_at], twice[split_at:]):
         writer.write(part)
@@ -181,7 +211,7 @@ async def test_what_a_known_head_switches_on_is_switched_on_each_time(make_bench
 
 
 async def test_the_same_head_means_another_engine_and_version_later(make_bench):
-    bench = await make_bench(reply(b"same"), reply(b"same"))
+    bench = await make_bench(at_once(b"same"), at_once(b"same"))
     for version in (7, 8):
         await bench.host.set_gate("open", weight_version=version)
         answers = [await bench.ask() for _ in range(4)]
@@ -207,8 +237,8 @@ async def test_a_body_that_looks_like_a_known_request_is_no_request(make_bench):
     """A refused request's body comes when nobody waits for it any more."""
     bench = await make_bench(echo)
     known = post(b"inner", b"/v1/x")
-    reader, writer = await connect(bench, known)
-    await reader.readuntil(b"inner")
+    reader, writer = await connect(bench)
+    await make_known(reader, writer, known, b"inner")
     await bench.host.set_gate("closed")
     head, _ = post(b"x" * len(known), b"/v1/outer").split(b"x" * len(known))
     writer.write(head)
@@ -219,15 +249,29 @@ async def test_a_body_that_looks_like_a_known_request_is_no_request(make_bench):
     await bench.host.stats()
     writer.write(post(b"last", b"/v1/last", CLOSE))
     assert (await reader.read()).endswith(b"last")
-    assert [seen.target for seen in bench.engines[0].seen] == ["/v1/x", "/v1/last"]
+    assert [seen.target for seen in bench.engines[0].seen] == ["/v1/x", "/v1/x", "/v1/last"]
+    writer.close()
+
+
+async def test_what_looks_like_a_known_request_within_a_head_is_none(make_bench):
+    bench = await make_bench(echo)
+    known = post(b"inner", b"/v1/x")
+    reader, writer = await connect(bench)
+    await make_known(reader, writer, known, b"inner")
+    writer.write(b"POST /v1/outer HTTP/1.1\r\n")
+    await writer.drain()
+    await bench.host.stats()
+    writer.write(known)
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    assert len(bench.engines[0].seen) == 2
     writer.close()
 
 
 async def test_a_connection_that_its_engine_will_close_is_not_used_again(make_bench):
-    bench = await make_bench(reply(headers=("Connection: close",)))
-    for _ in range(4):
+    bench = await make_bench(at_once(header=CLOSE))
+    for _ in range(6):
         assert (await bench.ask("/v1/x")).status == 200
-    assert bench.engines[0].num_connections == 4
+    assert bench.engines[0].num_connections == 6
 
 
 async def test_a_body_sent_after_an_answer_to_head_is_not_passed_on(make_bench):
@@ -235,15 +279,16 @@ async def test_a_body_sent_after_an_answer_to_head_is_not_passed_on(make_bench):
         await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfour")
 
     bench = await make_bench(script)
-    await bench.ask("/v1/x")
+    for _ in range(2):
+        await bench.ask("/v1/x")
     reader, writer = await connect(bench, b"HEAD /v1/x HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n")
     assert (await reader.read()).endswith(b"\r\n\r\n")
     writer.close()
 
 
 async def test_an_answer_to_head_has_the_length_and_no_body_though_its_head_is_known(make_bench):
-    bench = await make_bench(reply(b"four"))
-    for _ in range(2):
+    bench = await make_bench(at_once(b"four"))
+    for _ in range(3):
         assert (await bench.ask("/v1/x")).body == b"four"
     answer = await asyncio.wait_for(bench.ask("/v1/x", method="HEAD"), 5)
     assert (answer.headers["content-length"], answer.body) == ("4", b"")
@@ -256,5 +301,5 @@ async def test_a_length_that_does_not_hold_is_not_passed_on(make_bench, status):
         await connection.send(f"HTTP/1.1 {status}\r\nContent-Length: 9\r\n\r\n".encode())
 
     bench = await make_bench(script)
-    for _ in range(2):
+    for _ in range(3):
         assert "content-length" not in (await bench.ask("/v1/x")).headers
