@@ -134,6 +134,13 @@ class ClientSide(ABC):
         elif self._asked.expects_continue:
             self._client.write(_CONTINUE)
 
+    def start_whole(self, body: bytes) -> None:
+        """The same, with all of the request's body."""
+        self._parts.append(body)
+        self._num_bytes = len(body)
+        self._is_whole = True
+        self.start()
+
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
         if self._is_done:

@@ -90,9 +90,8 @@ class RouterProtocol(HttpToolsProtocol):
     def _take_whole(self, exchange: Exchange, body: bytes) -> None:
         """A whole request with a head that came before: the parser stays as it is."""
         self._turns.append(exchange)
-        exchange.feed(body)
-        exchange.end_of_request()
-        self._advance()
+        self._is_started = True
+        exchange.start_whole(body)
 
     def _exchange(self, head: RequestHead) -> Exchange:
         kind = TokenExchange if may_keep_tokens(self._proxy, head) else Exchange
