@@ -10,16 +10,13 @@ Reading such a file costs three times the copy, and mapping it anew as much: tmp
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy
-import numpy.typing
-
 from engines.embedded.copies import Copy, copy_all
+from engines.mapping import FileMapping
 
 _LOOK_EVERY_S = 1.0
 
@@ -29,18 +26,18 @@ class MappedFile:
     """One file.
 
     Attributes:
-        contents: its bytes; the mapping ends with the last array over it.
+        contents: its bytes; the mapping ends with this object, when nobody copies from it any more.
         header: the one that ``copies`` were made from.
         copies: where its tensors belong, in batches.
     """
 
-    contents: numpy.typing.NDArray[numpy.uint8]
+    contents: FileMapping
     header: bytes = b""
     copies: list[list[Copy]] = field(default_factory=list, repr=False)
 
     def copy(self, batch: list[Copy]) -> None:
         """These of its tensors to their places."""
-        copy_all(self.contents.ctypes.data, batch)
+        copy_all(self.contents.address, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +66,11 @@ class MappedFiles:
         """Map it, and keep that.
 
         Raises:
-            OSError, ValueError: it cannot be mapped.
+            OSError: it cannot be mapped.
         """
         identity = _identity(os.fstat(descriptor))
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        view = mmap.mmap(descriptor, identity.num_bytes, flags=flags, prot=mmap.PROT_READ)
-        mapped = MappedFile(numpy.frombuffer(view, numpy.uint8))
+        mapping = FileMapping(descriptor, identity.num_bytes, is_writable=False)
+        mapped = MappedFile(mapping)
         with self._lock:
             self._kept[path] = identity, mapped
             if not self._is_watched:

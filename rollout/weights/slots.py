@@ -9,7 +9,6 @@ closed, and what a killed trainer left is removed by the next pool on the host.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from engines.mapping import FileMapping
 from rollout.errors import WeightsUnavailable
 from rollout.weights.layout import Layouts
 from rollout.weights.tmpfs import take_space
@@ -53,22 +53,21 @@ class Slot:
         if why_not := why_no_room(num_bytes, folder.parent):
             raise WeightsUnavailable(f"no room for a bucket of {num_bytes} bytes: {why_not}")
         try:
-            self.view = self._made()
+            self._mapping = self._made()
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise WeightsUnavailable(
                 f"no room for a bucket of {num_bytes} bytes in {folder}: {error}"
             ) from error
+        self.view = self._mapping.view
 
-    def _made(self) -> mmap.mmap:
+    def _made(self) -> FileMapping:
         self.folder.mkdir(mode=0o700)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
         try:
             take_space(descriptor, self.num_bytes)
-            # All pages at once: faulting them in one by one costs more than the copy itself.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            return mmap.mmap(descriptor, self.num_bytes, flags=flags)
+            return FileMapping(descriptor, self.num_bytes)
         finally:
             os.close(descriptor)
 
@@ -81,8 +80,7 @@ class Slot:
     def remove(self) -> None:
         """Give its memory back; whoever has it mapped keeps it until then."""
         # A tensor over it may still be about to be collected; its pages go with the last one.
-        with suppress(BufferError):
-            self.view.close()
+        self._mapping.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

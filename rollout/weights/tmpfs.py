@@ -12,22 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
+
+from engines.mapping import LARGE_PAGE_BYTES, FileMapping
 
 logger = logging.getLogger(__name__)
 
-LARGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-_MAP_FIXED = 0x10
-_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -49,19 +42,13 @@ def _collapse(descriptor: int, num_bytes: int) -> str:
     num_bytes -= num_bytes % LARGE_PAGE_BYTES
     if not num_bytes:
         return "smaller than a large page"
-    reserved_bytes = num_bytes + LARGE_PAGE_BYTES
-    reserved = _libc.mmap(None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if reserved == _FAILED:
-        return os.strerror(ctypes.get_errno())
     try:
-        # A large page of the file must lie on one of memory.
-        address = -(-reserved // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if _libc.mmap(address, num_bytes, protection, flags, descriptor, 0) == _FAILED:
-            return os.strerror(ctypes.get_errno())
-        if _libc.madvise(address, num_bytes, _MADV_COLLAPSE) != 0:
+        mapping = FileMapping(descriptor, num_bytes, is_populated=False)
+    except OSError as error:
+        return str(error)
+    try:
+        if _libc.madvise(mapping.address, num_bytes, _MADV_COLLAPSE) != 0:
             return os.strerror(ctypes.get_errno())
     finally:
-        _libc.munmap(reserved, reserved_bytes)
+        mapping.close()
     return ""

@@ -7,12 +7,11 @@ object in its place that stops at a chosen step.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
+from engines.mapping import FileMapping
 from rollout.weights.fingerprint import Buffer
 from rollout.weights.tmpfs import take_space
 
@@ -125,18 +124,14 @@ class Region:
             stat = os.fstat(descriptor)
             self.inode = stat.st_ino
             self.num_bytes = stat.st_size
-            # All pages at once: faulting them in one by one costs more than the copy itself.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(descriptor, stat.st_size, flags=flags)
+            self._mapping = FileMapping(descriptor, stat.st_size)
         finally:
             os.close(descriptor)
-        self.view = memoryview(self._map)
+        self.view = self._mapping.view
 
     def close(self) -> None:
-        self.view.release()
         # Somebody's traceback may still hold a piece of it: then it is unmapped when that goes.
-        with suppress(BufferError):
-            self._map.close()
+        self._mapping.close()
 
 
 class Regions:

@@ -36,7 +36,7 @@ _is_plain = frozenset({torch.Tensor, torch.nn.Parameter}).__contains__
 
 
 def copy_tensors(
-    view: mmap,
+    view: mmap | memoryview,
     layout: FileLayout,
     specs: Sequence[TensorSpec],
     tensors: Sequence[torch.Tensor],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.mapping import FileMapping
 from rollout.weights import tmpfs
 
 MIB = 1 << 20
@@ -54,6 +55,18 @@ def test_space_comes_in_large_pages(file: int) -> None:
     assert large_bytes() - before > 128 * MIB
 
 
+@pytest.mark.skipif(not have_large_pages(), reason="MADV_COLLAPSE came with Linux 6.1")
+def test_large_pages_are_mapped_as_such(file: int) -> None:
+    tmpfs.take_space(file, 64 * MIB)
+    mapping = FileMapping(file, 64 * MIB)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith(f"{mapping.address:x}-"))
+    mapped = next(line for line in lines[first:] if line.startswith("ShmemPmdMapped:"))
+    # As many as the machine had to give.
+    assert int(mapped.split()[1]) > 0
+    mapping.close()
+
+
 def test_what_was_written_stays(file: int) -> None:
     content = os.urandom(4 * MIB)
     os.pwrite(file, content, 0)
@@ -65,9 +78,6 @@ def test_a_kernel_without_large_pages_gives_small_ones(
     file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Old:
-        mmap = tmpfs._libc.mmap
-        munmap = tmpfs._libc.munmap
-
         @staticmethod
         def madvise(*_: object) -> int:
             return -1
