@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.weights.clock import Row, memcpy, rate
 from engines.client import EngineClient
-from engines.embedded.command import ALLOCATOR
+from engines.embedded.command import MEMORY
 from engines.protocol import Endpoint
 from rollout.config import Transport, WeightsConfig
 from rollout.weights.manifest import TensorSpec
@@ -87,7 +87,7 @@ def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=ALLOCATOR | os.environ,
+        env=MEMORY | os.environ,
     )
     assert process.stdin is not None
     assert process.stdout is not None

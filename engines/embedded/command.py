@@ -12,11 +12,16 @@ from engines.invocation import Invocation, as_flags, normalized, refuse
 from engines.protocol import Endpoint, WorkerType
 from engines.spec import EngineSpec
 
-# Of glibc: up to so much stays with the process when it is freed.  A push by value goes through a
-# dozen buffers of its size; memory that is new for each costs more than all the rest of it.
-ALLOCATOR = {
+# Of glibc, which reads them when a process starts.
+MEMORY = {
+    # Up to so much stays with the process when it is freed.  A push by value goes through a dozen
+    # buffers of its size; memory that is new for each costs more than all the rest of it.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+    # From so many bytes on a copy goes past the caches: weights fit in none, and memory is then
+    # written without being read first, which nearly doubles the speed.  Left alone, glibc does so
+    # from three quarters of the last cache on, which may be shared by a whole machine's cores.
+    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={128 << 10}",
 }
 
 _OWNERS = {
@@ -64,5 +69,5 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
     """How this engine is started."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)}
-    environment = {**ALLOCATOR, **inherited, **visible, **spec.env}
+    environment = {**MEMORY, **inherited, **visible, **spec.env}
     return Invocation(build_command(spec, endpoint), environment)
