@@ -32,11 +32,17 @@ class Hasher(Protocol):
 def start(name: str, dtype: str, shape: Sequence[int]) -> Hasher:
     """A hash that has taken in what the bytes to come are: feed it the tensor's bytes in order,
     in pieces of any size, and give it to ``host_fingerprint_of``."""
-    return xxh3_128(_head(name, dtype, tuple(shape)))
+    return start_with(head_of(name, dtype, tuple(shape)))
+
+
+def start_with(head: bytes) -> Hasher:
+    """The same, with what ``head_of`` said of the tensor."""
+    return xxh3_128(head)
 
 
 @lru_cache(maxsize=1 << 16)
-def _head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+def head_of(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What a hash takes in before the bytes."""
     # Its length first: no name can then look like a shorter one followed by contents.
     head = json.dumps([name, dtype, list(shape)]).encode()
     return len(head).to_bytes(8, "little") + head

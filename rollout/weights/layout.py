@@ -15,6 +15,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from engines import flat
+from engines.fingerprint import head_of
 from engines.protocol import STAYS
 from rollout.errors import WeightMismatch
 from rollout.weights.manifest import SAFETENSORS_DTYPES, TensorSpec
@@ -25,6 +26,10 @@ _ALIGNMENT = 64
 _MOST_KEPT_TENSORS = 1 << 16
 
 
+Row = tuple[bytes, int, int]
+"""What a tensor's hash begins with, its first byte in the file, and the one after the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """What goes where in a file.
@@ -32,14 +37,30 @@ class FileLayout:
     Attributes:
         header: its first bytes.
         offsets: name -> first byte in the file and the one after the last.
+        rows: of each tensor as they were given, with what its hash begins with.
     """
 
     header: bytes
     offsets: Mapping[str, tuple[int, int]]
     num_bytes: int
+    rows: Sequence[Row]
+
+    @classmethod
+    def of(
+        cls, specs: Iterable[TensorSpec], ranges: Mapping[str, tuple[int, int]], header: bytes = b""
+    ) -> FileLayout:
+        """The layout of a file with the tensors in these ranges behind its header."""
+        start = len(header)
+        offsets = {name: (start + begin, start + end) for name, (begin, end) in ranges.items()}
+        return cls(
+            header,
+            offsets,
+            max((end for _, end in offsets.values()), default=start),
+            [(head_of(one.name, one.dtype, one.shape), *offsets[one.name]) for one in specs],
+        )
 
 
-def lay_out(specs: Iterable[TensorSpec], *, stays: bool = False) -> FileLayout:
+def lay_out(specs: Sequence[TensorSpec], *, stays: bool = False) -> FileLayout:
     """The file that holds these tensors.
 
     Args:
@@ -67,9 +88,7 @@ def lay_out(specs: Iterable[TensorSpec], *, stays: bool = False) -> FileLayout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
-    size = len(header)
-    offsets = {name: (size + begin, size + end) for name, (begin, end) in ranges.items()}
-    return FileLayout(header, offsets, size + position)
+    return FileLayout.of(specs, ranges, header)
 
 
 class KeptByModel(Generic[T]):

@@ -130,8 +130,8 @@ def _ordered(given: Sequence[TensorSpec]) -> _Order:
     specs = [given[index] for index in indices]
     said = say(specs)
     places = flat.lay_out(said["names"], said["dtypes"], said["shapes"])
-    offsets = {one.name: place for one, place in zip(specs, places, strict=True)}
-    return _Order(indices, specs, FileLayout(b"", offsets, places[-1][1]), said)
+    ranges = {one.name: place for one, place in zip(specs, places, strict=True)}
+    return _Order(indices, specs, FileLayout.of(specs, ranges), said)
 
 
 def say(specs: Sequence[TensorSpec]) -> dict[str, Any]:

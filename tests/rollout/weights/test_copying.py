@@ -1,5 +1,6 @@
 """A bucket in a slot: the bytes, and the fingerprints of those bytes.  Needs torch."""
 
+from ctypes import memmove
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from rollout.weights.slots import FILE_NAME, SlotPool
 
 torch = pytest.importorskip("torch")
 from engines.embedded.fingerprint import bytes_fingerprint  # noqa: E402
-from rollout.weights.tensors.copying import PIECE_BYTES  # noqa: E402  only where there is torch
+from rollout.weights.tensors import copying  # noqa: E402  only where there is torch
+from rollout.weights.tensors.copying import PIECE_BYTES  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 from rollout.weights.tensors.writing import write_slot  # noqa: E402
 
@@ -67,6 +69,32 @@ def test_many_megabytes_are_copied_by_several_threads_and_still_right(pool: Slot
     slot, found = write_slot(Pairs.of(tensors.items()), pool, fingerprint=True)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+    pool.close()
+
+
+def test_many_small_tensors_keep_their_names(pool: SlotPool) -> None:
+    # The wide ones lie first in the file, whatever the order in which they come.
+    tensors = {
+        f"t{index}": torch.randint(0, 99, (1 << 16,)).to((torch.uint8, torch.float64)[index % 2])
+        for index in range(80)
+    }
+    slot, found = write_slot(Pairs.of(tensors.items()), pool, fingerprint=True)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
+    assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+    pool.close()
+
+
+def test_a_copy_that_is_not_the_same_has_another_fingerprint_than_was_told(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(target: int, source: int, num_bytes: int) -> None:
+        memmove(target, source, num_bytes - 1)
+
+    monkeypatch.setattr(copying, "memmove", wrong)
+    tensor = torch.full((1000,), 7, dtype=torch.uint8)
+    slot, found = write_slot(Pairs.of([("a", tensor)]), pool, fingerprint=True)
+    assert found["a"] == bytes_fingerprint("a", tensor)
+    assert found["a"] != bytes_fingerprint("a", read(slot.folder)["a"])
     pool.close()
 
 
