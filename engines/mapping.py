@@ -55,13 +55,11 @@ class FileMapping:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
         self.address = _reserve(num_bytes)
-        if _libc.mmap(self.address, num_bytes, protection, flags | _MAP_FIXED, descriptor, 0) in (
-            _FAILED,
-            None,
-        ):
-            why = ctypes.get_errno()
+        try:
+            _mapped(self.address, num_bytes, protection, flags | _MAP_FIXED, descriptor)
+        except OSError:
             _libc.munmap(self.address, num_bytes)
-            raise OSError(why, os.strerror(why))
+            raise
         place = (ctypes.c_char * num_bytes).from_address(self.address)
         # Views hold ``place``: with the last of them the mapping goes.
         unmap = weakref.finalize(place, _libc.munmap, self.address, num_bytes)
@@ -79,13 +77,21 @@ def _reserve(num_bytes: int) -> int:
     """Room for so many bytes at a multiple of a large page's size, for a mapping to replace."""
     size = num_bytes + LARGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    reserved = _libc.mmap(None, size, 0, flags, -1, 0)
-    if reserved in (_FAILED, None):
-        why = ctypes.get_errno()
-        raise OSError(why, os.strerror(why))
+    reserved = _mapped(None, size, 0, flags, -1)
     begin = -(-reserved // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
     end = begin + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for first, last in ((reserved, begin), (end, reserved + size)):
         if first < last:
             _libc.munmap(first, last - first)
-    return int(begin)
+    return begin
+
+
+def _mapped(
+    address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int
+) -> int:
+    """Of libc, from the first byte of the file; or an OSError."""
+    place: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, 0)
+    if place is None or place == _FAILED:
+        why = ctypes.get_errno()
+        raise OSError(why, os.strerror(why))
+    return place

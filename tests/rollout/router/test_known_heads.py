@@ -41,21 +41,15 @@ class Read:
 
     def __init__(self, parser_class, data):
         self.headers = []
-        self.is_whole = False
         self.error = ""
         parser = parser_class(self)
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.error = str(error)
-        else:
-            self.version = parser.get_http_version()
 
     def on_header(self, name, value):
         self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self):
-        self.is_whole = True
 
 
 LINES = st.sampled_from(
@@ -302,4 +296,18 @@ async def test_a_length_that_does_not_hold_is_not_passed_on(make_bench, status):
 
     bench = await make_bench(script)
     for _ in range(3):
-        assert "content-length" not in (await bench.ask("/v1/x")).headers
+        answer = await bench.ask("/v1/x")
+        assert "content-length" not in answer.headers
+        assert answer.status == int(status[:3])
+
+
+async def test_an_answer_with_a_length_and_chunks_is_a_502_as_often_as_it_comes(make_bench):
+    both = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+
+    async def script(connection, seen):
+        await connection.send(both)
+
+    bench = await make_bench(script)
+    for epoch in range(2, 5):
+        assert (await bench.ask("/v1/x")).status == 502
+        await bench.host.set_members(epoch, [bench.member(0)])
