@@ -88,12 +88,12 @@ constraints: build/pins/bin/python ## take the newest versions that pyproject.to
 	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)
 
-$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(RUN_STAMP): pyproject.toml constraints.txt engines/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two"
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(DEV_STAMP): pyproject.toml constraints.txt engines/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(DEV_EXTRAS)] into $(VENV): a minute or two"
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(DEV_EXTRAS)]'
 	@touch $@ $(RUN_STAMP)

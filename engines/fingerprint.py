@@ -53,6 +53,11 @@ def host_fingerprint_of(hasher: Hasher) -> str:
     return f"xxh3:{hasher.hexdigest()}"
 
 
+def text_of(digest: bytes) -> str:
+    """The same, of one that was made elsewhere: 16 bytes, as XXH3 writes them."""
+    return f"xxh3:{digest.hex()}"
+
+
 def host_fingerprint(name: str, dtype: str, shape: Sequence[int], *pieces: Buffer) -> str:
     """Fingerprint of a tensor whose contiguous bytes are ``pieces``, one after the other.
 

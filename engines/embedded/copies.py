@@ -1,4 +1,4 @@
-"""Many small tensors copied by address: torch would take longer to begin than to copy.
+"""Many small tensors copied by address: with torch each would take longer to begin than to copy.
 
 Always true: neighbours in the source that are neighbours where they go are one copy.
 """
@@ -6,7 +6,8 @@ Always true: neighbours in the source that are neighbours where they go are one 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import memmove
+
+from engines import bulk
 
 Copy = tuple[int, int, int]
 """Address to copy to, offset in the source, number of bytes."""
@@ -30,5 +31,9 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
 
 def copy_all(source: int, copies: Iterable[Copy]) -> None:
     """Each to its place, from what begins at address ``source``."""
-    for target, offset, num_bytes in copies:
-        memmove(target, source + offset, num_bytes)
+    copies = tuple(copies)
+    bulk.copy_all(
+        [target for target, _, _ in copies],
+        [source + offset for _, offset, _ in copies],
+        [num_bytes for _, _, num_bytes in copies],
+    )

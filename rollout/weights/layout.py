@@ -26,10 +26,6 @@ _ALIGNMENT = 64
 _MOST_KEPT_TENSORS = 1 << 16
 
 
-Row = tuple[bytes, int, int]
-"""What a tensor's hash begins with, its first byte in the file, and the one after the last."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """What goes where in a file.
@@ -37,13 +33,17 @@ class FileLayout:
     Attributes:
         header: its first bytes.
         offsets: name -> first byte in the file and the one after the last.
-        rows: of each tensor as they were given, with what its hash begins with.
+        heads: what the hash of each tensor begins with, in the order in which they were given.
+        begins: first byte of each in the file.
+        sizes: bytes of each.
     """
 
     header: bytes
     offsets: Mapping[str, tuple[int, int]]
     num_bytes: int
-    rows: Sequence[Row]
+    heads: Sequence[bytes]
+    begins: Sequence[int]
+    sizes: Sequence[int]
 
     @classmethod
     def of(
@@ -52,11 +52,15 @@ class FileLayout:
         """The layout of a file with the tensors in these ranges behind its header."""
         start = len(header)
         offsets = {name: (start + begin, start + end) for name, (begin, end) in ranges.items()}
+        specs = list(specs)
+        places = [offsets[one.name] for one in specs]
         return cls(
             header,
             offsets,
             max((end for _, end in offsets.values()), default=start),
-            [(head_of(one.name, one.dtype, one.shape), *offsets[one.name]) for one in specs],
+            [head_of(one.name, one.dtype, one.shape) for one in specs],
+            [begin for begin, _ in places],
+            [end - begin for begin, end in places],
         )
 
 
