@@ -73,6 +73,9 @@ def main(rank: int, folder: Path) -> None:
     else:
         take_part(shards, bucket_bytes=BUCKET_BYTES, name_map=counting)
         assert counting.most <= BUCKET_BYTES
+    # A thread of gloo's lets go of the last collective's tensors a moment after it; in a process
+    # that is ending by then, torch aborts.  After a barrier that collective is not the last.
+    dist.barrier()
     dist.destroy_process_group()
 
 
