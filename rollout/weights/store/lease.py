@@ -68,10 +68,16 @@ def locked(base: Path) -> Iterator[None]:
 def _take(base: Path) -> int:
     path = base / _LOCK
     while True:
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # the last user has just removed the folder
+            continue
+        except (
+            FileExistsError
+        ):  # or removed it between mkdir's failure and its look at what is there
+            if base.is_file() or base.is_symlink():
+                raise
             continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:

@@ -162,7 +162,7 @@ def test_a_push_of_other_tensors_than_its_manifest_says_is_not_kept(made: World)
         ([(first[0], first[1][:-2]), *rest], "bytes, its shape makes"),
     ):
         with pytest.raises(WeightMismatch, match=said):
-            made.coordinator.write(3, made.manifest, wrong)
+            made.coordinator.write(3, made.manifest, [wrong])
         assert made.restorable(range(5)) == [2]
     made.close()
 
@@ -282,6 +282,38 @@ def test_the_next_agent_of_a_node_removes_what_crashed_runs_left(shared_memory: 
     new.close(clear=True)
     agent(base, "alive").close(clear=True)
     assert not base.exists()
+
+
+class GoneAgain(type(Path())):  # type: ignore[misc]
+    """A folder that another agent removes between two steps of ``mkdir``."""
+
+    num_left = 2
+
+    def mkdir(self, *args: Any, **more: Any) -> None:
+        if self.num_left:
+            self.num_left -= 1
+            raise FileExistsError(17, "File exists")
+        super().mkdir(*args, **more)
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(shared_memory: Path) -> None:
+    base = GoneAgain(shared_memory / "base")
+    with lease.locked(base):
+        assert base.num_left == 0
+        assert base.is_dir()
+    lease.remove_if_empty(base)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_is_no_folder_is_an_error(kind: str, shared_memory: Path) -> None:
+    base = shared_memory / "base"
+    if kind == "file":
+        base.touch()
+    else:
+        base.symlink_to(shared_memory / "nowhere")
+    with pytest.raises(FileExistsError), lease.locked(base):
+        pass
+    base.unlink()
 
 
 def test_agents_that_begin_and_end_at_once_do_not_remove_each_other(shared_memory: Path) -> None:
