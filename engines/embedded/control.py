@@ -228,10 +228,11 @@ async def weights_checker(engine: Engine, request: Request) -> Response:
 
 
 def _timed(work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any, float]:
-    """What it returns, and the seconds of CPU it took on this thread."""
-    began = time.thread_time()
+    """What it returns, and the seconds of CPU that this process took meanwhile: it may have several
+    threads at work, and nothing else to do."""
+    began = time.process_time()
     one, other = work()
-    return one, other, time.thread_time() - began
+    return one, other, time.process_time() - began
 
 
 _ONE_RANK = {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.embedded import control
 from engines.embedded.groups import join
 from engines.ports import reserve_port
 from tests.engines.embedded import reference
@@ -231,3 +234,22 @@ async def test_the_checker_tells_what_it_read_and_what_that_took(
     tensors = reference.state_dict(models["first"]).values()
     assert told["num_bytes"] == sum(tensor.nbytes for tensor in tensors)
     assert 0 < told["cpu_s"] < 10
+
+
+def test_the_cost_of_a_check_is_that_of_all_its_threads() -> None:
+    def burn() -> None:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+
+    def work() -> tuple[dict[str, str], str]:
+        threads = [threading.Thread(target=burn) for _ in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        return {}, "whole"
+
+    digests, whole, cpu_s = control._timed(work)
+    assert (digests, whole) == ({}, "whole")
+    assert cpu_s > 0.19
