@@ -187,7 +187,7 @@ def _half(model: Model, repeats: int, mover: Mover | None) -> Row:
         here = StoreAgent(AgentSettings("here", str(base / "here"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         coordinator = coordinator_of({"here": here, "there": there})
-        coordinator.write(1, model.manifest, model.contents())
+        coordinator.write(1, model.manifest, [model.contents()])
         row = _restore(model, coordinator, repeats, [pid])
         coordinator.close()
         return row
@@ -197,7 +197,7 @@ def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Ro
     versions = iter(range(1, 1000))
 
     def write() -> None:
-        coordinator.write(next(versions), model.manifest, model.contents())
+        coordinator.write(next(versions), model.manifest, [model.contents()])
 
     rows = {"write_first": rate(write, model.num_bytes, 1)}
     write()  # the other slot's turn: its pages are mapped for the first time too

@@ -18,10 +18,6 @@ MEMORY = {
     # buffers of its size; memory that is new for each costs more than all the rest of it.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
-    # From so many bytes on a copy goes past the caches: weights fit in none, and memory is then
-    # written without being read first, which nearly doubles the speed.  Left alone, glibc does so
-    # from three quarters of the last cache on, which may be shared by a whole machine's cores.
-    "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={128 << 10}",
 }
 
 _OWNERS = {

@@ -26,6 +26,7 @@ from engines.embedded.headers import DTYPES, Contents, Piece, read_header
 from engines.embedded.mapped import MappedFiles
 from engines.embedded.proving import Placed, Proofs, read_proofs
 from engines.embedded.reading import read_copies
+from engines.mapping import FileMapping
 
 if TYPE_CHECKING:
     from engines.embedded.weights import Weights
@@ -102,7 +103,12 @@ def _proving_jobs(weights: Weights, proofs: Proofs, descriptors: Sequence[int]) 
         contents = Contents(_header_of(descriptor), os.fstat(descriptor).st_size)
         names += contents.entries
         placed, others = _placed(weights, contents)
-        jobs += [partial(proofs.read, descriptor, batch) for batch in _batches(placed)]
+        if contents.stays:
+            mapping = FileMapping(descriptor, contents.num_bytes, is_writable=False)
+            prove = partial(proofs.copy, mapping)
+        else:
+            prove = partial(proofs.read, descriptor)
+        jobs += [partial(prove, batch) for batch in _batches(placed)]
         jobs += [partial(_convert, weights, descriptor, one, proofs) for one in others]
     proofs.check_names(names)
     return jobs

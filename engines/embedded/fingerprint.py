@@ -13,13 +13,14 @@ rows) is seen; equal widths miss that.  Plain sums of a whole tensor, or xor, mi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from engines.fingerprint import host_fingerprint, sums_fingerprint
+from engines import bulk
+from engines.fingerprint import head_of, host_fingerprint, sums_fingerprint
 
 # Two read as fast as memory can be read.
 _MOST_THREADS = 4
@@ -29,6 +30,8 @@ ROW_WORDS = 16384
 # Eight times a prime: words that swap unseen must lie a multiple of 4099 rows (512 MiB) apart.
 # Not a power of two, for its rows would share cache lines: that halves the speed on a CPU.
 COLUMN_WORDS = 8 * 4099
+
+_is_plain = frozenset({torch.Tensor, torch.nn.Parameter}).__contains__
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,16 +49,31 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """``bytes_fingerprint`` of each, by several threads where there is much to read."""
     num_bytes = sum(one.nbytes for one in tensors.values())
     num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
-    if num_threads < 2:
-        return {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
     names = list(tensors)
+
+    def hashed(share: Sequence[str]) -> dict[str, str]:
+        here = [name for name in share if is_in_memory(tensors[name])]
+        found = dict.fromkeys(share, "")
+        found |= zip(here, _hashed(here, [tensors[name] for name in here]), strict=True)
+        elsewhere = (name for name in share if not found[name])
+        return found | {name: bytes_fingerprint(name, tensors[name]) for name in elsewhere}
+
+    if num_threads < 2:
+        return hashed(names)
     with ThreadPoolExecutor(num_threads, "fingerprint") as threads:
-        found = threads.map(
-            lambda share: {name: bytes_fingerprint(name, tensors[name]) for name in share},
-            (names[first::num_threads] for first in range(num_threads)),
-        )
-        digests = {name: digest for part in found for name, digest in part.items()}
+        parts = threads.map(hashed, (names[first::num_threads] for first in range(num_threads)))
+        digests = {name: digest for part in parts for name, digest in part.items()}
     return {name: digests[name] for name in names}
+
+
+def _hashed(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Of tensors that are in memory."""
+    heads = [
+        head_of(name, dtype_name(one.dtype), tuple(one.shape))
+        for name, one in zip(names, tensors, strict=True)
+    ]
+    at = [one.data_ptr() for one in tensors]
+    return bulk.copy_and_hash(heads, at, at, [one.nbytes for one in tensors])
 
 
 def device_fingerprint(name: str, tensor: torch.Tensor) -> str:
@@ -91,6 +109,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's contents as a flat tensor of bytes; a copy only if they are not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are simply those at ``data_ptr``."""
+    return _is_plain(type(tensor)) and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _rows(words: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import orjson
 
+from engines import bulk
 from engines.embedded.fingerprint import dtype_name
 from engines.embedded.headers import Piece
 from engines.embedded.reading import read_all
 from engines.embedded.weights import Home
-from engines.fingerprint import Hasher, host_fingerprint_of, start
+from engines.fingerprint import Hasher, head_of, host_fingerprint_of, start
+from engines.mapping import FileMapping
 from engines.protocol import FINGERPRINTS
 
 # What a core's own cache holds, with room for others.
@@ -59,6 +61,21 @@ class Proofs:
             hasher = start(name, dtype_name(home.dtype), home.shape)
             self._read_one(name, hasher, descriptor, offset, memoryview(place).cast("B"))
 
+    def copy(self, contents: FileMapping, batch: Sequence[Placed]) -> None:
+        """The same out of a mapped file; the batch lies within it.
+
+        Raises:
+            ValueError: a tensor is not the right one.
+        """
+        found = bulk.copy_and_hash(
+            [head_of(name, dtype_name(home.dtype), tuple(home.shape)) for name, home, _ in batch],
+            [home.address for _, home, _ in batch],
+            [contents.address + offset for _, _, offset in batch],
+            [home.num_bytes for _, home, _ in batch],
+        )
+        for (name, _, _), fingerprint in zip(batch, found, strict=True):
+            self._check(name, fingerprint)
+
     def read_apart(self, descriptor: int, piece: Piece, into: memoryview) -> None:
         """Read one tensor to somewhere else and prove it there.
 
@@ -76,7 +93,10 @@ class Proofs:
             piece = into[begin : begin + _PIECE_BYTES]
             read_all(descriptor, piece, offset + begin)
             hasher.update(piece)
-        if host_fingerprint_of(hasher) != self._fingerprints[name]:
+        self._check(name, host_fingerprint_of(hasher))
+
+    def _check(self, name: str, fingerprint: str) -> None:
+        if fingerprint != self._fingerprints[name]:
             raise ValueError(f"{name!r} is damaged: {FINGERPRINTS} has another fingerprint")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from engines.fingerprint import (
     Buffer,
     Hasher,
+    head_of,
     host_fingerprint,
     host_fingerprint_of,
     start,
@@ -49,6 +50,7 @@ __all__ = [
     "Buffer",
     "Hasher",
     "check_same",
+    "head_of",
     "host_fingerprint",
     "host_fingerprint_of",
     "start",

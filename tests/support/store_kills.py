@@ -3,15 +3,16 @@
 A program of its own, because it forks: it has no threads but its own when it does.
 """
 
+import ctypes
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.weights.store.files import Files, Region
+from rollout.weights.store.files import Files, Incoming, Region
 from rollout.weights.store.slots import Slots
 from tests.support.store_worlds import World, moe_manifest
 
@@ -40,6 +41,17 @@ class CountedFiles(Files):
 
     def put(self, region: Region, offset: int, data: memoryview) -> None:
         self._budget.spend(data, lambda some: Files.put(self, region, offset, some))
+
+    def copy(self, incoming: Sequence[Incoming]) -> list[str]:
+        found: list[str] = []
+        for one in incoming:
+            source = (ctypes.c_char * one.num_bytes).from_address(one.source)
+
+            def copy(some: Any, one: Incoming = one) -> None:
+                found.extend(Files.copy(self, [one._replace(num_bytes=len(some))]))
+
+            self._budget.spend(memoryview(source).cast("B"), copy)
+        return found
 
     def write(self, path: Path, data: Any) -> None:
         self._budget.spend(data, lambda some: Files.write(self, path, some))

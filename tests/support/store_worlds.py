@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rollout.weights.store.agent import AgentSettings, StoreAgent
 from rollout.weights.store.assembling import Assembled
 from rollout.weights.store.client import AgentClient
 from rollout.weights.store.coordinator import Coordinator
-from rollout.weights.store.files import Files, Region
+from rollout.weights.store.files import Files, Incoming, Region
 from rollout.weights.store.moving import Mover
 from rollout.weights.store.serving import AgentServer
 
@@ -87,6 +88,17 @@ class DyingFiles(Files):
 
     def put(self, region: Region, offset: int, data: memoryview) -> None:
         self._bytes(lambda some: Files.put(self, region, offset, some), data)
+
+    def copy(self, incoming: Sequence[Incoming]) -> list[str]:
+        found: list[str] = []
+        for one in incoming:
+            source = (ctypes.c_char * one.num_bytes).from_address(one.source)
+
+            def copy(some: memoryview, one: Incoming = one) -> None:
+                found.extend(Files.copy(self, [one._replace(num_bytes=len(some))]))
+
+            self._bytes(copy, memoryview(source).cast("B"))
+        return found
 
     def make_folder(self, path: Path) -> None:
         self._whole(lambda: Files.make_folder(self, path))
@@ -196,7 +208,7 @@ class World:
         return self.coordinator
 
     def write(self, version: int) -> None:
-        self.coordinator.write(version, self.manifest, contents(self.manifest, version).items())
+        self.coordinator.write(version, self.manifest, [contents(self.manifest, version).items()])
 
     def restore(self, version: int, node: str | None = None) -> Tensors:
         """What an engine on ``node`` would load; left out: on one that is up."""
@@ -298,6 +310,7 @@ def _read(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
         data = path.read_bytes()
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
         for name, entry in header.items():
             assert name not in seen, f"{name} is in two files"
             seen.add(name)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from engines import bulk
 from engines.protocol import FINGERPRINTS
 from rollout.errors import WeightsUnavailable
-from rollout.weights.fingerprint import host_fingerprint
+from rollout.weights.fingerprint import head_of, host_fingerprint
 from rollout.weights.store import same_path
 from rollout.weights.store.commit import Write
 from rollout.weights.store.files import Region
@@ -253,13 +254,12 @@ class _Assembly:
 
     def _bad_units(self, regions: Mapping[str, Region]) -> set[int]:
         def bad_among(part: Sequence[Range]) -> set[int]:
-            return {
-                one.unit
-                for one in part
-                if not self._proved(
-                    one, regions[one.file].view[one.offset : one.offset + one.num_bytes]
-                )
-            }
+            at = [regions[one.file].address + one.offset for one in part]
+            heads = [head_of(one.tensor.name, one.tensor.dtype, one.tensor.shape) for one in part]
+            found = bulk.copy_and_hash(heads, at, at, [one.num_bytes for one in part])
+            told = self._record.fingerprints
+            rows = zip(part, found, strict=True)
+            return {one.unit for one, its in rows if its != told.get(one.tensor.name)}
 
         wanted = list(ranges(self._record.units, self._local))
         parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]

@@ -18,14 +18,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engines.mapping import FileMapping
+from engines.protocol import STAYS
 from rollout.errors import WeightsUnavailable
-from rollout.weights.store.writer import Content, FileBytes
+from rollout.weights.store.writer import Content, FileBytes, MemoryBytes
 
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def tensors_of(payload: bytes | Mapping[str, Any]) -> Iterator[tuple[str, Content]]:
-    """Name and bytes of every tensor in one bucket, to be used before the next one is asked for.
+    """Name and bytes of every tensor in one bucket.  Those in files are to be used before the next
+    one is asked for; those in memory stay as long as the bucket's sender leaves them alone.
 
     Raises:
         WeightsUnavailable: this kind of bucket leaves no copy of the tensors here, or it cannot
@@ -60,10 +63,18 @@ def _in_file(path: Path) -> Iterator[tuple[str, Content]]:
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"{path} has a header of {length} bytes")
         header = json.loads(os.pread(descriptor, length, 8))
+        start, num_bytes = 8 + length, os.fstat(descriptor).st_size
+        mapping = None
+        if STAYS in header.pop("__metadata__", {}):
+            mapping = FileMapping(descriptor, num_bytes, is_writable=False)
         for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield name, FileBytes(descriptor, 8 + length + begin, end - begin)
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            if not start <= begin <= end <= num_bytes:
+                raise ValueError(f"{name!r} ends at byte {end} of {num_bytes}")
+            if mapping is None:
+                yield name, FileBytes(descriptor, begin, end - begin)
+            else:
+                yield name, MemoryBytes(mapping.view[begin:end], mapping.address + begin)
     finally:
         os.close(descriptor)
 

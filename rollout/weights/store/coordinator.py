@@ -162,12 +162,14 @@ class Coordinator:
         self,
         version: int,
         manifest: Manifest,
-        tensors: Iterable[tuple[str, Content]],
+        buckets: Iterable[Iterable[tuple[str, Content]]],
         fingerprints: Mapping[str, str] | None = None,
     ) -> Record:
         """Keep a version; when this returns, it counts.
 
         Args:
+            buckets: name and bytes of every tensor; one bucket's bytes stay as they are until the
+                next is asked for.
             fingerprints: taken when it was pushed; what is read now must have the same, for the
                 memory it comes from may have been written again meanwhile.
 
@@ -194,7 +196,8 @@ class Coordinator:
         check_covered(record, sinks, failed)
         writing = Writing(record, sinks)
         try:
-            writing.take(tensors)
+            for bucket in buckets:
+                writing.take(bucket)
         finally:
             writing.close()
         record = writing.finish()

@@ -9,11 +9,29 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from engines import bulk
 from engines.mapping import FileMapping
 from rollout.weights.fingerprint import Buffer
 from rollout.weights.tmpfs import take_space
+
+
+class Incoming(NamedTuple):
+    """Bytes in memory on their way into a region.
+
+    Attributes:
+        head: what their fingerprint begins with.
+        source: their address.
+    """
+
+    head: bytes
+    region: Region
+    offset: int
+    source: int
+    num_bytes: int
 
 
 class Files:
@@ -63,15 +81,16 @@ class Files:
 
     def allocate(self, path: Path, num_bytes: int) -> None:
         """A file of this length whose space is taken: on a full tmpfs a write to a sparse file
-        would end the process with SIGBUS.
+        would end the process with SIGBUS.  So would reading a mapped one that became shorter: one
+        that is longer gives way to a new one.
 
         Raises:
             OSError: there is no space; what there was of the file is gone.
         """
+        if (self.size(path) or 0) > num_bytes:
+            path.unlink()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(descriptor).st_size > num_bytes:
-                os.ftruncate(descriptor, num_bytes)
             take_space(descriptor, num_bytes)
         except OSError:
             path.unlink(missing_ok=True)
@@ -102,6 +121,15 @@ class Files:
         """Bytes into a region; they may stop anywhere."""
         region.view[offset : offset + len(data)] = data
 
+    def copy(self, incoming: Sequence[Incoming]) -> list[str]:
+        """The same for many, and the fingerprint of each; they may stop anywhere."""
+        return bulk.copy_and_hash(
+            [one.head for one in incoming],
+            [one.region.address + one.offset for one in incoming],
+            [one.source for one in incoming],
+            [one.num_bytes for one in incoming],
+        )
+
     def replace(self, path: Path, data: Buffer) -> None:
         """A small file, whole or not at all."""
         beside = path.with_name(f"{path.name}.new")
@@ -116,6 +144,7 @@ class Region:
 
     Attributes:
         inode: of the file that was mapped; another one may have its name by now.
+        address: of the first byte of ``view``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,6 +156,7 @@ class Region:
             self._mapping = FileMapping(descriptor, stat.st_size)
         finally:
             os.close(descriptor)
+        self.address = self._mapping.address
         self.view = self._mapping.view
 
     def close(self) -> None:

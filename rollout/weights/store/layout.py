@@ -2,7 +2,8 @@
 
 Always true: a segment is a valid safetensors file (https://huggingface.co/docs/safetensors): its
 header first, then every tensor aligned to its element size, without holes.  So a unit is one
-range of bytes of one file, and any engine can load the file as it is.
+range of bytes of one file, and any engine can load the file as it is.  Its metadata say that it is
+never made shorter, so it may be read by mapping it (``Files.allocate`` keeps that).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engines.protocol import STAYS
 from rollout.weights.manifest import TensorSpec
 from rollout.weights.store.units import Unit, bytes_of, element_of
 
@@ -68,7 +70,7 @@ def plan_segments(
 
 
 def _segment(file: str, units: Sequence[Unit], part: Sequence[int]) -> Segment:
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt", STAYS: "yes"}}
     starts: dict[int, int] = {}
     position = 0
     for index in part:

@@ -153,7 +153,7 @@ class WeightStore:
         def write() -> Record:
             with suppress(OSError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            return coordinator.write(push.version, push.manifest, buckets.tensors(), fingerprints)
+            return coordinator.write(push.version, push.manifest, buckets.in_turn(), fingerprints)
 
         return await _in_own_thread(write, buckets.give_up)
 
@@ -201,13 +201,16 @@ class _Buckets:
         self._awaited: Future[Any] | None = None
         self._is_over = False
 
-    def tensors(self) -> Iterator[tuple[str, Content]]:
+    def in_turn(self) -> Iterator[Iterator[tuple[str, Content]]]:
         if not self._buckets:
             raise WeightsUnavailable("this push leaves no copy of its tensors to be kept")
         for bucket in self._buckets:
-            for name, content in tensors_of(self._ready(bucket)):
-                self._check()
-                yield name, content
+            yield self._tensors(self._ready(bucket))
+
+    def _tensors(self, payload: Any) -> Iterator[tuple[str, Content]]:
+        for name, content in tensors_of(payload):
+            self._check()
+            yield name, content
 
     def _ready(self, bucket: Any) -> Any:
         if isinstance(bucket, bytes | Mapping):

@@ -3,22 +3,26 @@
 Always true: every tensor of the record has been written once and whole, or the write has failed;
 a node that fails is left out and hinders no other; each piece is read from memory once, for its
 hash and for every copy of it.
+
+What goes from memory into the files of this node alone is copied by one call for many tensors; all
+else piece by piece.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
-from rollout.weights.fingerprint import Buffer, host_fingerprint_of, start
-from rollout.weights.store.files import Files, Region, Regions
+from rollout.weights.fingerprint import Buffer, head_of, host_fingerprint_of, start
+from rollout.weights.store.files import Files, Incoming, Region, Regions
 from rollout.weights.store.layout import Range, ranges
 from rollout.weights.store.records import Record
 
@@ -26,15 +30,32 @@ logger = logging.getLogger(__name__)
 
 # Small enough to be in a core's cache when it is copied, after it was read to be hashed.
 _PIECE_BYTES = 128 << 10
+# So much by one call: then somebody may want the write to be given up.
+_BATCH_BYTES = 64 << 20
 # What an agent that cannot be reached, or that refuses, may raise.
 FAILURES = (OSError, WeightsUnavailable)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBytes:
-    """A tensor's bytes in memory."""
+    """A tensor's bytes in memory.
+
+    Attributes:
+        address: where they are; 0 if that is not known.
+    """
 
     view: memoryview
+    address: int = 0
+
+    @classmethod
+    def of(cls, data: Buffer) -> MemoryBytes:
+        """What is in this buffer."""
+        view = memoryview(data).cast("B")
+        if isinstance(data, bytes):
+            return cls(view, ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0)
+        if view.readonly or not view:  # Python does not tell
+            return cls(view)
+        return cls(view, ctypes.addressof(ctypes.c_char.from_buffer(view)))
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +111,8 @@ class Sink(Protocol):
 class FileSink:
     """A node whose files this process can map."""
 
-    def __init__(self, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
+    def __init__(self, node: str, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
+        self.node = node
         self._of_file = {file: regions.of(Path(path)) for file, path in paths.items()}
         self._files = files
         self._region: Region | None = None
@@ -111,6 +133,29 @@ class FileSink:
     def close(self) -> None:
         self._region = None
 
+    def copy(self, sources: Sequence[tuple[Range, int]]) -> list[str]:
+        """Each from its address to its place; their fingerprints."""
+        return self._files.copy(
+            [
+                Incoming(
+                    head_of(place.tensor.name, place.tensor.dtype, place.tensor.shape),
+                    self.region(place.file),
+                    place.offset,
+                    address,
+                    place.num_bytes,
+                )
+                for place, address in sources
+            ]
+        )
+
+
+class Waiting(NamedTuple):
+    """A tensor in memory that is to be copied into files of this node."""
+
+    sink: FileSink
+    place: Range
+    content: MemoryBytes
+
 
 class Writing:
     """One write under way.
@@ -128,22 +173,36 @@ class Writing:
             for place in ranges(record.units, record.segments_of(node)):
                 self._places.setdefault(place.tensor.name, {})[node] = place
         self._fingerprints: dict[str, str] = {}
+        self._taken: set[str] = set()
 
     def take(self, tensors: Iterable[tuple[str, Content]]) -> None:
-        """Write these tensors.
+        """Write these tensors; those in memory stay as they are until this returns.
 
         Raises:
             WeightMismatch: one that the record has not, has already, or has in another size.
             WeightsUnavailable: so many nodes have failed that a unit is kept by none.
         """
+        waiting: list[Waiting] = []
+        num_bytes = 0
         for name, content in tensors:
             if not isinstance(content, FileBytes | MemoryBytes):
-                content = MemoryBytes(memoryview(content).cast("B"))
-            self._take(name, content)
+                content = MemoryBytes.of(content)
+            places = self._places_of(name, content)
+            sink = self._only_file(places) if content.num_bytes else None
+            if sink is None or not isinstance(content, MemoryBytes) or not content.address:
+                self._take(name, content, places)
+                continue
+            waiting.append(Waiting(sink, places[sink.node], content))
+            num_bytes += content.num_bytes
+            if num_bytes >= _BATCH_BYTES:
+                self._copy(waiting)
+                waiting, num_bytes = [], 0
+        self._copy(waiting)
 
-    def _take(self, name: str, content: FileBytes | MemoryBytes) -> None:
+    def _places_of(self, name: str, content: FileBytes | MemoryBytes) -> Mapping[str, Range]:
+        """Where it goes on which nodes."""
         places = self._places.get(name)
-        if places is None or name in self._fingerprints:
+        if places is None or name in self._taken:
             what = "is not in the manifest" if places is None else "comes twice"
             raise WeightMismatch(f"tensor {name!r} {what}", tensor=name)
         place = next(iter(places.values()))
@@ -152,7 +211,30 @@ class Writing:
                 f"tensor {name!r} has {content.num_bytes} bytes, its shape makes {place.num_bytes}",
                 tensor=name,
             )
-        tensor = place.tensor
+        self._taken.add(name)
+        return places
+
+    def _only_file(self, places: Mapping[str, Range]) -> FileSink | None:
+        """The only sink of these, if it is of files that this process maps."""
+        sinks = [self._sinks[node] for node in places if node in self._sinks]
+        return sinks[0] if len(sinks) == 1 and isinstance(sinks[0], FileSink) else None
+
+    def _copy(self, waiting: Sequence[Waiting]) -> None:
+        """From memory into files, many by one call."""
+        for sink in {id(one.sink): one.sink for one in waiting}.values():
+            its = [one for one in waiting if one.sink is sink]
+            try:
+                found = sink.copy([(one.place, one.content.address) for one in its])
+            except FAILURES as error:
+                self._leave_out(sink.node, error)
+                continue
+            names = (one.place.tensor.name for one in its)
+            self._fingerprints.update(zip(names, found, strict=True))
+
+    def _take(
+        self, name: str, content: FileBytes | MemoryBytes, places: Mapping[str, Range]
+    ) -> None:
+        tensor = next(iter(places.values())).tensor
         hasher = start(tensor.name, tensor.dtype, tensor.shape)
         sinks = []
         for node, its_place in places.items():

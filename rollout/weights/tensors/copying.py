@@ -16,7 +16,7 @@ from mmap import mmap
 import torch
 
 from engines import bulk
-from engines.embedded.fingerprint import as_bytes
+from engines.embedded.fingerprint import as_bytes, is_in_memory
 from rollout.weights.layout import FileLayout
 from rollout.weights.manifest import TensorSpec
 
@@ -26,8 +26,6 @@ _MOST_THREADS = 4
 # Copied from Python, each smaller tensor costs a thread more in waiting for the interpreter (20 us)
 # than a second thread wins.
 _LARGE_BYTES = 1 << 20
-
-_is_plain = frozenset({torch.Tensor, torch.nn.Parameter}).__contains__
 
 
 def copy_tensors(
@@ -91,8 +89,3 @@ def _copied(
         return bulk.copy_and_hash(layout.heads[batch], targets, sources, sizes)
     bulk.copy_all(targets, sources, sizes)
     return []
-
-
-def is_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are simply those at ``data_ptr``."""
-    return _is_plain(type(tensor)) and tensor.is_cpu and tensor.is_contiguous()

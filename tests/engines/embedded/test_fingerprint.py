@@ -191,3 +191,18 @@ def test_many_megabytes_have_the_fingerprints_and_the_order_of_few() -> None:
     found = fingerprints(tensors)
     assert list(found) == list(tensors)
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+
+
+def test_of_many_at_once_odd_ones_are_as_one_by_one() -> None:
+    tensors = {
+        "plain": torch.randn(300, 7),
+        "turned": torch.randn(40, 30).t(),
+        "parameter": torch.nn.Parameter(torch.randn(100).to(torch.bfloat16)),
+        "every second": torch.arange(600)[::2],
+        "part of another": torch.randn(1000)[7:901],
+        "small": torch.tensor(7.0),
+        "none": torch.zeros(0, 4),
+    }
+    found = fingerprints(tensors)
+    assert list(found) == list(tensors)
+    assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from engines.embedded.errors import Invalid
 from engines.embedded.files import update_from_disk
 from engines.embedded.fingerprint import bytes_fingerprint
 from engines.embedded.weights import Weights
-from engines.protocol import FINGERPRINTS
+from engines.protocol import FINGERPRINTS, STAYS
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.embedded
+
+Write = Callable[..., Path]
 
 # More than is copied at once, and not a multiple of it.
 LARGE = (600, 1001)
@@ -42,19 +46,32 @@ def pushed() -> dict[str, torch.Tensor]:
     }
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], **proofs: str | None) -> Path:
+@pytest.fixture(params=["mapped", "read"], autouse=True)
+def metadata(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of files that may be mapped, because they keep their length, and of others."""
+    return {STAYS: "yes"} if request.param == "mapped" else {}
+
+
+@pytest.fixture
+def write(metadata: dict[str, str]) -> Write:
+    return partial(_write, metadata)
+
+
+def _write(
+    metadata: dict[str, str], folder: Path, tensors: dict[str, torch.Tensor], **proofs: str | None
+) -> Path:
     """Two files and their fingerprints, some of them changed or left out."""
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)
-    save_file({name: tensors[name] for name in names[:2]}, folder / "1.safetensors")
-    save_file({name: tensors[name] for name in names[2:]}, folder / "2.safetensors")
+    for file, its in (("1.safetensors", names[:2]), ("2.safetensors", names[2:])):
+        save_file({name: tensors[name] for name in its}, folder / file, metadata=metadata)
     found = {name: bytes_fingerprint(name, one) for name, one in tensors.items()} | proofs
     told = {name: proof for name, proof in found.items() if proof is not None}
     (folder / FINGERPRINTS).write_text(json.dumps(told))
     return folder
 
 
-def test_what_is_right_is_loaded(tmp_path: Path) -> None:
+def test_what_is_right_is_loaded(tmp_path: Path, write: Write) -> None:
     model, tensors = Model(), pushed()
     update_from_disk(Weights(model), str(write(tmp_path / "v1", tensors)))
     assert torch.equal(model.large, tensors["large"])
@@ -65,7 +82,7 @@ def test_what_is_right_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["large", "small", "turned"])
 @pytest.mark.parametrize("at", [0.0, 0.5, 0.9999])
 def test_a_flipped_bit_anywhere_fails_the_load_by_name(
-    name: str, at: float, tmp_path: Path
+    name: str, at: float, tmp_path: Path, write: Write
 ) -> None:
     tensors = pushed()
     damaged = {key: one.clone() for key, one in tensors.items()}
@@ -84,7 +101,7 @@ def test_a_flipped_bit_anywhere_fails_the_load_by_name(
     ],
 )
 def test_names_that_do_not_agree_fail_it_before_anything_is_changed(
-    proofs: dict[str, str | None], told: str, tmp_path: Path
+    proofs: dict[str, str | None], told: str, tmp_path: Path, write: Write
 ) -> None:
     model = Model()
     folder = write(tmp_path / "v1", pushed(), **proofs)
@@ -95,7 +112,7 @@ def test_names_that_do_not_agree_fail_it_before_anything_is_changed(
 
 @pytest.mark.parametrize("text", ["[1]", '{"large": 1}', "{", ""])
 def test_a_file_that_is_no_fingerprints_is_no_checkpoint_without_them(
-    text: str, tmp_path: Path
+    text: str, tmp_path: Path, write: Write
 ) -> None:
     folder = write(tmp_path / "v1", pushed())
     (folder / FINGERPRINTS).write_text(text)
@@ -103,9 +120,15 @@ def test_a_file_that_is_no_fingerprints_is_no_checkpoint_without_them(
         update_from_disk(Weights(Model()), str(folder))
 
 
-def test_a_file_that_ends_early_is_no_success(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_no_success(tmp_path: Path, write: Write) -> None:
     folder = write(tmp_path / "v1", pushed())
     path = folder / "1.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(Invalid, match="cannot read"):
         update_from_disk(Weights(Model()), str(folder))
+
+
+def test_no_file_stays_mapped(tmp_path: Path, write: Write) -> None:
+    folder = write(tmp_path / "v1", pushed())
+    update_from_disk(Weights(Model()), str(folder))
+    assert str(folder) not in Path("/proc/self/maps").read_text()

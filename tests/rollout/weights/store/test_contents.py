@@ -1,13 +1,18 @@
 """Pushed buckets as plain bytes, read without torch."""
 
+import ctypes
+import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.protocol import STAYS
 from rollout.errors import WeightsUnavailable
 from rollout.weights.store.contents import tensors_of
+from rollout.weights.store.writer import FileBytes, MemoryBytes
 
 pytestmark = pytest.mark.embedded
 
@@ -25,10 +30,10 @@ def tensors() -> dict[str, Any]:
 
 
 def read(payload: Any) -> dict[str, bytes]:
-    from rollout.weights.store.writer import FileBytes
-
     return {
-        name: b"".join(map(bytes, one.pieces(7))) if isinstance(one, FileBytes) else bytes(one)
+        name: b"".join(map(bytes, one.pieces(7)))
+        if isinstance(one, FileBytes | MemoryBytes)
+        else bytes(one)
         for name, one in tensors_of(payload)
     }
 
@@ -60,6 +65,33 @@ def test_a_push_by_path_is_read(tmp_path: Path) -> None:
     wanted = {name: tensor.contiguous() for name, tensor in tensors().items()}
     save_file(wanted, tmp_path / "bucket.safetensors")
     assert read({"path": str(tmp_path)}) == expected(wanted)
+
+
+def test_a_file_that_stays_is_mapped_and_so_known_by_address(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    wanted = {name: tensor.contiguous() for name, tensor in tensors().items()}
+    save_file(wanted, tmp_path / "bucket.safetensors", metadata={STAYS: "yes"})
+    payload = {"path": str(tmp_path)}
+    assert read(payload) == expected(wanted)
+    found = dict(tensors_of(payload))
+    # Also when the file has no name any more, and another bucket has been asked for.
+    (tmp_path / "bucket.safetensors").unlink()
+    for name, content in found.items():
+        assert isinstance(content, MemoryBytes)
+        assert ctypes.string_at(content.address, content.num_bytes) == expected(wanted)[name]
+
+
+@pytest.mark.parametrize("offsets", [[0, 9], [-8, 0], [8, 4], [16, 20]])
+def test_a_mapped_file_that_says_more_than_it_has_is_refused(
+    offsets: list[int], tmp_path: Path
+) -> None:
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": offsets}
+    header = json.dumps({"__metadata__": {STAYS: "yes"}, "a": entry}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(8)
+    (tmp_path / "bucket.safetensors").write_bytes(content)
+    with pytest.raises(WeightsUnavailable, match="'a' ends at byte"):
+        read({"path": str(tmp_path)})
 
 
 def test_a_bucket_that_would_execute_something_does_not(tmp_path: Path) -> None:

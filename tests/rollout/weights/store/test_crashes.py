@@ -23,8 +23,8 @@ SMALL = Manifest.of(
 )
 
 
-def world(base: Path) -> World:
-    made = World(base, 2, manifest=SMALL, unit_bytes=200, segment_bytes=300)
+def world(base: Path, replicas: int = 2) -> World:
+    made = World(base, 2, manifest=SMALL, unit_bytes=200, segment_bytes=300, replicas=replicas)
     made.write(1)
     made.write(2)
     return made
@@ -40,10 +40,12 @@ def check_and_go_on(made: World, *, wrote: bool) -> None:
     made.close()
 
 
-def steps_of(die: Callable[[World, int], DyingFiles], base: Path) -> Iterator[tuple[World, bool]]:
+def steps_of(
+    die: Callable[[World, int], DyingFiles], base: Path, replicas: int = 2
+) -> Iterator[tuple[World, bool]]:
     """Worlds in which the third write met its death, at one step after the other."""
     for step in count(1):
-        made = world(base / str(step))
+        made = world(base / str(step), replicas)
         dying = die(made, step)
         wrote = True
         try:
@@ -76,9 +78,13 @@ def test_an_agent_may_be_killed_at_any_step_of_a_write(name: str, shared_memory:
         check_and_go_on(made, wrote=False)
 
 
+# What one node alone keeps is copied there by another way.
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", ["node-0", "node-1"])
-def test_everything_may_be_killed_when_an_agent_is(name: str, shared_memory: Path) -> None:
-    for made, wrote in steps_of(kill_agent(name), shared_memory):
+def test_everything_may_be_killed_when_an_agent_is(
+    name: str, replicas: int, shared_memory: Path
+) -> None:
+    for made, wrote in steps_of(kill_agent(name), shared_memory, replicas):
         made.restart_all()
         check_and_go_on(made, wrote=wrote)
 

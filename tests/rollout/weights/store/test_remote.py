@@ -56,7 +56,7 @@ def test_a_node_that_goes_down_while_it_is_written_to_is_left_out(served: Served
         served.servers["node-1"].close()
         yield from wanted[5:]
 
-    served.world.coordinator.write(2, served.world.manifest, tensors())
+    served.world.coordinator.write(2, served.world.manifest, [tensors()])
     assert restored(served, 2, "node-0") == contents(served.world.manifest, 2)
     served.open(served.servers["node-1"].agent)
     served.world.write(3)

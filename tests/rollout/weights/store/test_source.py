@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,15 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that agents hash from now on."""
     names: list[str] = []
 
-    def noted(name: str, *rest: Any) -> str:
-        names.append(name)
-        return host_fingerprint(name, *rest)
+    def noted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(name: str, *rest: Any) -> Any:
+            names.append(name)
+            return make(name, *rest)
 
-    monkeypatch.setattr(assembling, "host_fingerprint", noted)
+        return made
+
+    for make in (assembling.host_fingerprint, assembling.head_of):
+        monkeypatch.setattr(assembling, make.__name__, noted(make))
     return names
 
 

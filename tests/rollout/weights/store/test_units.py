@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.protocol import STAYS
 from rollout.errors import WeightMismatch
 from rollout.weights.manifest import Manifest, TensorSpec
 from rollout.weights.store.layout import plan_segments, ranges
@@ -92,7 +93,11 @@ def check_file(header: bytes, num_bytes: int) -> None:
     """As the reference implementation wants it: one range after the other, to the end."""
     (length,) = struct.unpack("<Q", header[:8])
     assert len(header) == 8 + length
-    entries = list(json.loads(header[8:]).values())
+    told = json.loads(header[8:])
+    # Its reader takes texts alone there, and engines map what has this word.
+    assert all(isinstance(one, str) for one in told["__metadata__"].values())
+    assert STAYS in told.pop("__metadata__")
+    entries = list(told.values())
     position = 0
     for entry in entries:
         assert entry["data_offsets"][0] == position
