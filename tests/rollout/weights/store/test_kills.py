@@ -27,7 +27,7 @@ def test_a_process_that_is_killed_at_any_byte_leaves_exactly_one_version(
     kill_often(shared_memory / "base", 40, seed)
 
 
-@pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_hundreds_of_kills_at_any_byte(seed: int, shared_memory: Path) -> None:
     kill_often(shared_memory / "base", 100, seed)
