@@ -79,11 +79,9 @@ def copy_and_hash(
         return list(map(_copied, heads, targets, sources, sizes))
     digests = _call(_library, targets, sources, sizes, heads)
     found = [text_of(digests[end - 16 : end]) for end in range(16, len(digests) + 1, 16)]
-    for index, (head, size) in enumerate(zip(heads, sizes, strict=True)):
+    for index, (head, source, size) in enumerate(zip(heads, sources, sizes, strict=True)):
         if len(head) + size <= _SHORT_BYTES:
-            hasher = start_with(head)
-            hasher.update(_MEMORY[targets[index] : targets[index] + size])
-            found[index] = host_fingerprint_of(hasher)
+            found[index] = _copied(head, source, source, size)
     return found
 
 
@@ -115,7 +113,7 @@ def _call(
 
 
 def _copied(head: bytes, target: int, source: int, size: int) -> str:
-    """Copy one range piece by piece; its fingerprint."""
+    """Copy one range piece by piece, unless it is there already; its fingerprint."""
     hasher = start_with(head)
     for done in range(0, size, PIECE_BYTES):
         end = min(done + PIECE_BYTES, size)
