@@ -26,6 +26,7 @@ class Hasher(Protocol):
     """What grows piece by piece into a fingerprint; see ``start``."""
 
     def update(self, data: Buffer, /) -> None: ...
+    def digest(self) -> bytes: ...
     def hexdigest(self) -> str: ...
 
 
@@ -50,7 +51,7 @@ def head_of(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def host_fingerprint_of(hasher: Hasher) -> str:
     """The fingerprint of what ``hasher`` has taken in."""
-    return f"xxh3:{hasher.hexdigest()}"
+    return text_of(hasher.digest())
 
 
 def text_of(digest: bytes) -> str:

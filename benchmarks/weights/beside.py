@@ -30,7 +30,8 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     stores = {"store_on": {"spare_bytes": 0}, "store_off": None}
-    rounds = [_round(stores, num_bytes, repeats), _round(_reversed(stores), num_bytes, repeats)]
+    orders = stores, dict(reversed(stores.items()))
+    rounds = [_round(order, num_bytes, repeats) for order in orders]
     push_s = {name: statistics.mean(one["push_s"][name] for one in rounds) for name in stores}
     return {
         "model_bytes": rounds[0]["model_bytes"],
@@ -38,10 +39,6 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
         "keep_s": statistics.mean(one["keep_s"] for one in rounds),
         "on_to_off": push_s["store_on"] / push_s["store_off"],
     }
-
-
-def _reversed(stores: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: stores[name] for name in reversed(stores)}
 
 
 def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str, Any]:

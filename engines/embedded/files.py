@@ -100,11 +100,12 @@ def _proving_jobs(weights: Weights, proofs: Proofs, descriptors: Sequence[int]) 
     jobs: list[Job] = []
     names: list[str] = []
     for descriptor in descriptors:
-        contents = Contents(_header_of(descriptor), os.fstat(descriptor).st_size)
+        num_bytes = os.fstat(descriptor).st_size
+        contents = Contents(_header_of(descriptor), num_bytes)
         names += contents.entries
         placed, others = _placed(weights, contents)
         if contents.stays:
-            mapping = FileMapping(descriptor, contents.num_bytes, is_writable=False)
+            mapping = FileMapping(descriptor, num_bytes, is_writable=False)
             prove = partial(proofs.copy, mapping)
         else:
             prove = partial(proofs.read, descriptor)

@@ -53,10 +53,8 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
     def hashed(share: Sequence[str]) -> dict[str, str]:
         here = [name for name in share if is_in_memory(tensors[name])]
-        found = dict.fromkeys(share, "")
-        found |= zip(here, _hashed(here, [tensors[name] for name in here]), strict=True)
-        elsewhere = (name for name in share if not found[name])
-        return found | {name: bytes_fingerprint(name, tensors[name]) for name in elsewhere}
+        found = dict(zip(here, _hashed(here, [tensors[name] for name in here]), strict=True))
+        return {name: found.get(name) or bytes_fingerprint(name, tensors[name]) for name in share}
 
     if num_threads < 2:
         return hashed(names)

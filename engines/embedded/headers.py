@@ -67,7 +67,7 @@ class Contents:
     Attributes:
         entries: name -> ``dtype``, ``shape`` and ``data_offsets``, as they stand in the header.
         start: where those offsets count from.
-        room: bytes behind that; ``num_bytes``: of the file.
+        room: bytes behind that.
         stays: the file's writer promises that it keeps its length.
 
     Raises:
@@ -77,7 +77,6 @@ class Contents:
     def __init__(self, header: bytes, num_bytes: int) -> None:
         self.entries: dict[str, Any] = orjson.loads(header)
         self.start = 8 + len(header)
-        self.num_bytes = num_bytes
         self.room = num_bytes - self.start
         self.stays = STAYS in self.entries.pop("__metadata__", {})
 

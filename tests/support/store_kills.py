@@ -3,7 +3,6 @@
 A program of its own, because it forks: it has no threads but its own when it does.
 """
 
-import ctypes
 import os
 import random
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 from rollout.weights.store.files import Files, Incoming, Region
 from rollout.weights.store.slots import Slots
-from tests.support.store_worlds import World, moe_manifest
+from tests.support.store_worlds import World, copy_one_by_one, moe_manifest
 
 MANIFEST = moe_manifest(num_layers=1, num_experts=3)
 # The last bytes say that the version counts: there every second kill is to come.
@@ -43,15 +42,7 @@ class CountedFiles(Files):
         self._budget.spend(data, lambda some: Files.put(self, region, offset, some))
 
     def copy(self, incoming: Sequence[Incoming]) -> list[str]:
-        found: list[str] = []
-        for one in incoming:
-            source = (ctypes.c_char * one.num_bytes).from_address(one.source)
-
-            def copy(some: Any, one: Incoming = one) -> None:
-                found.extend(Files.copy(self, [one._replace(num_bytes=len(some))]))
-
-            self._budget.spend(memoryview(source).cast("B"), copy)
-        return found
+        return copy_one_by_one(incoming, lambda copy, data: self._budget.spend(data, copy))
 
     def write(self, path: Path, data: Any) -> None:
         self._budget.spend(data, lambda some: Files.write(self, path, some))

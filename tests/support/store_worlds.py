@@ -53,6 +53,25 @@ class Crash(BaseException):
     """The process is gone: nobody catches this."""
 
 
+def copy_one_by_one(
+    incoming: Sequence[Incoming], act: Callable[[Callable[[Any], None], Any], None]
+) -> list[str]:
+    """``Files.copy`` in as many steps as there are tensors.
+
+    Args:
+        act: takes what copies the first bytes of a tensor, and all its bytes.
+    """
+    found: list[str] = []
+    for one in incoming:
+
+        def copy(some: Any, one: Incoming = one) -> None:
+            found.extend(Files().copy([one._replace(num_bytes=len(some))]))
+
+        source = (ctypes.c_char * one.num_bytes).from_address(one.source)
+        act(copy, memoryview(source).cast("B"))
+    return found
+
+
 class DyingFiles(Files):
     """The file system of a process that is killed at one step, and does nothing from then on."""
 
@@ -90,15 +109,7 @@ class DyingFiles(Files):
         self._bytes(lambda some: Files.put(self, region, offset, some), data)
 
     def copy(self, incoming: Sequence[Incoming]) -> list[str]:
-        found: list[str] = []
-        for one in incoming:
-            source = (ctypes.c_char * one.num_bytes).from_address(one.source)
-
-            def copy(some: memoryview, one: Incoming = one) -> None:
-                found.extend(Files.copy(self, [one._replace(num_bytes=len(some))]))
-
-            self._bytes(copy, memoryview(source).cast("B"))
-        return found
+        return copy_one_by_one(incoming, self._bytes)
 
     def make_folder(self, path: Path) -> None:
         self._whole(lambda: Files.make_folder(self, path))

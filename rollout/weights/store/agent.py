@@ -157,7 +157,7 @@ class StoreAgent:
 
     def sink(self, record: Record, paths: Mapping[str, str]) -> FileSink:
         """Where the bytes of a write go, for a writer in this process."""
-        return FileSink(self.node, paths, self._slots.regions, self._files)
+        return FileSink(paths, self._slots.regions, self._files)
 
     def seal(self, record: Record) -> None:
         """All bytes are in."""

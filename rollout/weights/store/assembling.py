@@ -13,17 +13,18 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from engines import bulk
 from engines.protocol import FINGERPRINTS
 from rollout.errors import WeightsUnavailable
-from rollout.weights.fingerprint import head_of, host_fingerprint
+from rollout.weights.fingerprint import head_of
 from rollout.weights.store import same_path
 from rollout.weights.store.commit import Write
 from rollout.weights.store.files import Region
@@ -253,22 +254,19 @@ class _Assembly:
         return good, whole
 
     def _bad_units(self, regions: Mapping[str, Region]) -> set[int]:
-        def bad_among(part: Sequence[Range]) -> set[int]:
-            at = [regions[one.file].address + one.offset for one in part]
-            heads = [head_of(one.tensor.name, one.tensor.dtype, one.tensor.shape) for one in part]
-            found = bulk.copy_and_hash(heads, at, at, [one.num_bytes for one in part])
-            told = self._record.fingerprints
-            rows = zip(part, found, strict=True)
-            return {one.unit for one, its in rows if its != told.get(one.tensor.name)}
-
         wanted = list(ranges(self._record.units, self._local))
         parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
         with ThreadPoolExecutor(_HASHERS) as pool:
-            return set().union(*pool.map(bad_among, parts))
+            return set().union(*pool.map(partial(self._bad_among, regions), parts))
 
-    def _proved(self, one: Range, content: memoryview) -> bool:
-        found = host_fingerprint(one.tensor.name, one.tensor.dtype, one.tensor.shape, content)
-        return found == self._record.fingerprints.get(one.tensor.name)
+    def _bad_among(self, regions: Mapping[str, Region], part: Sequence[Range]) -> set[int]:
+        """Units of which one of these tensors is not what the record says."""
+        at = [regions[one.file].address + one.offset for one in part]
+        heads = [head_of(one.tensor.name, one.tensor.dtype, one.tensor.shape) for one in part]
+        found = bulk.copy_and_hash(heads, at, at, [one.num_bytes for one in part])
+        told = self._record.fingerprints
+        rows = zip(part, found, strict=True)
+        return {one.unit for one, its in rows if its != told.get(one.tensor.name)}
 
     def _bring(self, missing: Sequence[int], good: Mapping[int, memoryview], folder: Path) -> None:
         segments = plan_segments(
@@ -287,20 +285,24 @@ class _Assembly:
                 region = self._slots.files.map(path)
                 stack.callback(region.close)
                 self._slots.files.put(region, 0, memoryview(segment.header))
-                self._fill(segment, region.view, contents, good)
+                self._fill(segment, region, contents, good)
 
     def _fill(
         self,
         segment: Segment,
-        view: memoryview,
+        region: Region,
         contents: Mapping[int, list[Range]],
         good: Mapping[int, memoryview],
     ) -> None:
         def fill(unit: int) -> None:
             offset = segment.units[unit]
-            into = view[offset : offset + self._record.units[unit].num_bytes]
+            into = region.view[offset : offset + self._record.units[unit].num_bytes]
+
+            def is_proved() -> bool:
+                return not self._bad_among({segment.file: region}, contents[unit])
+
             try:
-                self._fill_unit(unit, offset, into, contents[unit], good.get(unit))
+                self._fill_unit(unit, into, is_proved, good.get(unit))
             finally:
                 into.release()
 
@@ -316,17 +318,10 @@ class _Assembly:
     def _fill_unit(
         self,
         unit: int,
-        offset: int,
         into: memoryview,
-        contents: Iterable[Range],
+        is_proved: Callable[[], bool],
         here: memoryview | None,
     ) -> None:
-        def is_proved() -> bool:
-            return all(
-                self._proved(one, into[one.offset - offset : one.offset - offset + one.num_bytes])
-                for one in contents
-            )
-
         name = self._record.units[unit].name
         tried = []
         if here is not None:

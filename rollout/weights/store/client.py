@@ -90,7 +90,7 @@ class AgentClient:
     def sink(self, record: Record, paths: Mapping[str, str]) -> Sink:
         """Straight into its files where they can be mapped, else over a stream."""
         if self._has_its_files():
-            return FileSink(self.node, paths, self._regions, self._files)
+            return FileSink(paths, self._regions, self._files)
         return _StreamSink(self, record, paths)
 
     def seal(self, record: Record) -> None:

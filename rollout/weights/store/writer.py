@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rollout.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.fingerprint import Buffer, head_of, host_fingerprint_of, start
@@ -111,8 +111,7 @@ class Sink(Protocol):
 class FileSink:
     """A node whose files this process can map."""
 
-    def __init__(self, node: str, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
-        self.node = node
+    def __init__(self, paths: Mapping[str, str], regions: Regions, files: Files) -> None:
         self._of_file = {file: regions.of(Path(path)) for file, path in paths.items()}
         self._files = files
         self._region: Region | None = None
@@ -133,7 +132,7 @@ class FileSink:
     def close(self) -> None:
         self._region = None
 
-    def copy(self, sources: Sequence[tuple[Range, int]]) -> list[str]:
+    def copy(self, tensors: Iterable[tuple[Range, MemoryBytes]]) -> list[str]:
         """Each from its address to its place; their fingerprints."""
         return self._files.copy(
             [
@@ -141,20 +140,12 @@ class FileSink:
                     head_of(place.tensor.name, place.tensor.dtype, place.tensor.shape),
                     self.region(place.file),
                     place.offset,
-                    address,
+                    content.address,
                     place.num_bytes,
                 )
-                for place, address in sources
+                for place, content in tensors
             ]
         )
-
-
-class Waiting(NamedTuple):
-    """A tensor in memory that is to be copied into files of this node."""
-
-    sink: FileSink
-    place: Range
-    content: MemoryBytes
 
 
 class Writing:
@@ -182,21 +173,26 @@ class Writing:
             WeightMismatch: one that the record has not, has already, or has in another size.
             WeightsUnavailable: so many nodes have failed that a unit is kept by none.
         """
-        waiting: list[Waiting] = []
+        waiting: dict[str, list[tuple[Range, MemoryBytes]]] = {}
         num_bytes = 0
         for name, content in tensors:
             if not isinstance(content, FileBytes | MemoryBytes):
                 content = MemoryBytes.of(content)
             places = self._places_of(name, content)
-            sink = self._only_file(places) if content.num_bytes else None
-            if sink is None or not isinstance(content, MemoryBytes) or not content.address:
+            nodes = [node for node in places if node in self._sinks]
+            if (
+                isinstance(content, FileBytes)
+                or not content.address
+                or len(nodes) != 1
+                or not isinstance(self._sinks[nodes[0]], FileSink)
+            ):
                 self._take(name, content, places)
                 continue
-            waiting.append(Waiting(sink, places[sink.node], content))
+            waiting.setdefault(nodes[0], []).append((places[nodes[0]], content))
             num_bytes += content.num_bytes
             if num_bytes >= _BATCH_BYTES:
                 self._copy(waiting)
-                waiting, num_bytes = [], 0
+                waiting, num_bytes = {}, 0
         self._copy(waiting)
 
     def _places_of(self, name: str, content: FileBytes | MemoryBytes) -> Mapping[str, Range]:
@@ -214,21 +210,17 @@ class Writing:
         self._taken.add(name)
         return places
 
-    def _only_file(self, places: Mapping[str, Range]) -> FileSink | None:
-        """The only sink of these, if it is of files that this process maps."""
-        sinks = [self._sinks[node] for node in places if node in self._sinks]
-        return sinks[0] if len(sinks) == 1 and isinstance(sinks[0], FileSink) else None
-
-    def _copy(self, waiting: Sequence[Waiting]) -> None:
-        """From memory into files, many by one call."""
-        for sink in {id(one.sink): one.sink for one in waiting}.values():
-            its = [one for one in waiting if one.sink is sink]
+    def _copy(self, waiting: Mapping[str, Sequence[tuple[Range, MemoryBytes]]]) -> None:
+        """From memory into files of these nodes, many by one call."""
+        for node, tensors in waiting.items():
+            sink = self._sinks[node]
+            assert isinstance(sink, FileSink)
             try:
-                found = sink.copy([(one.place, one.content.address) for one in its])
+                found = sink.copy(tensors)
             except FAILURES as error:
-                self._leave_out(sink.node, error)
+                self._leave_out(node, error)
                 continue
-            names = (one.place.tensor.name for one in its)
+            names = (place.tensor.name for place, _ in tensors)
             self._fingerprints.update(zip(names, found, strict=True))
 
     def _take(

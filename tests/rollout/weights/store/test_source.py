@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.errors import EngineRejected
-from engines.fingerprint import host_fingerprint
+from engines.fingerprint import head_of, host_fingerprint
 from engines.protocol import FINGERPRINTS, ServerInfo
 from rollout.config import StoreConfig
 from rollout.types import EngineSlot
@@ -110,15 +109,11 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that agents hash from now on."""
     names: list[str] = []
 
-    def noted(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(name: str, *rest: Any) -> Any:
-            names.append(name)
-            return make(name, *rest)
+    def noted(name: str, *rest: Any) -> bytes:
+        names.append(name)
+        return head_of(name, *rest)
 
-        return made
-
-    for make in (assembling.host_fingerprint, assembling.head_of):
-        monkeypatch.setattr(assembling, make.__name__, noted(make))
+    monkeypatch.setattr(assembling, "head_of", noted)
     return names
 
 

@@ -18,7 +18,7 @@ MANIFEST = moe_manifest()
 
 
 class NotedFiles(Files):
-    """Which tensors are copied by one call, by the length of their heads and bytes."""
+    """How many tensors each call copies."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
