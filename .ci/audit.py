@@ -1,10 +1,10 @@
-"""Looks the pins up in the databases of known vulnerabilities: ``audit.py PIP_AUDIT FILE``.
+"""Check the pins against the databases of known vulnerabilities: ``audit.py PIP_AUDIT FILE``.
 
-Always true: what was not looked up is said, and never counts as found well.  pip-audit itself
-says "no known vulnerabilities" where its database cannot be reached and it has looked up nothing.
+Always true: a pin that was not checked is reported, and never counts as safe.  pip-audit itself
+prints "no known vulnerabilities" when it cannot reach its database and has checked nothing.
 
-Exit status: 1 if a pin has a known vulnerability; else 0, also where no database can be reached,
-which is no fault of the pins: a last line says so (on GitHub as a warning of the run).
+Exit status: 1 if a pin has a known vulnerability, else 0.  It is 0 also when no database can be
+reached, because the pins did not cause that: a last line reports it (on GitHub as a warning).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import subprocess
 import sys
 from typing import Any
 
-# In this order; the first that knows of any of the pins is taken.
+# Tried in this order; the first that knows any of the pins is used.
 _SERVICES = ("pypi", "osv")
 _TIMEOUT_S = 600
 
 
 def look_up(pip_audit: str, requirements: str, service: str) -> list[dict[str, Any]]:
-    """What pip-audit says of each pin; nothing if it cannot reach the database."""
+    """The entry of pip-audit for each pin; empty if it cannot reach the database."""
     options = ["--format", "json", "--progress-spinner", "off", "--no-deps", "--disable-pip"]
     done = subprocess.run(
         [pip_audit, "--vulnerability-service", service, *options, "--requirement", requirements],
@@ -31,41 +31,42 @@ def look_up(pip_audit: str, requirements: str, service: str) -> list[dict[str, A
         check=False,
     )
     try:
-        told: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
+        entries: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
-        why = (done.stderr.strip().splitlines() or ["no reason told"])[-1]
-        print(f"audit: {service}: {why}", file=sys.stderr)
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        print(f"audit: {service}: {reason}", file=sys.stderr)
         return []
-    return told
+    return entries
 
 
 def main(pip_audit: str, requirements: str) -> int:
     for service in _SERVICES:
-        told = look_up(pip_audit, requirements, service)
-        known = [one for one in told if "skip_reason" not in one]
+        entries = look_up(pip_audit, requirements, service)
+        known = [entry for entry in entries if "skip_reason" not in entry]
         if known:
-            return report(service, told, known)
+            return report(service, entries, known)
         print(f"audit: {service} knows none of the pins, or cannot be reached", file=sys.stderr)
     warn("NOTHING WAS AUDITED: no database of known vulnerabilities can be reached from here")
     return 0
 
 
-def report(service: str, told: list[dict[str, Any]], known: list[dict[str, Any]]) -> int:
-    """Say what was found; 1 if something was."""
-    skipped = [one["name"] for one in told if "skip_reason" in one]
+def report(service: str, entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> int:
+    """Print the vulnerabilities; returns 1 if there is one."""
+    skipped = [entry["name"] for entry in entries if "skip_reason" in entry]
     if skipped:
         warn(
             f"{len(skipped)} pins are not in {service}, and were not audited: {', '.join(skipped)}"
         )
-    found = [one for one in known if one["vulns"]]
-    for one in found:
-        for vulnerability in one["vulns"]:
-            mended = ", ".join(vulnerability["fix_versions"]) or "no version yet"
-            print(f"{one['name']} {one['version']}: {vulnerability['id']}; mended in {mended}")
+    vulnerable = [entry for entry in known if entry["vulns"]]
+    for entry in vulnerable:
+        for vulnerability in entry["vulns"]:
+            fixed = ", ".join(vulnerability["fix_versions"]) or "no version yet"
+            print(f"{entry['name']} {entry['version']}: {vulnerability['id']}; fixed in {fixed}")
     print(
-        f"audit: {len(known)} of {len(told)} pins looked up in {service}: {len(found)} vulnerable"
+        f"audit: {len(known)} of {len(entries)} pins looked up in {service}:"
+        f" {len(vulnerable)} vulnerable"
     )
-    return 1 if found else 0
+    return 1 if vulnerable else 0
 
 
 def warn(what: str) -> None:

@@ -1,4 +1,4 @@
-"""The closing lines of several pytest runs as one, in pytest's form: for whoever reads no more."""
+"""Add up the closing lines of several pytest runs, and print one line in pytest's form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COUNTED = ("warning", "error")
 
 
 def closing_line(lines: list[str]) -> str:
-    """What the runs in this output came to; empty if there is none."""
+    """The sum of the runs in this output; empty if there is no run."""
     counts: Counter[str] = Counter()
     took_s = 0.0
     for line in lines:
@@ -20,8 +20,8 @@ def closing_line(lines: list[str]) -> str:
             took_s += float(found[2])
             for number, what in re.findall(r"(\d+) ([a-z]+)", found[1]):
                 counts[what.removesuffix("s") if what[:-1] in _COUNTED else what] += int(number)
-    told = ", ".join(_words(counts[what], what) for what in _ORDER if counts[what])
-    return f"== {told} in {took_s:.2f}s ==" if told else ""
+    totals = ", ".join(_words(counts[what], what) for what in _ORDER if counts[what])
+    return f"== {totals} in {took_s:.2f}s ==" if totals else ""
 
 
 def _words(number: int, what: str) -> str:

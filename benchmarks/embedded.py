@@ -1,8 +1,8 @@
 """The embedded engine against plain ``model.generate``: tokens per second, same model and machine.
 
-Both run on one torch thread with greedy sampling.  The engine is asked over HTTP, one request at
-a time and sixteen at once; ``generate`` gets the same sixteen prompts as one batch, which is the
-best case for it: all start and end together.
+Both run on one torch thread with greedy sampling.  The engine gets requests over HTTP, one at a
+time and sixteen at once; ``generate`` gets sixteen prompts as one batch, which is its best case:
+all start and end together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import machine, parse_arguments, publish
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher
 
 PROMPT_TOKENS = 32
 CONCURRENT = 16
+MODEL = {"hidden_size": 256, "num_layers": 4}
 
 
 async def measure(model_path: Path, *, new_tokens: int, repeats: int) -> dict[str, Any]:
@@ -43,7 +44,7 @@ async def measure(model_path: Path, *, new_tokens: int, repeats: int) -> dict[st
                     ("tokens_per_s_1", 1),
                     (f"tokens_per_s_{CONCURRENT}", CONCURRENT),
                 ):
-                    figures.setdefault(name, []).append(await ask(http, count, new_tokens))
+                    figures.setdefault(name, []).append(await tokens_per_s(http, count, new_tokens))
                 figures.setdefault(f"generate_tokens_per_s_{CONCURRENT}", []).append(
                     await asyncio.to_thread(generate, CONCURRENT, new_tokens)
                 )
@@ -53,22 +54,22 @@ async def measure(model_path: Path, *, new_tokens: int, repeats: int) -> dict[st
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Fresh ones each time, so that nothing comes from a prefix cache."""
+    """New random prompts, so that no token comes from a prefix cache."""
     return [[random.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-async def ask(http: aiohttp.ClientSession, count: int, new_tokens: int) -> float:
+async def tokens_per_s(http: aiohttp.ClientSession, count: int, new_tokens: int) -> float:
     """Tokens per second of ``count`` requests at once."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
 
-    async def one(ids: list[int]) -> int:
+    async def generate(ids: list[int]) -> int:
         body = {"input_ids": ids, "sampling_params": sampling}
         async with http.post("/generate", json=body) as response:
             response.raise_for_status()
             return len((await response.json())["output_ids"])
 
     began = time.perf_counter()
-    tokens = await asyncio.gather(*(one(ids) for ids in prompts(count)))
+    tokens = await asyncio.gather(*(generate(ids) for ids in prompts(count)))
     return sum(tokens) / (time.perf_counter() - began)
 
 
@@ -100,12 +101,13 @@ class PlainGenerate:
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "")
-    new_tokens, repeats = (32, 2) if arguments.quick else (256, 5)
+    new_tokens, repeats = arguments.by_size(smoke=(4, 1), quick=(32, 2), full=(256, 5))
+    size = arguments.by_size(smoke={}, quick=MODEL, full=MODEL)
     with tempfile.TemporaryDirectory() as folder:
-        model_path = make_tiny_model(Path(folder) / "model", hidden_size=256, num_layers=4)
+        model_path = make_tiny_model(Path(folder) / "model", **size)
         figures = asyncio.run(measure(model_path, new_tokens=new_tokens, repeats=repeats))
     result = {**figures, "machine": machine("torch", "transformers"), "repeats": repeats}
-    publish(result, as_json=arguments.json, title="embedded engine, tokens per second")
+    publish(result, as_json=arguments.as_json, title="embedded engine, tokens per second")
 
 
 if __name__ == "__main__":

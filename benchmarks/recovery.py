@@ -1,11 +1,11 @@
-"""From the kill of an engine to its next answer at the current weights: where the seconds go.
+"""Seconds from the kill of an engine until it serves the current weights again, by part.
 
-The only engine of a server is killed with SIGKILL after a push, again and again, first with the
-DRAM store and then with checkpoints on disk (``health.weights_path``).  What is printed is read
-from the run's own timeline: ``detect`` until it is fenced and its place is free, ``restart`` until
-the new process serves what it was launched with, ``restore`` until it holds the pushed weights
-(from the store: found, proved and loaded), ``verify`` until its fingerprints are read and it is
-admitted.
+The only engine of a server is killed with SIGKILL after a push, several times, first with the DRAM
+store and then with checkpoints on disk (``health.weights_path``).  The seconds come from the
+timeline of the run: ``detect`` until the engine is fenced and its slot is free, ``restart`` until
+the new process is ready, ``restore`` until it has loaded the pushed weights, ``verify`` until its
+fingerprints are checked and the router sends it requests.  Weights from the store are verified
+within ``restore``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks.report import machine, parse_arguments, publish
 from rollout import RolloutConfig, launch
-from rollout.run_folder import RunFolder
-from rollout.timeline.span import Span, read_lines
+from rollout.config.run_dir import RunFolder
+from rollout.observability.timeline.span import Span
+from rollout.observability.timeline.span_file import read_lines
 
 PARTS = ("detect", "restart", "restore", "verify", "total")
 
@@ -47,7 +48,7 @@ def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str
         policy["health"]["weights_path"] = f"{folder}/{{version}}"
     config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
     weights = load_file(model_path / "model.safetensors")
-    found: list[dict[str, float]] = []
+    recoveries: list[dict[str, float]] = []
     with launch(config, backend="local") as deployment:
         server = deployment["policy"]
         for _ in range(kills):
@@ -59,12 +60,16 @@ def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str
                 (folder / str(version) / "config.json").write_text("{}")
             server.sync_weights(weights).result(300)
             killed_s = kill(server, version, waits_for_store=source == "store")
-            found.append(parts_of(spans_since(config, killed_s), killed_s))
-    return {part: statistics.median(one[part] for one in found) for part in PARTS}
+            recoveries.append(parts_of(spans_since(config, killed_s), killed_s))
+    return {part: statistics.median(seconds[part] for seconds in recoveries) for part in PARTS}
 
 
 def kill(server: Any, version: int, *, waits_for_store: bool) -> float:
-    """Kill the engine once the version is safe, and wait until another serves it; when it died."""
+    """Kill the engine once the version is stored, and wait until a new one serves it.
+
+    Returns:
+        The time of the kill.
+    """
     while True:
         status = server.status().result(30)
         if not waits_for_store or status.store.version == version:
@@ -75,31 +80,31 @@ def kill(server: Any, version: int, *, waits_for_store: bool) -> float:
     os.kill(engine.pid, signal.SIGKILL)
     deadline = time.monotonic() + 300
     while True:
-        (now,) = server.status().result(30).groups[0].engines
-        if now.pid != engine.pid and now.state == "serving" and now.weight_version == version:
+        (new,) = server.status().result(30).groups[0].engines
+        if new.pid != engine.pid and new.state == "serving" and new.weight_version == version:
             return killed_s
-        assert time.monotonic() < deadline, f"the engine is not back after 300 s: {now}"
+        assert time.monotonic() < deadline, f"the engine does not serve after 300 s: {new}"
         time.sleep(0.02)
 
 
 def spans_since(config: RolloutConfig, since_s: float) -> list[Span]:
-    """What was recorded after a moment, in order, once it is known that the engine is back."""
+    """Spans that began after ``since_s``, in order, once the recovery is among them."""
     deadline = time.monotonic() + 30
     while True:
         files = RunFolder.of(config).span_files()
         lines = [line for file in files for line in file.read_text().splitlines()]
-        spans = [one for one in read_lines(lines) if one.start_s >= since_s]
-        if any(one.name == "adopted" for one in spans):
-            return sorted(spans, key=lambda one: one.start_s)
-        assert time.monotonic() < deadline, "the timeline says nothing of the engine's return"
+        spans = [span for span in read_lines(lines) if span.start_s >= since_s]
+        if any(span.name == "readmitted" for span in spans):
+            return sorted(spans, key=lambda span: span.start_s)
+        assert time.monotonic() < deadline, "the timeline has no span of the recovery"
         time.sleep(0.05)
 
 
 def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
-    """Seconds of each part of one return."""
-    restart = next(one for one in spans if one.name == "restart")
-    adopt = next(one for one in spans if one.name == "adopt")
-    load = next(one for one in spans if one.name == "update_weights_from_disk")
+    """Seconds of each part of one recovery."""
+    restart = next(span for span in spans if span.name == "restart")
+    adopt = next(span for span in spans if span.name == "readmit")
+    load = next(span for span in spans if span.name == "update_weights_from_disk")
     back_s, loaded_s = adopt.start_s + adopt.elapsed_s, load.start_s + load.elapsed_s
     return {
         "detect": restart.start_s - killed_s,
@@ -112,10 +117,11 @@ def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "")
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
-    size = {} if arguments.quick else {"hidden_size": 1024, "num_layers": 16}
-    kills = 1 if arguments.quick else 5
+    large = {"hidden_size": 1024, "num_layers": 16}
+    size = arguments.by_size(smoke={}, quick={}, full=large)
+    kills = arguments.by_size(smoke=1, quick=1, full=5)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         model_path = make_tiny_model(Path(name) / "model", **size)
@@ -125,7 +131,7 @@ def main() -> None:
             folder.mkdir()
             result[source] = measure(source, model_path, folder, kills)
     result |= {"kills": kills, "machine": machine("torch", "transformers")}
-    publish(result, as_json=arguments.json, title="seconds from kill to verified")
+    publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What every benchmark shares: its arguments, what machine it ran on, and how it prints.
+"""What every benchmark shares: its size, the machine's description, and how a result is printed.
 
-The table or the one JSON object goes to standard output; everything else to standard error.
+The table or the JSON object goes to standard output; everything else to standard error.
 """
 
 from __future__ import annotations
@@ -10,24 +10,50 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+T = TypeVar("T")
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """``--quick`` and ``--json``."""
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line of a benchmark.
+
+    Attributes:
+        size: ``smoke`` (seconds, only shows that it runs), ``quick`` or ``full``.
+    """
+
+    size: str
+    as_json: bool
+
+    def by_size(self, *, smoke: T, quick: T, full: T) -> T:
+        return {"smoke": smoke, "quick": quick, "full": full}[self.size]
+
+
+def parse_arguments(description: str) -> Arguments:
+    """Parse ``--quick``, ``--smoke`` and ``--json``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="check that it works, in short")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--quick", action="store_const", dest="size", const="quick", help="fewer and smaller runs"
+    )
+    sizes.add_argument(
+        "--smoke", action="store_const", dest="size", const="smoke", help="only show that it runs"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    return parser.parse_args()
+    parser.set_defaults(size="full")
+    arguments = parser.parse_args()
+    return Arguments(arguments.size, arguments.json)
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Cores this process may use, memory, and the versions of Python and of these packages."""
+    """Describe the cores of this process, the memory, and the versions of Python and packages."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -43,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def publish(result: Mapping[str, Any], *, as_json: bool, title: str) -> None:
-    """Print a result; nested mappings become dotted rows of the table."""
+    """Print a result; nested mappings become rows with dotted names."""
     if as_json:
         print(json.dumps(result))
         return

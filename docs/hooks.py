@@ -1,4 +1,4 @@
-"""What is generated into the pages: ``<!-- generated: NAME -->`` becomes what the code says.
+"""Generate parts of the pages from the code, in the place of ``<!-- generated: NAME -->``.
 
 Always true: a mark without a generator, or a generator without a mark in any page, fails the build.
 """
@@ -14,11 +14,11 @@ import click
 import typer
 from pydantic import BaseModel
 
-from rollout import lifecycle
-from rollout.cli import app
+from rollout.cli.main import app
 from rollout.config import RolloutConfig
-from rollout.page.tallies import METRICS as SERVER_METRICS
-from rollout.router.metrics import METRICS as ROUTER_METRICS
+from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
+from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
+from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -44,15 +44,15 @@ def transitions() -> str:
 
 
 def configuration() -> str:
-    """Every setting of every slice, from the classes themselves."""
-    told: list[str] = []
+    """Every setting of every section, from the classes themselves."""
+    parts: list[str] = []
     seen: set[type[BaseModel]] = set()
-    _describe(RolloutConfig, "", told, seen)
-    return "\n\n".join(told)
+    _describe(RolloutConfig, "", parts, seen)
+    return "\n\n".join(parts)
 
 
 def _describe(
-    model: type[BaseModel], path: str, told: list[str], seen: set[type[BaseModel]]
+    model: type[BaseModel], path: str, parts: list[str], seen: set[type[BaseModel]]
 ) -> None:
     if model in seen:
         return
@@ -61,7 +61,7 @@ def _describe(
     nested: list[tuple[type[BaseModel], str]] = []
     for name, field in model.model_fields.items():
         where = f"{path}{name}"
-        inner = _slice_in(field.annotation)
+        inner = _section_in(field.annotation)
         if inner is not None:
             is_map = "dict" in str(field.annotation)
             nested.append((inner, f"{where}.{'<name>.' if is_map else ''}"))
@@ -69,17 +69,17 @@ def _describe(
         about = (field.description or (inner.__doc__ or "" if inner else "")).strip()
         about = " ".join(about.split()).replace("|", "\\|")
         rows.append(f"| `{where}` | {default} | {about} |")
-    told.append(f"## {model.__name__}\n\n{' '.join((model.__doc__ or '').split())}")
-    told.append("\n".join(rows))
+    parts.append(f"## {model.__name__}\n\n{' '.join((model.__doc__ or '').split())}")
+    parts.append("\n".join(rows))
     for inner, where in nested:
-        _describe(inner, where, told, seen)
+        _describe(inner, where, parts, seen)
 
 
-def _slice_in(annotation: Any) -> type[BaseModel] | None:
-    for one in (annotation, *get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, BaseModel):
-            return one
-        if one is not annotation and (found := _slice_in(one)):
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+        if part is not annotation and (found := _section_in(part)):
             return found
     return None
 
@@ -97,28 +97,32 @@ def commands() -> str:
     """Every command with its options, from the program itself."""
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group) or hasattr(group, "commands")
-    return "\n\n".join(_command(name, one) for name, one in group.commands.items())
+    return "\n\n".join(_command(name, command) for name, command in group.commands.items())
 
 
 def _command(name: str, command: Any) -> str:
     if hasattr(command, "commands"):
         return "\n\n".join(
-            _command(f"{name} {inner}", one) for inner, one in command.commands.items()
+            _command(f"{name} {inner}", nested) for inner, nested in command.commands.items()
         )
     words = [f"## rollout {name}", (command.help or "").replace("\n\n", "\n\n").strip()]
     rows = ["| | default | |", "|---|---|---|"]
-    rows += [_parameter(one) for one in command.params]
+    rows += [_parameter(parameter) for parameter in command.params]
     if command.params:
         words.append("\n".join(rows))
     return "\n\n".join(words)
 
 
-def _parameter(one: Any) -> str:
-    is_option = one.param_type_name == "option"
-    spelled = ", ".join(f"`{opt}`" for opt in one.opts) if is_option else f"`{one.name.upper()}`"
-    has_default = one.default not in (None, False, "") and not callable(one.default)
-    default = f"`{one.default}`" if has_default else ""
-    about = (getattr(one, "help", "") or "").replace("|", "\\|")
+def _parameter(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    spelled = (
+        ", ".join(f"`{opt}`" for opt in parameter.opts)
+        if is_option
+        else f"`{parameter.name.upper()}`"
+    )
+    has_default = parameter.default not in (None, False, "") and not callable(parameter.default)
+    default = f"`{parameter.default}`" if has_default else ""
+    about = (getattr(parameter, "help", "") or "").replace("|", "\\|")
     return f"| {spelled} | {default} | {about} |"
 
 
@@ -126,14 +130,14 @@ def metrics() -> str:
     lines = ["| metric | kind | labels | unit | |", "|---|---|---|---|---|"]
     for name, (kind, labels, about) in (SERVER_METRICS | ROUTER_METRICS).items():
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
-        told = f"{name}_total" if kind == "counter" else name
+        series = f"{name}_total" if kind == "counter" else name
         named = ", ".join(f"`{label}`" for label in ("server", *labels))
-        lines.append(f"| `{told}` | {kind} | {named} | {unit} | {about} |")
+        lines.append(f"| `{series}` | {kind} | {named} | {unit} | {about} |")
     return "\n".join(lines)
 
 
 def benchmarks() -> str:
-    """The figures and how to repeat them; its links go to the repository's own files."""
+    """The figures and how to reproduce them; links to files become their names."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
     text = re.sub(r"^# .*\n", "", text, count=1)
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"`\1`", text)

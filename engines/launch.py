@@ -1,29 +1,42 @@
-"""From what an engine should be to a running one, on this machine.
+"""Launch an engine on this machine, or attach to one that runs already.
 
-``EngineSpec`` says what is wanted in the words of the protocol; the module of each kind turns it
-into a command line.  ``LocalLauncher`` runs that command under a guard, so that the engine never
-outlives the process that launched it.  A port is held from its choice until its user starts.
+``EngineSpec`` describes the engine; the module of its kind turns it into a command line.
+``LocalLauncher`` runs that command under a guard, so that the engine never outlives the process
+that launched it.  A port is held from its choice until its user starts.
+
+Always true: an attached engine is controlled like any other, but never stopped from here: no
+signal, no shutdown call.  When it has failed, the router stops sending it requests.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from engines.attached import AttachedEngine, attach
-from engines.client import EngineClient
 from engines.embedded.command import invocation as embedded_invocation
-from engines.errors import EngineNotReady
 from engines.fake.command import invocation as fake_invocation
-from engines.invocation import Invocation
-from engines.ports import PortReservation, reserve_port
-from engines.process import EngineProcess
-from engines.protocol import Endpoint, ProcessIdentity
+from engines.http.client import EngineClient
+from engines.process.engine_process import EngineProcess
+from engines.process.engine_records import clear_crashed
+from engines.process.gpu_memory import gpu_memory
+from engines.process.tcp_ports import PortReservation, reserve_port
+from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity
+from engines.protocol.errors import EngineError, EngineNotReady
+from engines.protocol.spec import EngineSpec, Invocation
 from engines.sglang.invocation import invocation as sglang_invocation
-from engines.spec import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+_PROBE_INTERVAL_S = 0.5
+_NOT_READY = (
+    "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
+    "send POST {url}/continue_generation"
+)
 
 
 class RunningEngine(Protocol):
@@ -52,19 +65,23 @@ class RunningEngine(Protocol):
         """Host memory of the engine's processes; None where it cannot be measured."""
         ...
 
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        """Memory of its GPUs, in order of rank; empty if it has none, None if not measured."""
+        ...
+
     async def is_alive(self) -> bool: ...
     async def log_tail(self, lines: int = 20) -> str: ...
     async def stop(self, grace_s: float) -> bool:
-        """Ask it to end, then kill it; True if it had to be killed.  Gone when this returns."""
+        """Terminate it, then kill it; True if it had to be killed.  Gone when this returns."""
         ...
 
     async def kill(self) -> None:
-        """End it at once, whatever it is doing; confirmed gone when this returns."""
+        """Kill it at once; confirmed gone when this returns."""
         ...
 
 
 class EngineLauncher(Protocol):
-    """Starts engines; returns when they are ready, or raises with nothing left running."""
+    """Starts engines; returns when they are ready, or raises and leaves no process."""
 
     async def launch(self, spec: EngineSpec) -> RunningEngine: ...
 
@@ -82,9 +99,12 @@ class LocalEngine:
     node_id = ""
     node_ids: Sequence[str] = ()
 
-    def __init__(self, endpoint: Endpoint, process: EngineProcess) -> None:
+    def __init__(
+        self, endpoint: Endpoint, process: EngineProcess, gpu_ids: Sequence[GpuId] = ()
+    ) -> None:
         self.endpoint = endpoint
         self._process = process
+        self._gpu_ids = gpu_ids
 
     @property
     def pid(self) -> int | None:
@@ -98,6 +118,9 @@ class LocalEngine:
     async def resident_bytes(self) -> int | None:
         return self._process.resident_bytes()
 
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        return await asyncio.to_thread(gpu_memory, self._gpu_ids) if self._gpu_ids else ()
+
     async def is_alive(self) -> bool:
         return self._process.is_alive()
 
@@ -109,6 +132,93 @@ class LocalEngine:
 
     async def kill(self) -> None:
         await self._process.kill()
+
+
+class AttachedEngine:
+    """A ``RunningEngine`` that another program launched."""
+
+    node_id = ""
+    node_ids: Sequence[str] = ()
+    pid: int | None = None
+    processes: Sequence[ProcessIdentity] = ()
+
+    def __init__(self, endpoint: Endpoint, engine_id: str) -> None:
+        self.endpoint = endpoint
+        self._engine_id = engine_id
+
+    async def resident_bytes(self) -> int | None:
+        """Unknown: it may run on another machine."""
+        return None
+
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        """Unknown: it may run on another machine."""
+        return None
+
+    async def is_alive(self) -> bool:
+        """Whether anything listens there."""
+        try:
+            _, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port)
+        except OSError:
+            return False
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+    async def log_tail(self, lines: int = 20) -> str:
+        return f"attached at {self.endpoint.url}; the program that launched it has its log"
+
+    async def stop(self, grace_s: float) -> bool:
+        """Detach from it; it keeps running."""
+        logger.info("detached from engine %s", self._engine_id)
+        return False
+
+    async def kill(self) -> None:
+        """Does nothing: it was not launched here.  A fenced engine gets no more requests."""
+        logger.warning("engine %s was not launched here and keeps running", self._engine_id)
+
+
+async def attach(spec: EngineSpec) -> AttachedEngine:
+    """Wait until the engine at ``spec.url`` takes requests, and give it a numbered version.
+
+    Raises:
+        EngineNotReady: it did not within ``spec.start_timeout_s``.
+        ValueError: the URL is not that of an engine.
+    """
+    endpoint = Endpoint.of_url(spec.url)
+    client = EngineClient(endpoint, engine_id=spec.engine_id)
+    last_answer = _NOT_READY.format(url=endpoint.url)
+    has_told = False
+    try:
+        async with asyncio.timeout(spec.start_timeout_s) as deadline:
+            while True:
+                try:
+                    if await client.is_ready():
+                        break
+                except EngineError as error:
+                    last_answer = str(error)
+                if not has_told:
+                    has_told = True
+                    waits = (spec.engine_id, spec.start_timeout_s, last_answer)
+                    logger.warning("engine %s: waits up to %g s for it: %s", *waits)
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+            held = await client.weight_version()
+            if not held.isdecimal():  # SGLang starts at ``default``; here they are numbers
+                await client.update_weight_version(str(spec.weight_version))
+                numbered = (spec.engine_id, held, spec.weight_version)
+                logger.info("%s: weight version %r is called %d now", *numbered)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise EngineNotReady(
+            f"engine {spec.engine_id} at {endpoint.url} was not ready after "
+            f"{spec.start_timeout_s:g} s: {last_answer}",
+            engine=spec.engine_id,
+            operation="attach",
+        ) from None
+    finally:
+        await client.aclose()
+    return AttachedEngine(endpoint, spec.engine_id)
 
 
 class LocalLauncher:
@@ -141,6 +251,8 @@ class LocalLauncher:
             raise ValueError(
                 f"engine kind {spec.kind!r} cannot be launched; known: {', '.join(_KINDS)}"
             )
+        if cleared := await asyncio.to_thread(clear_crashed):
+            logger.warning("removed the leftovers of a crashed run: %s", ", ".join(cleared))
         log_path = Path(spec.log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
@@ -149,7 +261,7 @@ class LocalLauncher:
                 held.enter_context(self._held.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
             start = invoke(spec, endpoint, os.environ)
-            # The engine binds its ports itself, so they are let go of just before it starts.
+            # The engine binds its ports itself, so they are released just before it starts.
             held.close()
             process = await EngineProcess.spawn(
                 start.command,
@@ -159,7 +271,7 @@ class LocalLauncher:
                 cleanup=start.cleanup,
             )
         client = EngineClient(endpoint, engine_id=spec.engine_id)
-        # Nodes behind the first take no requests; all they have is a sign of life.
+        # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
         try:
             await process.wait_until_ready(probe, spec.start_timeout_s)
@@ -168,7 +280,7 @@ class LocalLauncher:
             raise
         finally:
             await client.aclose()
-        return LocalEngine(endpoint, process)
+        return LocalEngine(endpoint, process, spec.gpu_ids)
 
 
 _KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {
@@ -178,7 +290,18 @@ _KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation
 }
 
 
+def check_spec(spec: EngineSpec) -> None:
+    """Check that an engine can be launched with this specification; starts nothing.
+
+    Raises:
+        ValueError: an option that this library sets itself, or one that its kind does not have.
+        InstallError: it needs the cached interpreter, and there is none.
+    """
+    _KINDS[spec.kind](spec, Endpoint(spec.host, 1), os.environ)
+
+
 __all__ = [
+    "AttachedEngine",
     "EngineLauncher",
     "EngineNotReady",
     "EngineSpec",
@@ -186,4 +309,6 @@ __all__ = [
     "LocalLauncher",
     "NodeLauncher",
     "RunningEngine",
+    "attach",
+    "check_spec",
 ]

@@ -1,12 +1,12 @@
-"""Two-digit addition with a verifiable reward, and a policy that a careless teacher taught it.
+"""Two-digit addition with a verifiable reward, and a warm-started policy that often fails at it.
 
-A prompt is ``"37+45="``; the right completion is ``"82"`` and the end token.  The policy is taught
-to add, and then by a teacher who adds column by column and mostly forgets the carry (``72``).  What
-it writes first is right where nothing is carried, about three prompts in ten; elsewhere the right
-answer comes just often enough for a reward to find it.  Nothing is downloaded.
+A prompt is ``"37+45="``; the right completion is ``"82"`` and the end token.  The warm start trains
+a tiny model on right sums first, and then on sums in which most carries are missing (``72``).  So
+the policy starts with about three right completions in ten: where there is no carry, and sometimes
+elsewhere, often enough for GRPO to learn from.  Nothing is downloaded.
 
-What always holds: no two of the three splits share a pair of numbers, in either order; the same
-seed makes the same splits and, on the same machine, the same weights.
+Always true: no two of the three splits share a pair of numbers, in either order; the same seed
+makes the same splits and, on the same machine, the same weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_NEW_TOKENS = 4
 """Tokens of the longest right completion: three digits and the end token."""
 
 NUM_EVAL_PAIRS, NUM_TRAIN_PAIRS = 256, 800
-"""Pairs held out for evaluation and kept for GRPO; the other 3 039 are the warm start's."""
+"""Pairs for evaluation and pairs for GRPO; the other 3 039 are for the warm start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Problem:
         return str(self.left + self.right)
 
     def careless_answer(self, forget_rate: float, rng: random.Random) -> str:
-        """The sum as one writes it who forgets each carry with probability ``forget_rate``."""
+        """The sum, added column by column; each carry is forgotten with ``forget_rate``."""
         units = self.left % 10 + self.right % 10
         carry = units >= 10 and rng.random() >= forget_rate
         tens = self.left // 10 + self.right // 10 + carry
@@ -75,7 +75,7 @@ class Splits:
 
 
 def make_splits(seed: int) -> Splits:
-    """Deal all pairs of two-digit numbers into the three splits."""
+    """Distribute all pairs of two-digit numbers over the three splits."""
     rng = random.Random(seed)
     pairs = list(combinations_with_replacement(range(10, 100), 2))
     rng.shuffle(pairs)
@@ -97,16 +97,15 @@ def encode(text: str) -> list[int]:
 def reward(prompt: str, completion: str | Sequence[int], answer: str) -> float:
     """1.0 for the right answer, 0.0 for anything else.
 
-    ``completion`` is what the engine returned: text without special tokens, or, stricter, token
-    ids, which must end with the end token.  The rule needs no look at ``prompt``; a rule that
-    parses or runs something would.
+    ``completion`` is the text from the engine without special tokens, or its token ids, which must
+    then end with the end token.  This rule does not need ``prompt``; others may.
     """
     expected = answer if isinstance(completion, str) else [*encode(answer), EOS_ID]
     return float((completion if isinstance(completion, str) else list(completion)) == expected)
 
 
 def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
-    """Problems as the driver takes them; the answer is the judge's."""
+    """Problems as prompts for the driver, with the answer as metadata for ``judge``."""
     return [
         rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
         for problem in problems
@@ -114,7 +113,7 @@ def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
 
 
 def judge(sample: rollout.Sample) -> float:
-    """The reward of a completion, as the driver wants it."""
+    """The reward function for the driver."""
     return reward("", sample.output_ids, sample.metadata["answer"])
 
 
@@ -139,7 +138,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         num_key_value_heads=8,
         head_dim=16,
         max_position_embeddings=64,
-        # Layers this narrow learn several times slower from Qwen3's own 0.02.
+        # With Qwen3's default of 0.02, layers this narrow learn several times slower.
         initializer_range=0.06,
         tie_word_embeddings=False,
         pad_token_id=PAD_ID,
@@ -161,18 +160,18 @@ def make_warm_started_model(
     learning_rate: float = 3e-3,
     forget_rate: float = 0.8,
 ) -> None:
-    """Teach a new model and write it as a Hugging Face directory.
+    """Train a new model on sums and write it as a Hugging Face directory.
 
-    For three quarters of the steps the answers are right, else the model would never learn what a
-    carry is; for the last quarter each carry is forgotten with probability ``forget_rate``, anew
-    each time a problem is seen, so the model learns the teacher's odds and not answers by heart.
+    For three quarters of the steps the answers are right, so that the model learns the carry.  For
+    the last quarter each carry is forgotten with probability ``forget_rate``, drawn each time a
+    problem is used, so that the model learns this probability and not single answers.
     ``batch_size`` is in problems.
     """
     model = make_model(seed).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
-    # Up over a twentieth of the steps, then down to zero along half a cosine.
+    # A warm-up over a twentieth of the steps, then a cosine decay to zero.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: (
@@ -183,7 +182,7 @@ def make_warm_started_model(
     rng = random.Random(seed)
     for step in range(num_steps):
         is_careless = step >= num_steps * 3 // 4
-        tokens = _taught(
+        tokens = _padded_answers(
             rng.choices(problems, k=batch_size), forget_rate if is_careless else 0.0, rng
         )
         logits = model(input_ids=tokens[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
@@ -200,8 +199,10 @@ def make_warm_started_model(
     make_tokenizer().save_pretrained(path)
 
 
-def _taught(problems: Sequence[Problem], forget_rate: float, rng: random.Random) -> torch.Tensor:
-    """Prompts with the teacher's answers, ``[len(problems), PROMPT_LENGTH + MAX_NEW_TOKENS]``."""
+def _padded_answers(
+    problems: Sequence[Problem], forget_rate: float, rng: random.Random
+) -> torch.Tensor:
+    """Prompts with answers, int64 ``[len(problems), PROMPT_LENGTH + MAX_NEW_TOKENS]``."""
     rows = []
     for problem in problems:
         ids = [*encode(problem.prompt + problem.careless_answer(forget_rate, rng)), EOS_ID]

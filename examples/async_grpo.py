@@ -1,8 +1,9 @@
-"""Fully asynchronous GRPO: engines generate while the trainer trains; weights are pushed between.
+"""Asynchronous GRPO: engines generate while the trainer trains.
 
-The colocated example takes turns with the memory; here engines keep theirs, as on GPUs of their
-own.  A push cuts what is in flight; it goes on with the new weights, and each token keeps the
-version that drew it.  Samples that are more than ``--max-lag`` versions behind are done anew.
+In ``colocated_grpo.py`` engines and trainer share their memory; here the engines keep theirs, as on
+separate GPUs.  A push interrupts the requests in flight, and they continue with the new weights;
+each token records the weight version that sampled it.  A sample that is more than ``--max-lag``
+versions behind is generated again.
 
     python examples/async_grpo.py                        # about two minutes on two cores
     python examples/async_grpo.py --dump runs/dumps      # keep every batch as Parquet
@@ -17,9 +18,7 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.driver.dump import Replay, save_groups
-from rollout.driver.options import RolloutOptions
-from rollout.driver.sources import PromptData
+from rollout.driver import PromptData, Replay, RolloutOptions, save_groups
 
 from arithmetic import MAX_NEW_TOKENS, encode, judge, make_splits, make_warm_started_model
 from grpo import GrpoTrainer
@@ -28,7 +27,7 @@ SAMPLING = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0
 
 
 def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
-    """Engines that keep their memory: nothing is offloaded, weights change while they serve."""
+    """Engines that keep their memory and get new weights while they serve."""
     options = {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"}
     engine = {"kind": "embedded", "cpus": 1, "options": options}
     group = {"num_engines": args.engines, "needs_offload": False, "engine": engine}
@@ -39,12 +38,13 @@ def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
 
 
 def learn(trainer: GrpoTrainer, step: int, groups: Sequence[rollout.SampleGroup]) -> None:
+    """Train on one batch and print its figures."""
     metrics = trainer.step([group.samples for group in groups])
     print(f"step {step:2d}  reward {metrics['reward']:.3f}  kl {metrics['kl']:.5f}", flush=True)
 
 
 def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> None:
-    """Batches from the driver while it makes the next ones."""
+    """Train on each batch while the driver generates the next ones."""
     data = PromptData(
         [
             {"input_ids": encode(problem.prompt), "answer": problem.answer}
@@ -53,11 +53,11 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
         seed=args.seed,
     )
     options = RolloutOptions(mode="async", over_sampling=1.5, max_version_lag=args.max_lag)
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {}  # of the last batch
     with (
         rollout.launch(config(args, model_path), backend=args.backend) as deployment,
         rollout.Driver(
-            deployment["policy"].url, judge, on_metrics=lambda _, told: figures.update(told)
+            deployment["policy"].url, judge, on_metrics=lambda _, metrics: figures.update(metrics)
         ) as driver,
     ):
         policy = deployment["policy"]
@@ -75,12 +75,12 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
                 save_groups(args.dump / f"{step:06}.parquet", step, groups)
             learn(trainer, step, groups)
             policy.sync_weights(trainer.state_dict(), version=step).result()
-        lags = {key: num for key, num in figures.items() if "version_lag" in key}
+        lags = {name: value for name, value in figures.items() if "version_lag" in name}
         print(f"last batch: {lags}, waited {figures['rollout/seconds']:.2f} s for it")
 
 
 def replay(args: argparse.Namespace, trainer: GrpoTrainer) -> None:
-    """The same training from dumps."""
+    """Repeat the training from dumped batches."""
     dumps = Replay(args.replay)
     for step in dumps.rollout_ids[: args.steps]:
         learn(trainer, step, dumps.rollout(step))
@@ -92,10 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--engines", type=int, default=1, help="engines behind the router")
-    parser.add_argument("--max-lag", type=int, default=2, help="versions a token may be behind")
+    parser.add_argument(
+        "--max-lag", type=int, default=2, help="versions that a token may be behind"
+    )
     parser.add_argument("--backend", default="local", choices=["ray", "local"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, help="start from this directory, make none")
+    parser.add_argument("--model", type=Path, help="start from this model directory")
     parser.add_argument("--dump", type=Path, help="write each batch into this directory")
     parser.add_argument("--replay", type=Path, help="train on a dump or a directory of them")
     parser.add_argument("--out", type=Path, default=Path("runs/async_grpo"))

@@ -1,13 +1,13 @@
 """Colocated GRPO on a laptop: the whole loop, in one command.
 
 A local Ray cluster, two embedded engines behind a router, and a trainer that learns two-digit
-addition by reinforcement.  Engines and trainer take turns with the memory: each step is
+addition by reinforcement.  Engines and trainer use the memory in turns.  Each step is
 
     rollout -> pause -> flush -> release -> train -> resume weights -> push -> verify
             -> resume KV cache -> continue
 
     python examples/colocated_grpo.py            # about two minutes on two cores
-    python examples/colocated_grpo.py --skip-push  # engines never see a new weight: no climb
+    python examples/colocated_grpo.py --skip-push  # never push: the accuracy stays as it is
     python examples/colocated_grpo.py --engine sglang  # after `rollout sglang-cpu install`
 """
 
@@ -36,16 +36,16 @@ from report import Report
 OPTIONS = {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"}
 ENGINES: dict[str, dict[str, Any]] = {
     "embedded": {"kind": "embedded", "options": OPTIONS},
-    # The real one, in the environment that `rollout sglang-cpu install` makes.
+    # Runs in the environment that `rollout sglang-cpu install` creates.
     "sglang": {"kind": "sglang", "python": "sglang-cpu", "options": OPTIONS},
 }
 
 
 def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
-    """One server, the policy, with two engines that give their memory back each step."""
+    """One server, the policy, whose engines release their memory in each step."""
     engine = {
         "cpus": 1,
-        # Without a push the weights must survive the release, or the step is refused.
+        # Without a push the engines need a backup of the weights that they release.
         "weights_cpu_backup": args.skip_push,
         **ENGINES[args.engine],
     }
@@ -114,8 +114,10 @@ def main() -> None:
     parser.add_argument("--engine", default="embedded", choices=ENGINES, help="kind of the engines")
     parser.add_argument("--backend", default="ray", choices=["ray", "local"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--skip-push", action="store_true", help="never push: a negative control")
-    parser.add_argument("--model", type=Path, help="start from this directory, make none")
+    parser.add_argument(
+        "--skip-push", action="store_true", help="never push, as a negative control"
+    )
+    parser.add_argument("--model", type=Path, help="start from this model directory")
     parser.add_argument("--out", type=Path, default=Path("runs/colocated_grpo"))
     args = parser.parse_args()
     args.out = args.out.absolute()
@@ -129,7 +131,7 @@ def main() -> None:
         with report.note("making and warm-starting a tiny Qwen3 model"):
             started = time.monotonic()
             make_warm_started_model(model_path, args.seed)
-        report.say(f"warm start took {time.monotonic() - started:.1f} s")
+        report.print(f"warm start took {time.monotonic() - started:.1f} s")
     with report:
         train(args, model_path, report)
     report.finish()

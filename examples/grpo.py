@@ -1,4 +1,4 @@
-"""GRPO: a policy gradient whose baseline is the sample's own siblings.
+"""GRPO: a policy gradient whose baseline is the mean reward of the group.
 
 DeepSeekMath (arXiv 2402.03300, section 4.1).  A group is G samples of one prompt with rewards
 ``r_1 .. r_G``; every token t of sample i gets the advantage ``A_i = (r_i - mean(r)) / std(r)`` and
@@ -10,7 +10,7 @@ the loss is PPO's clipped surrogate (arXiv 1707.06347, equation 7) with
 The behaviour log-probs are the engine's.  The mean is over the tokens of all samples (as DAPO,
 arXiv 2503.14476, equation 8), not first over each sample; there is no KL term to a reference.
 
-What always holds: padding changes nothing; a group whose rewards are all equal adds nothing to the
+Always true: padding changes nothing; a group whose rewards are all equal adds nothing to the
 gradient; between ``offload`` and ``onload`` the trainer holds parameters and optimizer moments
 only.
 """
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 
 class GradedSample(Protocol):
-    """What the trainer reads of a sample; ``rollout.types.Sample`` has it all.
+    """The fields of a sample that the trainer reads; ``rollout.Sample`` has them.
 
     A sample without a reward or without output (failed, aborted) is left out of its group.
     """
@@ -43,12 +43,12 @@ class GradedSample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrpoConfig:
-    """How the trainer learns.
+    """Hyperparameters of the trainer.
 
     Attributes:
-        learning_rate: AdamW's, constant.
+        learning_rate: of AdamW, constant.
         clip_range: epsilon above; a token whose ratio has left ``1 +- epsilon`` in the direction
-            of its advantage pushes no further.
+            of its advantage has no gradient.
         num_minibatches: optimizer steps per rollout, each on its share of the samples.
         max_grad_norm: gradients with a larger L2 norm are scaled down to it.
     """
@@ -61,12 +61,13 @@ class GrpoConfig:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples side by side, right-padded; N samples of at most T tokens, prompt included.
+    """N samples of at most T tokens, prompt included, right-padded.
 
     Attributes:
         token_ids: prompt and output, int64 ``[N, T]``.
         mask: 1.0 where ``token_ids[:, 1:]`` is an output token, float32 ``[N, T - 1]``.
-        behaviour_logprobs: the engine's, natural log, 0 outside the mask, float32 ``[N, T - 1]``.
+        behaviour_logprobs: from the engine, natural log, 0 outside the mask, float32
+            ``[N, T - 1]``.
         advantages: float32 ``[N]``.
     """
 
@@ -95,7 +96,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def make_batch(groups: Sequence[Sequence[GradedSample]], pad_to: int = 0) -> Batch:
-    """Pad all samples to the longest of them, or to ``pad_to`` tokens where that is longer.
+    """Pad all samples to the longest of them, or to ``pad_to`` tokens if that is longer.
 
     Raises:
         ValueError: no sample has both a reward and output.
@@ -124,7 +125,7 @@ def make_batch(groups: Sequence[Sequence[GradedSample]], pad_to: int = 0) -> Bat
 def token_logprobs(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Natural log-probs of ``token_ids[:, 1:]`` at temperature 1, float32 ``[N, T - 1]``.
 
-    Padding stands on the right, where causal attention does not see it: no attention mask.
+    Padding is on the right, where causal attention does not see it, so no mask is needed.
     """
     logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
     logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
@@ -197,20 +198,20 @@ class GrpoTrainer:
         return {name: tensor.detach() for name, tensor in self.model.named_parameters()}
 
     def offload(self) -> None:
-        """Give the memory of gradients and activations back to the operating system.
+        """Return the memory of gradients and activations to the operating system.
 
-        Parameters stay, for they are to be pushed, and so do the optimizer's moments.
+        Parameters stay, for the push, and so do the moments of the optimizer.
         """
         self.optimizer.zero_grad(set_to_none=True)
         self._is_offloaded = True
         gc.collect()
         if sys.platform == "linux":
-            # Freed blocks stay in the heap of the C library until it is told to trim; musl has
-            # no such call.
+            # Freed blocks stay in the heap of the C library until it trims; musl has no such
+            # call.
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
                 trim(0)
 
     def onload(self) -> None:
-        """Allow ``step`` again; it makes its gradients itself."""
+        """Allow ``step`` again, which allocates the gradients."""
         self._is_offloaded = False

@@ -1,9 +1,9 @@
-"""Kill an engine in mid-rollout while the trainer is stopped, and watch the policy come back.
+"""Kill an engine during a rollout while the trainer is stopped, and watch the recovery.
 
-The trainer is a process of its own: it starts two engines under Ray with ``weights.store`` on,
-pushes new weights, and is then frozen with SIGSTOP.  One engine is killed with SIGKILL while it
-generates.  Ray's actors start it again and give it the pushed weights out of the node's memory; the
-timeline is printed until it serves them, and only then the trainer may go on.
+The trainer runs in another process.  It starts two engines under Ray with ``weights.store`` on,
+pushes new weights, and is then stopped with SIGSTOP.  An engine is killed with SIGKILL while it
+generates.  The Ray actors restart it and load the pushed weights from the memory of the node.  The
+program prints the timeline until the engine serves again, and only then continues the trainer.
 
     python examples/kill_an_engine.py
 """
@@ -19,19 +19,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import rollout
-from engines.embedded.tiny import make_tiny_model
-from rollout.timeline.span import Span, read_lines
+from engines.embedded.tiny_model import make_tiny_model
+from rollout.observability.timeline.span import Span
+from rollout.observability.timeline.span_file import read_lines
 
-TOLD = ("fence", "restart", "adopt", "assemble", "update_weights_from_disk", "weights_checker")
+SPAN_NAMES = (
+    "fence",
+    "restart",
+    "readmit",
+    "assemble",
+    "update_weights_from_disk",
+    "weights_checker",
+)
 
 
 def train(folder: Path) -> None:
-    """The trainer: one push, then nothing more is wanted of it."""
+    """The trainer: start the engines, push once, and wait for the end of the input."""
     from safetensors.torch import load_file
 
     model_path = make_tiny_model(folder / "model")
@@ -53,31 +61,34 @@ def train(folder: Path) -> None:
         sys.stdin.read()
 
 
-def generate(url: str, until: threading.Event, answers: list[int]) -> None:
-    """A rollout that never ends; a request that its engine loses is simply asked again."""
+def generate(url: str, is_over: threading.Event, statuses: list[int]) -> None:
+    """Send requests until the end of the example; collect the status of each reply."""
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
     with httpx.Client(trust_env=False, timeout=60) as client:
-        while not until.is_set():
-            answers.append(client.post(f"{url}/generate", json=body).status_code)
+        while not is_over.is_set():
+            statuses.append(client.post(f"{url}/generate", json=body).status_code)
 
 
 def spans_since(folder: Path, since_s: float) -> list[Span]:
-    """What the run has recorded of its engines since a moment."""
+    """Spans of the engines that began after ``since_s``, in order."""
     lines = [line for file in folder.glob("logs/kill/*/*.jsonl") for line in file.open()]
-    spans = [one for one in read_lines(lines) if one.start_s >= since_s and one.name in TOLD]
-    return sorted(spans, key=lambda one: one.start_s)
+    spans = [
+        span for span in read_lines(lines) if span.start_s >= since_s and span.name in SPAN_NAMES
+    ]
+    return sorted(spans, key=lambda span: span.start_s)
 
 
 def serves(url: str, engine_id: str) -> bool:
     engines = httpx.get(f"{url}/engines", trust_env=False).json()["engines"]
-    return any(one["engine_id"] == engine_id and one["state"] == "serving" for one in engines)
+    states = {engine["engine_id"]: engine["state"] for engine in engines}
+    return states.get(engine_id) == "serving"
 
 
-def wait_for(is_so: Any, timeout_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not is_so():
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_s:g} s")
+            raise TimeoutError(f"condition not met within {timeout_s:g} s")
         time.sleep(0.02)
 
 
@@ -87,28 +98,26 @@ def watch(folder: Path) -> None:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as trainer:
         try:
-            told = json.loads(trainer.stdout.readline())  # type: ignore[union-attr]
-            url, answers, until = told["url"], [], threading.Event()
-            load = threading.Thread(target=generate, args=(url, until, answers))
-            load.start()
-            wait_for(lambda: len(answers) > 3)
+            started = json.loads(trainer.stdout.readline())  # type: ignore[union-attr]
+            url, statuses, is_over = started["url"], [], threading.Event()
+            clients = threading.Thread(target=generate, args=(url, is_over, statuses), daemon=True)
+            clients.start()
+            wait_for(lambda: len(statuses) > 3)
             trainer.send_signal(signal.SIGSTOP)
-            os.kill(told["pid"], signal.SIGKILL)
+            os.kill(started["pid"], signal.SIGKILL)
             killed_s = time.time()
             print("  0.00 s  trainer stopped, engine main-0 killed with requests on it", flush=True)
             wait_for(lambda: not serves(url, "main-0"))
             wait_for(lambda: serves(url, "main-0"))
-            back_s = time.time() - killed_s
-            wait_for(lambda: any(one.name == "adopt" for one in spans_since(folder, killed_s)))
+            recovered_s = time.time() - killed_s
+            wait_for(lambda: any(span.name == "readmit" for span in spans_since(folder, killed_s)))
             for span in spans_since(folder, killed_s):
-                at = span.start_s - killed_s
-                print(f"{at:6.2f} s  {span.name} took {span.elapsed_s:.2f} s  {span.said}")
-            print(
-                f"{back_s:6.2f} s  main-0 serves the pushed weights; the trainer is still stopped"
-            )
-            until.set()
-            load.join()
-            print(f"meanwhile {answers.count(200)} of {len(answers)} requests were answered")
+                after_s = span.start_s - killed_s
+                print(f"{after_s:6.2f} s  {span.name} took {span.elapsed_s:.2f} s  {span.said}")
+            print(f"{recovered_s:6.2f} s  main-0 serves the pushed weights; the trainer is stopped")
+            is_over.set()
+            clients.join()
+            print(f"meanwhile {statuses.count(200)} of {len(statuses)} requests got a reply")
         finally:
             trainer.send_signal(signal.SIGCONT)
             trainer.stdin.close()  # type: ignore[union-attr]

@@ -1,10 +1,10 @@
-"""GRPO of a LoRA adapter: only the adapter is trained and pushed; the base stays where it is.
+"""GRPO of a LoRA adapter: only the adapter is trained and pushed.
 
-The engines share their memory with the trainer, as in ``colocated_grpo.py``.  Between steps their
-base weights are kept aside in host memory and come back bit-equal, which is verified; a push holds
-the adapter alone, a few per cent of the model, and requests ask for it by name.
+The engines share their memory with the trainer, as in ``colocated_grpo.py``.  While they are
+offloaded, their base weights are in host memory; that they come back bit-equal is verified.  A push
+has only the adapter, a few per cent of the model, and requests name the adapter.
 
-    python examples/lora_grpo.py                # under a minute and a half on two cores
+    python examples/lora_grpo.py                # about a minute on two cores
     python examples/lora_grpo.py --merge        # push base and adapter merged, as full weights
 """
 
@@ -54,7 +54,7 @@ class LoraTrainer(GrpoTrainer):
     def __init__(self, model_path: Path, rank: int, config: GrpoConfig, seed: int) -> None:
         super().__init__(model_path, config, seed)
         self.base = {name: value.detach() for name, value in self.model.named_parameters()}
-        # PEFT's words, which the engines read.
+        # In PEFT's format, which the engines read.
         self.adapter_config = {
             "peft_type": "LORA",
             "r": rank,
@@ -69,8 +69,8 @@ class LoraTrainer(GrpoTrainer):
                 layer = LoraLinear(module, rank, scale=2.0)
                 setattr(self.model.get_submodule(parent), child, layer)
                 self._layers[name] = layer
-        learned = [half for one in self._layers.values() for half in (one.down, one.up)]
-        self.optimizer = torch.optim.AdamW(learned, lr=config.learning_rate, weight_decay=0.0)
+        trained = [half for layer in self._layers.values() for half in (layer.down, layer.up)]
+        self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
 
     def adapter(self) -> dict[str, torch.Tensor]:
         """The adapter under PEFT's names; views that the next step changes."""
@@ -82,7 +82,7 @@ class LoraTrainer(GrpoTrainer):
 
 
 def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
-    """Engines that take adapters, keep a copy of their base aside, and give their memory back."""
+    """Engines that load adapters, and release their memory in each step."""
     options = {
         "dtype": "float32",
         "max-total-tokens": 32768,
@@ -118,8 +118,8 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
     held_out = {"addition": rollout.EvalDataset(prompts(splits.held_out), greedy)}
     torch.manual_seed(args.seed)
     trainer = LoraTrainer(model_path, args.rank, GrpoConfig(learning_rate=2e-3), args.seed)
-    adapter_bytes = sum(one.nbytes for one in trainer.adapter().values())
-    base_bytes = sum(one.nbytes for one in trainer.base.values())
+    adapter_bytes = sum(tensor.nbytes for tensor in trainer.adapter().values())
+    base_bytes = sum(tensor.nbytes for tensor in trainer.base.values())
 
     with (
         rollout.launch(config(args, model_path), backend=args.backend) as deployment,
@@ -128,12 +128,13 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
         ) as driver,
     ):
         policy = deployment["policy"]
-        # Nothing is sent if the engines have loaded what the trainer has.
+        # Returns None, and sends nothing, if the engines already have these weights.
         synced = policy.sync_base(trainer.base)
         if synced is not None:
             synced.result()
         print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if synced else 'as on disk'}")
-        if not args.merge:  # requests name the adapter, so there must be one: it changes nothing
+        if not args.merge:
+            # Requests name the adapter, so the engines need one; this first one changes nothing.
             first = policy.make_adapter_push(trainer.adapter(), trainer.adapter_config)
             policy.sync_weights(first).result()
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")
@@ -153,8 +154,8 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
                 trainer.onload()
                 metrics = trainer.step([group.samples for group in groups])
                 if args.merge:
-                    whole = merged(trainer.base, trainer.adapter(), trainer.adapter_config)
-                    window.push_base(dict(whole))
+                    weights = merged(trainer.base, trainer.adapter(), trainer.adapter_config)
+                    window.push_base(dict(weights))
                 else:
                     window.push_adapter(trainer.adapter(), trainer.adapter_config)
                 trainer.offload()
@@ -174,12 +175,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="training steps")
     parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapter")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
     parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
     parser.add_argument("--merge", action="store_true", help="push base and adapter merged")
     parser.add_argument("--backend", default="local", choices=["ray", "local"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, help="start from this directory, make none")
+    parser.add_argument("--model", type=Path, help="start from this model directory")
     parser.add_argument("--out", type=Path, default=Path("runs/lora_grpo"))
     args = parser.parse_args()
     args.out = args.out.absolute()

@@ -1,8 +1,8 @@
 """Several turns with a tool: a sum, a checker, and a second try.
 
-The policy answers a sum; a tool checks the answer, and where it is wrong the sum is asked again in
-the same conversation.  A turn sends the ids of the earlier ones as they were drawn; what the tool
-says is masked, so the trainer learns from the policy's own tokens only.
+The policy answers a sum and a tool checks the answer.  If it is wrong, the sum comes once more in
+the same conversation.  Each turn sends the token ids of the earlier turns unchanged.  Tokens from
+the tool are masked, so the trainer learns only from tokens of the policy.
 
     python examples/multi_turn.py
 """
@@ -15,9 +15,7 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.driver.batch import packed
-from rollout.driver.hooks import Hooks
-from rollout.driver.session import Session
+from rollout.driver import Hooks, Session, packed
 
 from arithmetic import (
     MAX_NEW_TOKENS,
@@ -33,19 +31,20 @@ WHOLE = rollout.SamplingParams(max_new_tokens=TRIES * MAX_NEW_TOKENS, temperatur
 
 
 async def answer_until_right(session: Session) -> None:
-    """The environment: one function, called for each sample."""
+    """The environment: called once per sample."""
     answer = session.sample.metadata["answer"]
     for attempt in range(1, TRIES + 1):
-        said = await session.generate(TURN)
-        session.sample.metadata["right_at"] = attempt if reward("", said, answer) else 0
-        if session.sample.metadata["right_at"]:
+        completion = await session.generate(TURN)
+        is_right = reward("", completion, answer) == 1.0
+        session.sample.metadata["right_at"] = attempt if is_right else 0
+        if is_right:
             return
         if attempt < TRIES:
-            session.observe(session.sample.prompt_ids)  # the tool: wrong, once more
+            session.observe(session.sample.prompt_ids)  # the tool repeats the question
 
 
 def judge(sample: rollout.Sample) -> float:
-    """All of it for the first try, half for the second."""
+    """1.0 if the first try is right, 0.5 if the second is."""
     right_at = sample.metadata["right_at"]
     return 1.0 / right_at if right_at else 0.0
 
@@ -58,10 +57,10 @@ def config(folder: Path, model_path: Path) -> rollout.RolloutConfig:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of the rollout")
     parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--backend", default="local", choices=["local", "ray"])
-    parser.add_argument("--model", type=Path, help="start from this directory, make none")
+    parser.add_argument("--model", type=Path, help="start from this model directory")
     parser.add_argument("--out", type=Path, default=Path("runs/multi_turn"))
     args = parser.parse_args(arguments)
     args.out = args.out.absolute()
@@ -69,20 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model_path = args.model or args.out / "model"
     if args.model is None:
         make_warm_started_model(model_path, seed=1)
-    asked = prompts(make_splits(1).train[: args.prompts])
+    batch = prompts(make_splits(1).train[: args.prompts])
     hooks = Hooks(generate=answer_until_right, reward=judge)
     with (
         rollout.launch(config(args.out / "logs", model_path), backend=args.backend) as deployment,
         rollout.Driver(deployment["policy"].url, hooks=hooks) as driver,
     ):
-        groups = driver.rollout(0, asked, group_size=args.group_size, sampling=WHOLE).result()
+        groups = driver.rollout(0, batch, group_size=args.group_size, sampling=WHOLE).result()
     samples = [sample for group in groups for sample in group.samples]
     for attempt in (1, 2, 0):
-        share = sum(s.metadata["right_at"] == attempt for s in samples) / len(samples)
+        share = sum(sample.metadata["right_at"] == attempt for sample in samples) / len(samples)
         print(f"{f'right at try {attempt}' if attempt else 'never right'}: {share:.1%}")
-    batch = packed(groups)
-    own, told = int(batch["loss_mask"].sum()), int(batch["response_lengths"].sum())
-    print(f"{told} tokens of response, {own} of them the policy's own")
+    tensors = packed(groups)
+    num_tokens = int(tensors["response_lengths"].sum())
+    num_trained = int(tensors["loss_mask"].sum())
+    print(f"{num_tokens} tokens of response, {num_trained} of them from the policy")
 
 
 if __name__ == "__main__":

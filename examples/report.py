@@ -1,7 +1,8 @@
-"""What ``colocated_grpo.py`` shows: progress, a line per step, tables, a picture, a JSON file."""
+"""The output of ``colocated_grpo.py``: progress, a line per step, a table, a picture, JSON."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterator
@@ -39,15 +40,19 @@ SHORT = dict(
 
 
 class Report:
-    """Collects the figures of a run and shows them as they come.
+    """Collects the figures of a run and prints them.
 
     Args:
-        path: of the picture and the JSON file, without suffix.
+        path: path of the picture and of the JSON file, without suffix.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
         self._path = path
         self._console = Console()
+        # Found out before the training, not after it.
+        self._can_draw = importlib.util.find_spec("matplotlib") is not None
+        if not self._can_draw:
+            self._console.print("there will be no picture: pip install matplotlib")
         self._progress = Progress(
             TextColumn("[bold]GRPO"),
             BarColumn(),
@@ -74,32 +79,32 @@ class Report:
     ) -> None:
         self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def note(self, text: str) -> Iterator[None]:
-        """Show ``text`` while something long happens."""
+        """Show ``text`` while the block runs."""
         with self._console.status(text):
             yield
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Take the seconds of a phase that the library does not report itself."""
+        """Measure a phase that is not in the library's own report."""
         self._progress.update(self._bar, description=phase)
         started = time.monotonic()
         yield
         self._seconds[phase] = time.monotonic() - started
 
     def begin(self, scores: dict[str, float]) -> None:
-        """The evaluation before the first step."""
+        """Print the evaluation before the first step."""
         self._before = scores
-        self.say(f"before training: accuracy {scores['eval/addition']:.1%} on held-out sums")
+        self.print(f"before training: accuracy {scores['eval/addition']:.1%} on held-out sums")
 
     def step(
         self, step: int, reward: float, scores: dict[str, float], boundary: rollout.StepReport
     ) -> None:
-        """One finished step."""
+        """Record and print a finished step."""
         self._scores = scores
         phase_s = self._seconds | dict(boundary.phase_s)
         self._seconds = {}
@@ -113,7 +118,7 @@ class Report:
         }
         self._steps.append(entry)
         times = " ".join(f"{SHORT[phase]} {phase_s.get(phase, 0.0):.2f}" for phase in PHASES)
-        self.say(
+        self.print(
             f"step {step:2d}  reward {reward:.3f}  accuracy {entry['accuracy']:6.1%}  "
             f"freed {boundary.freed_bytes / MIB:.0f} MiB  version {boundary.weight_version}  "
             f"[dim]{times}[/dim]"
@@ -121,13 +126,13 @@ class Report:
         self._progress.advance(self._bar)
 
     def finish(self) -> None:
-        """The evaluation line, the table of phase times, the picture and the figures."""
-        self.say(f"[EVAL RESULT] eval {len(self._steps)}: {self._scores}".replace("[", "\\[", 1))
+        """Print the evaluation and the table of phases; write the picture and the JSON file."""
+        self.print(f"[EVAL RESULT] eval {len(self._steps)}: {self._scores}".replace("[", "\\[", 1))
         table = Table("phase", "median s", "max s", "total s", title="Seconds per step, by phase")
         for phase in PHASES:
             seconds = sorted(step["phase_s"][phase] for step in self._steps)
-            middle = seconds[len(seconds) // 2]
-            table.add_row(phase, f"{middle:.3f}", f"{seconds[-1]:.3f}", f"{sum(seconds):.2f}")
+            median = seconds[len(seconds) // 2]
+            table.add_row(phase, f"{median:.3f}", f"{seconds[-1]:.3f}", f"{sum(seconds):.2f}")
         self._console.print(table)
         self._path.with_suffix(".json").write_text(
             json.dumps(
@@ -135,10 +140,13 @@ class Report:
             )
             + "\n"
         )
-        self._draw(self._path.with_suffix(".png"))
-        self.say(
+        written = f"figures: {self._path}.json"
+        if self._can_draw:
+            self._draw(self._path.with_suffix(".png"))
+            written = f"picture and figures: {self._path}.png, .json"
+        self.print(
             f"accuracy {self._before['eval/addition']:.1%} -> {self._scores['eval/addition']:.1%}; "
-            f"picture and figures: {self._path}.png, .json"
+            f"{written}"
         )
 
     def _draw(self, path: Path) -> None:

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Colocated GRPO as a job on a Ray cluster that is already running:
+# Submit colocated GRPO as a job to a running Ray cluster:
 #
-#     ray start --head                       # a cluster of this machine, if there is none
+#     ray start --head                       # if no cluster runs yet
 #     examples/submit_job.sh --steps 4 --out /a/folder/that/outlives/the/job
 #
-# What .gitignore names (.venv, runs) is not packed. `python` is the cluster's: the environment
-# `ray start` was run from, with this package and its extras installed. RAY_API_SERVER_ADDRESS says
-# where the cluster's dashboard is; without it, port 8265 of this machine. The job's output follows
-# here and stays readable: ray job logs <submission id>.
+# Ray does not upload what .gitignore names (.venv, runs). `python` is that of the environment in
+# which `ray start` ran, where this package and its extras must be installed. The dashboard of the
+# cluster is at RAY_API_SERVER_ADDRESS, or else at port 8265 of this machine. The output of the job
+# is printed here; `ray job logs <submission id>` prints it again.
 cd "$(dirname "$0")/.." || exit
 exec ray job submit --working-dir . -- python examples/colocated_grpo.py "$@"

@@ -1,8 +1,8 @@
-"""Unit tests of your own training loop: no GPU, no cluster, no torch, milliseconds.
+"""Unit tests of your training loop: no GPU, no cluster, no torch, milliseconds.
 
-``stub_ray`` stands in for Ray and ``HttpFakeLauncher`` for SGLang.  Everything between is real:
-the actors' classes, the lifecycle, the router and the HTTP in front of the engines.  The fakes die
-of what SGLang dies of, so a loop that would kill an engine in production kills one here.
+``stub_ray`` replaces Ray and ``HttpFakeLauncher`` replaces SGLang.  Everything between is real: the
+classes of the actors, the lifecycle, the router and HTTP to the engines.  Calls that crash SGLang
+crash the fakes too, so a loop that would kill an engine in production fails here.
 
     python -m pytest examples/test_my_loop.py
 """
@@ -13,24 +13,28 @@ from pathlib import Path
 import pytest
 import rollout
 from engines.fake import FakeTensor, pack_tensors, write_checkpoint
-from engines.fake.http import HttpFakeLauncher
-from engines.fake.weights import DEFAULT_TENSORS
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.http_fake import HttpFakeLauncher
 from rollout.testing import stub_ray
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.push import WeightPush
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
 
 
 def my_step(policy: rollout.ServerHandle, train: Callable[[], WeightPush]) -> None:
-    """The loop under test: what you wrote."""
+    """The loop under test: your code."""
     policy.offload().result()
     new_weights = train()
     policy.onload_push(new_weights).result()
 
 
 def weights(version: int) -> WeightPush:
-    """What ``make_push`` makes of a state dict, without torch."""
-    payload = pack_tensors({one.name: FakeTensor(one.shape, version) for one in DEFAULT_TENSORS})
-    manifest = Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in DEFAULT_TENSORS)
+    """A push as ``make_push`` makes it from a state dict, but without torch."""
+    payload = pack_tensors(
+        {tensor.name: FakeTensor(tensor.shape, version) for tensor in DEFAULT_TENSORS}
+    )
+    manifest = Manifest.of(
+        TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in DEFAULT_TENSORS
+    )
     return WeightPush(version, manifest, [payload])
 
 
@@ -44,22 +48,22 @@ def policy(tmp_path: Path) -> Iterator[rollout.ServerHandle]:
         {"log_dir": str(tmp_path / "logs"), "servers": {"policy": server}}
     )
     with stub_ray.installed():
-        from rollout.actors.launch import launch_ray
+        from rollout.runtime.ray.launch import launch_ray
 
         with launch_ray(config, launcher=HttpFakeLauncher()) as deployment:
             yield deployment["policy"]
 
 
 def test_the_engines_hold_no_memory_while_the_trainer_works(policy: rollout.ServerHandle) -> None:
-    seen = []
+    released = []
 
     def train() -> WeightPush:
         status = policy.status().result()
-        seen.extend(engine.released for group in status.groups for engine in group.engines)
+        released.extend(engine.released for group in status.groups for engine in group.engines)
         return weights(1)
 
     my_step(policy, train)
-    assert seen == [("cuda_graph", "kv_cache", "weights")] * 2
+    assert released == [("cuda_graph", "kv_cache", "weights")] * 2
     assert policy.status().result().weight_version == 1
 
 
@@ -70,7 +74,7 @@ def test_a_trainer_that_fails_leaves_the_router_shut(policy: rollout.ServerHandl
     with pytest.raises(ValueError, match="loss is NaN"):
         my_step(policy, train)
     assert policy.status().result().gate == "holding"
-    my_step(policy, lambda: weights(1))  # and the next step goes on from there
+    my_step(policy, lambda: weights(1))  # the next step continues from there
     assert policy.status().result().gate == "open"
 
 
@@ -81,4 +85,5 @@ def test_samples_come_back_with_the_version_that_drew_them(policy: rollout.Serve
         groups = driver.rollout(
             1, [rollout.Prompt((1, 2))], group_size=2, sampling=sampling
         ).result()
-    assert [span.version for one in groups[0].samples for span in one.weight_versions] == ["1", "1"]
+    versions = [span.version for sample in groups[0].samples for span in sample.weight_versions]
+    assert versions == ["1", "1"]

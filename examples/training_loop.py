@@ -1,7 +1,7 @@
-"""The library in a training loop of one's own: three ways to take turns with the engines.
+"""The library in your training loop: three ways to share the memory with the engines.
 
-Each way gives the engines' memory to the trainer, trains, pushes the new weights, and lets the
-engines serve again; a request that comes meanwhile waits at the router.
+Each way releases the memory of the engines, trains, pushes the new weights, and lets the engines
+serve again.  The router holds requests that come in between.
 
     python examples/training_loop.py [--backend ray]
 """
@@ -16,33 +16,33 @@ from pathlib import Path
 
 import rollout
 import torch
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 
 def train(model: torch.nn.Module) -> None:
-    """Stands for a real step: change every weight a little."""
+    """A stand-in for a real step: change every weight a little."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.999)
 
 
 def step_with_a_window(policy: rollout.ServerHandle, model: torch.nn.Module) -> None:
-    """The shortest way.  If the block raises, nothing is onloaded and the router stays shut."""
+    """The shortest way.  If the block raises, the engines stay offloaded and the gate closed."""
     with policy.offloaded() as window:
         train(model)
         window.push(model.state_dict())
 
 
 async def step_with_an_async_window(policy: rollout.ServerHandle, model: torch.nn.Module) -> None:
-    """The same where an event loop must not be blocked."""
+    """The same, without blocking the event loop."""
     async with policy.offloaded() as window:
         await asyncio.to_thread(train, model)
         window.push(model.state_dict())
 
 
 def step_with_verbs(policy: rollout.ServerHandle, model: torch.nn.Module) -> None:
-    """Every phase by itself.  A verb returns at once; ``result()`` (or ``await``) waits for it."""
+    """Each phase by itself.  A method returns at once; ``result()`` or ``await`` waits for it."""
     policy.pause_generation().result()
     policy.flush_cache().result()
     policy.release_memory_occupation().result()

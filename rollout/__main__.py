@@ -1,5 +1,5 @@
 """``python -m rollout`` is the command ``rollout``."""
 
-from rollout.cli import main
+from rollout.cli.main import main
 
 main()

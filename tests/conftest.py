@@ -9,8 +9,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
+from tests.support.optional_packages import (  # hooks of pytest
+    pytest_collection_modifyitems,
+    pytest_make_collect_report,
+    pytest_terminal_summary,
+)
 from tests.support.ray_worlds import RayWorld, ray_world
+
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_terminal_summary",
+]
 
 # A shell ignores these for what it starts in the background, and whatever we start inherits it: no
 # test could then end anything as Ctrl-C does.
@@ -21,10 +33,14 @@ for _number, _usual in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
+# Hypothesis fails an example that takes 0.2 s, which is a matter of what else this machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 SHARED_MEMORY = Path("/dev/shm")
 # Set before the first test: what a test starts inherits it, however often it is reparented.
 MARK = "ROLLOUT_TEST_RUN"
-# What was told to stop in the last test may still be on its way out.
+# A process that the last test stopped may still be exiting.
 GRACE_S = 20.0
 
 

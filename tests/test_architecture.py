@@ -1,6 +1,6 @@
-"""The import arrow: a file imports from its own row or from rows above, never from below.
+"""The import arrow: a folder imports only from itself and from folders before it in ``FOLDERS``.
 
-ruff keeps ray, torch and transformers where they belong (TID251); the rows are kept here.
+ruff restricts imports of ray, torch and transformers (TID251); this test holds the folders' order.
 """
 
 import ast
@@ -13,68 +13,92 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-ROWS = ("words", "decisions", "effects", "ray", "doors")
-# The longest prefix wins.  What is not named here is an effect.
-ROW_OF = {
-    "engines": "effects",
-    "engines.deadlines": "words",
-    "engines.errors": "words",
-    "engines.features": "decisions",
-    "engines.fingerprint": "decisions",
-    "engines.flat": "decisions",
-    "engines.protocol": "words",
-    "engines.spec": "words",
-    "engines.invocation": "decisions",
-    "engines.sglang.command": "decisions",
-    "engines.sglang.environment": "decisions",
-    "engines.sglang.parallel": "decisions",
-    "rollout": "effects",
-    "rollout.__init__": "doors",
-    "rollout.__main__": "doors",
-    "rollout.actors": "ray",
-    "rollout.admission": "decisions",
-    "rollout.canary": "decisions",
-    "rollout.checking_cost": "words",
-    "rollout.cli": "doors",
-    "rollout.choosing": "decisions",
-    "rollout.commands": "doors",
-    "rollout.config": "words",
-    "rollout.diagnosis": "decisions",
-    "rollout.driver.audit": "decisions",
-    "rollout.driver.batch": "decisions",
-    "rollout.driver.concurrency": "decisions",
-    "rollout.driver.door": "words",
-    "rollout.driver.metrics": "decisions",
-    "rollout.driver.options": "decisions",
-    "rollout.driver.partial": "decisions",
-    "rollout.driver.plan": "decisions",
-    "rollout.driver.prompts": "words",
-    "rollout.driver.retry": "decisions",
-    "rollout.driver.work": "decisions",
-    "rollout.driver.works": "decisions",
-    "rollout.errors": "words",
-    "rollout.health": "decisions",
-    "rollout.lifecycle": "decisions",
-    "rollout.observation": "words",
-    "rollout.page.exposition": "decisions",
-    "rollout.picture": "decisions",
-    "rollout.placement": "decisions",
-    "rollout.policy": "decisions",
-    "rollout.router.settings": "words",
-    "rollout.routing": "decisions",
-    "rollout.run_folder": "words",
-    "rollout.samples": "words",
-    "rollout.timeline.analysis": "decisions",
-    "rollout.timeline.export": "decisions",
-    "rollout.timeline.span": "words",
-    "rollout.types": "words",
-    "rollout.weights.store.commit": "decisions",
-    "rollout.weights.store.limits": "decisions",
-    "rollout.weights.choice": "decisions",
-    "rollout.weights.joining": "decisions",
-    "rollout.weights.fingerprint": "decisions",
-}
-# Clocks, sockets, threads and processes: a decision is a plain function of its arguments.
+# Lowest first.  A row stands for the files directly in that folder.
+FOLDERS = (
+    "engines.protocol",
+    "engines.http",
+    "engines.process",
+    "engines.tensors",
+    "engines.embedded.core",
+    "engines.embedded.memory",
+    "engines.embedded.weights",
+    "engines.embedded.generation",
+    "engines.embedded.server",
+    "engines.embedded",
+    "engines.fake.engine",
+    "engines.fake",
+    "engines.sglang_cpu.shims",
+    "engines.sglang_cpu",
+    "engines.sglang",
+    "engines",
+    "rollout.core",
+    "rollout.config",
+    "rollout.rules",
+    "rollout.observability.timeline",
+    "rollout.observability",
+    "rollout.router.gate",
+    "rollout.router.http",
+    "rollout.router.transcripts",
+    "rollout.router.proxy",
+    "rollout.router",
+    "rollout.driver.client",
+    "rollout.driver.data",
+    "rollout.driver.stream",
+    "rollout.driver",
+    "rollout.weights.format",
+    "rollout.weights.transports",
+    "rollout.weights.push",
+    "rollout.weights.store.layout",
+    "rollout.weights.store.node",
+    "rollout.weights.store.transfer",
+    "rollout.weights.store",
+    "rollout.weights.tensors",
+    "rollout.weights",
+    "rollout.control.engine",
+    "rollout.control.group",
+    "rollout.control.recovery",
+    "rollout.control.server",
+    "rollout.control",
+    "rollout.observability.page",
+    "rollout.runtime.handle",
+    "rollout.runtime",
+    "rollout.runtime.ray",
+    "rollout",
+    "rollout.cli.lib",
+    "rollout.cli.bench",
+    "rollout.cli",
+    "rollout.testing",
+)
+ABOVE_ALL = ("rollout.__main__",)
+MOST_ENTRIES = 12
+
+# Folders and files of decisions: plain functions of their arguments.
+PURE = (
+    "engines.protocol.features",
+    "engines.sglang.command",
+    "engines.sglang.environment",
+    "engines.sglang.parallel",
+    "engines.tensors.fingerprint",
+    "engines.tensors.flattened_bucket",
+    "rollout.driver.client.partial",
+    "rollout.driver.client.retry",
+    "rollout.driver.data.batch",
+    "rollout.driver.stream.audit",
+    "rollout.driver.stream.options",
+    "rollout.driver.stream.step_metrics",
+    "rollout.driver.stream.work_queue",
+    "rollout.observability.page.merged_metrics",
+    "rollout.observability.svg_charts",
+    "rollout.observability.timeline.analysis",
+    "rollout.observability.timeline.export",
+    "rollout.rules",
+    "rollout.weights.push.push_version",
+    "rollout.weights.push.transport_choice",
+    "rollout.weights.store.layout.commit",
+    "rollout.weights.store.node.limits",
+    "rollout.weights.transports.broadcast_group",
+)
+# Clocks, sockets, threads and processes.
 NOT_IN_DECISIONS = {
     "aiohttp",
     "asyncio",
@@ -101,11 +125,19 @@ MODULES = {
 }
 
 
-def row_of(module: str) -> str:
-    """The row a module belongs to."""
-    parts = module.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next(ROW_OF[prefix] for prefix in prefixes if prefix in ROW_OF)
+def is_in(module: str, place: str) -> bool:
+    """Whether ``module`` is ``place`` or stands in it."""
+    return module == place or module.startswith(f"{place}.")
+
+
+def row_of(module: str) -> int:
+    """The place of a module's folder in the order; the shims are one folder with all in them."""
+    if module in ABOVE_ALL:
+        return len(FOLDERS)
+    folder = module.rpartition(".")[0]
+    if is_in(folder, "engines.sglang_cpu.shims"):
+        folder = "engines.sglang_cpu.shims"
+    return FOLDERS.index(folder)
 
 
 def resolve(name: str) -> str | None:
@@ -127,16 +159,31 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_nothing_from_a_row_below_its_own(module: str) -> None:
-    own = ROWS.index(row_of(module))
+def test_a_module_imports_nothing_from_a_higher_folder(module: str) -> None:
+    own = row_of(module)
     for name in imported_names(MODULES[module]):
         target = resolve(name)
-        if target is None:
-            continue
-        below = row_of(target)
-        assert ROWS.index(below) <= own, (
-            f"{module} ({ROWS[own]}) imports {target} ({below}), which is below it"
+        assert target is None or row_of(target) <= own, (
+            f"{module} imports {target}, whose folder is higher than its own"
         )
+
+
+def test_the_order_names_every_folder_once_and_no_other() -> None:
+    rows = [row_of(module) for module in MODULES if module not in ABOVE_ALL]
+    assert set(rows) == set(range(len(FOLDERS)))
+    assert len(set(FOLDERS)) == len(FOLDERS)
+
+
+def test_no_folder_has_more_entries_than_a_reader_takes_in() -> None:
+    folders = {path.parent for path in MODULES.values()}
+    folders = {folder for folder in folders if "shims" not in folder.parts}
+    for folder in sorted(folders):
+        entries = [
+            entry.name
+            for entry in folder.iterdir()
+            if (entry.suffix == ".py" and entry.stem != "__init__") or entry in folders
+        ]
+        assert len(entries) <= MOST_ENTRIES, f"{folder.relative_to(ROOT)}: {sorted(entries)}"
 
 
 def test_engines_never_import_rollout() -> None:
@@ -150,7 +197,14 @@ def test_engines_never_import_rollout() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if row_of(name) == "decisions"])
+DECISIONS = [module for module in MODULES if any(is_in(module, place) for place in PURE)]
+
+
+def test_every_place_of_decisions_exists() -> None:
+    assert [place for place in PURE if not any(is_in(module, place) for module in MODULES)] == []
+
+
+@pytest.mark.parametrize("module", DECISIONS)
 def test_a_decision_neither_awaits_nor_reads_a_clock_nor_opens_a_socket(module: str) -> None:
     tops = {name.split(".")[0] for name in imported_names(MODULES[module])}
     assert tops & NOT_IN_DECISIONS == set()
@@ -168,9 +222,11 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
     bare = [
         name.removesuffix(".__init__")
         for name in MODULES
-        if not name.startswith(("rollout.actors", "engines.embedded", "engines.sglang_cpu.shims"))
+        if not name.startswith(
+            ("rollout.runtime.ray", "engines.embedded", "engines.sglang_cpu.shims")
+        )
         and not name.startswith("rollout.weights.tensors")
-        and name not in ("rollout.__main__", "rollout.driver.tensors")
+        and name not in ("rollout.__main__", "rollout.driver.data.batch_torch")
     ]
     missing = "import sys; sys.modules |= dict.fromkeys(['ray', 'torch', 'transformers'])"
     code = f"{missing}; import {', '.join(bare)}"

@@ -1,10 +1,15 @@
-"""What CI runs besides the tests: the line that adds up the runs, and the audit of the pins."""
+"""What CI runs besides the tests: the sum of the runs, the audit of the pins, the Pythons."""
 
+import asyncio
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +81,7 @@ def test_an_audit_that_could_look_nothing_up_neither_fails_nor_passes_in_silence
 def test_a_vulnerable_pin_fails_the_audit_with_what_mends_it(tmp_path: Path) -> None:
     status, told = audited(tmp_path, {"pypi": {"dependencies": [WELL, ILL]}})
     assert status == 1
-    assert "b 2: CVE-1; mended in 3" in told
+    assert "b 2: CVE-1; fixed in 3" in told
     assert "2 of 2 pins looked up in pypi: 1 vulnerable" in told
 
 
@@ -92,3 +97,128 @@ def test_another_database_is_asked_where_the_first_knows_nothing(tmp_path: Path)
     status, told = audited(tmp_path, answers)
     assert status == 1
     assert "looked up in osv" in told
+
+
+def supported() -> tuple[str, list[str]]:
+    """The oldest version and the named minor versions of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    return project["requires-python"].removeprefix(">="), named
+
+
+def install(folder: Path, name: str, version: str) -> Path:
+    """A program that says it is this Python; without a version it does not run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / name
+    numbers = version.replace(".", " ")
+    # ``sys.exit(...)``, make's question, is answered by a real interpreter with this version.
+    python.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        f"sys.version_info = tuple(map(int, '{numbers}'.split()))\n"
+        "if not sys.version_info: sys.exit('command not found')\n"
+        "if sys.argv[1] == '--version': sys.exit('Python of a test')\n"
+        "exec(sys.argv[2])\n"
+    )
+    python.chmod(0o755)
+    return python
+
+
+def pythons(folder: Path) -> tuple[list[str], str]:
+    """What CI would run on, and what it prints about it, with these folders only."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci/pythons.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": str(folder / "bin"), "PYENV_ROOT": str(folder / "pyenv")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+def collected(folder: Path, module: str) -> str:
+    """What pytest reports of a module with this import, where torch is not installed."""
+    (folder / "conftest.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    (folder / "test_one.py").write_text(f"import {module}\n\ndef test_nothing(): ...\n")
+    plugin = ("-p", "tests.support.optional_packages")
+    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_modules_that_need_a_missing_package_are_counted_and_other_errors_stay(
+    tmp_path: Path,
+) -> None:
+    output = collected(tmp_path, "torch")
+    assert "test modules left out: 1, torch is not installed" in output
+    assert "= 1 skipped in" in output
+    assert "= 1 error in" in collected(tmp_path, "torhc")
+
+
+HERE = ".".join(map(str, sys.version_info[:3]))
+
+
+def test_the_fast_tests_run_on_the_oldest_and_the_newest_python(tmp_path: Path) -> None:
+    oldest, (_, middle, newest) = supported()
+    first = install(tmp_path / "bin", "python3", oldest)
+    install(tmp_path / "bin", "python3.12", middle + ".99")
+    last = install(tmp_path / "pyenv/versions/x/bin", "python3.13", newest + ".99")
+    # Not tried: too old, newer than the named ones, and a shim that does not run.
+    install(tmp_path / "pyenv/versions/y/bin", "python3.11", "3.11.0")
+    install(tmp_path / "pyenv/versions/z/bin", "python3", "3.99.0")
+    install(tmp_path / "bin", "python3.13", "")
+    run_on, told = pythons(tmp_path)
+    assert run_on == [str(first), str(last)]
+    found = {oldest, middle + ".99", newest + ".99", HERE}
+    assert set(told.splitlines()[0].removeprefix("Pythons here: ").split(", ")) == found
+    assert "not supported: 3.11.0, 3.99.0\n" in told
+    assert f"the fast tests run on: {oldest}, {newest}.99\n" in told
+
+
+def test_where_there_is_one_python_no_other_run_is_made(tmp_path: Path) -> None:
+    run_on, told = pythons(tmp_path)
+    assert run_on == []
+    assert f"Pythons here: {HERE}\n" in told
+    assert "the fast tests run on: none\n" in told
+
+
+def test_make_takes_no_python_that_pip_would_refuse(tmp_path: Path) -> None:
+    oldest, _ = supported()
+    *before, patch = map(int, oldest.split("."))
+    too_old = install(tmp_path / "bin", "python3", ".".join(map(str, (*before, patch - 1))))
+    done = subprocess.run(
+        ["make", f"VENV={tmp_path}/venv", f"PYTHON={too_old}", f"{tmp_path}/venv/bin/python"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert f"ray-rollout needs Python {oldest} or newer. Tried:\n  {too_old}" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+async def test_a_timeout_in_the_clean_up_of_a_cancelled_task_is_a_timeout_error() -> None:
+    """Before 3.11.3 it is a CancelledError (CPython gh-102780), and the clean-up ends there."""
+    expired = asyncio.Event()
+
+    async def clean_up_late() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            try:
+                async with asyncio.timeout(0):
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                expired.set()
+
+    task = asyncio.create_task(clean_up_late())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert expired.is_set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/getting-started.md"])
+def test_the_words_name_the_oldest_python_of_the_metadata(page: str) -> None:
+    named = re.findall(r"Python (3[.\d]*\d) or newer", (ROOT / page).read_text())
+    assert named == [supported()[0]]

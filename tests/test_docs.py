@@ -1,6 +1,6 @@
 """The documentation says what the code does: its blocks run, its names exist, nothing is left out.
 
-Python of the pages that tell a whole story runs over fake engines; a push is made for the fakes
+Python of the pages that show a whole program runs over fake engines; a push is made for the fakes
 in the place of torch's tensors.  What needs a trainer, a GPU or a cluster is compiled, and its
 names are looked up.
 """
@@ -16,14 +16,14 @@ import pytest
 import typer
 import yaml
 
-import engines.errors
+import engines.protocol.errors
 import rollout
-import rollout.errors
-from engines.fake.http import HttpFakeLauncher
-from rollout.cli import app
+import rollout.core.errors
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.cli.main import app
 from rollout.config import RolloutConfig
-from rollout.handle import DeploymentHandle, OffloadWindow, ServerHandle
-from rollout.local import launch_local
+from rollout.runtime.handle import DeploymentHandle, OffloadWindow, ServerHandle
+from rollout.runtime.local import launch_local
 from tests.support import builders
 from tests.support.builders import write_checkpoint
 from tests.support.promql import SERIES
@@ -122,7 +122,7 @@ def test_the_names_of_the_library_that_are_used_exist(text: str) -> None:
 
 
 class Trainer:
-    """Whoever trains: here it only counts."""
+    """The trainer: here it only counts."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -187,13 +187,13 @@ def test_the_catalogue_of_failures_has_every_error_and_every_alert() -> None:
     told = (ROOT / "docs/failures.md").read_text()
     errors = [
         name
-        for module in (rollout.errors, engines.errors)
+        for module in (rollout.core.errors, engines.protocol.errors)
         for name, one in vars(module).items()
         if isinstance(one, type)
         and issubclass(one, Exception)
         and one.__module__ == module.__name__
     ]
-    rules = yaml.safe_load((ROOT / "rollout/page/monitoring/alerts.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "rollout/observability/page/monitoring/alerts.yaml").read_text())
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
     assert [name for name in errors + alerts if f"`{name}`" not in told] == []
 

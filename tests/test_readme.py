@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from rollout.config import RolloutConfig
-from rollout.lifecycle import diagram
+from rollout.rules.lifecycle import diagram
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_diagram_is_drawn_from_the_table() -> None:
     assert blocks("mermaid") == [diagram() + "\n"], (
-        'stale: python -c "from rollout.lifecycle import diagram; print(diagram())"'
+        'stale: python -c "from rollout.rules.lifecycle import diagram; print(diagram())"'
     )
 
 

@@ -2,10 +2,10 @@
 
     python .github/workflows/generate.py
 
-A job each, rather than GitHub's own matrix, so that every one has a name of its own to be
-required by and later suites can take other limits.  The template is filled with plain
-``str.replace``: a workflow is full of ``${{ }}``, which is jinja2's own syntax too, and so
-writing and checking it needs nothing installed.
+Each version is a job instead of an entry of GitHub's matrix, so that a branch rule can require it
+by name, and a suite can have its own limits.  The template is filled with ``str.replace``, because
+a workflow contains ``${{ }}``, which is also jinja2's syntax.  So no package is needed to generate
+or check it.
 """
 
 import re
@@ -17,12 +17,12 @@ TEMPLATE = HERE / "tests.yml.in"
 GENERATED = HERE / "tests.yml"
 PYPROJECT = HERE.parents[1] / "pyproject.toml"
 
-# The lines between the two marks are one job; they are repeated for each version.
+# The lines between the two marks are one job, repeated for each version.
 REPEATED = re.compile(r"^ *# for each @python@\n(.*?)^ *# end\n", re.MULTILINE | re.DOTALL)
 
 
 def python_versions() -> list[str]:
-    """The versions that pyproject.toml says are supported, oldest first."""
+    """The supported versions in pyproject.toml, oldest first."""
     classifiers = tomllib.loads(PYPROJECT.read_text())["project"]["classifiers"]
     prefix = "Programming Language :: Python :: 3."
     minors = sorted(

@@ -1,1 +1,1 @@
-"""The driver: how busy it keeps engines, and what it costs."""
+"""The driver: how busy it keeps the engines, and its CPU."""

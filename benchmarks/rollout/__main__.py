@@ -1,6 +1,7 @@
-"""How busy the driver keeps engines and what it costs: five ways to do the same training run.
+"""How busy the driver keeps the engines, and its CPU: the same training run in five modes.
 
-Lengths are log-normal; time is accelerated, except for the CPU figures, which come from HTTP.
+Lengths of samples are log-normal.  Time is virtual, except for the CPU figures: those come from
+requests over HTTP in real time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 from typing import Any
 
 from benchmarks.report import machine, parse_arguments, publish
-from benchmarks.rollout.cost import IN_FLIGHT, cpu_s_per_1k
+from benchmarks.rollout.cost import cpu_s_per_1k
 from benchmarks.rollout.modes import Run, batch_s, in_virtual_time
 from benchmarks.rollout.trace import Fleet
 
@@ -20,27 +21,34 @@ SEED = 1
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "")
-    fleet = Fleet(num_engines=2) if arguments.quick else Fleet()
-    run = Run(num_steps=2, num_groups=64) if arguments.quick else Run(num_steps=6)
-    repeats, num_batches = (1, 1) if arguments.quick else (3, 2)
+    fleet = arguments.by_size(
+        smoke=Fleet(num_engines=1, num_slots=16), quick=Fleet(num_engines=2), full=Fleet()
+    )
+    run = arguments.by_size(
+        smoke=Run(num_steps=1, num_warm_up=1, num_groups=8, group_size=4),
+        quick=Run(num_steps=2, num_groups=64),
+        full=Run(num_steps=6),
+    )
+    repeats, num_batches = arguments.by_size(smoke=(1, 3), quick=(1, 1), full=(3, 2))
+    in_flight, delay_s = arguments.by_size(smoke=(64, 0.1), quick=(2048, 1.0), full=(2048, 1.0))
     figures: dict[str, dict[str, Any]] = {
         mode: in_virtual_time(mode, run, fleet, SEED) for mode in MODES
     }
     costs: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(repeats):
         for mode in MODES:
-            costs[mode].append(asyncio.run(cpu_s_per_1k(mode, num_batches)))
-    for mode, of_mode in costs.items():
-        figures[mode]["driver_cpu_s_per_1k"] = statistics.median(of_mode)
+            costs[mode].append(asyncio.run(cpu_s_per_1k(mode, num_batches, in_flight, delay_s)))
+    for mode, cpu_s in costs.items():
+        figures[mode]["driver_cpu_s_per_1k"] = statistics.median(cpu_s)
     ideal = run.num_groups * run.group_size / batch_s(run, fleet, SEED)
     result = {
         **figures,
         "ideal_samples_per_s": ideal,
-        "in_flight": IN_FLIGHT,
+        "in_flight": in_flight,
         "machine": machine("aiohttp", "uvloop"),
         "repeats": repeats,
     }
-    publish(result, as_json=arguments.json, title="rollout driver, five ways")
+    publish(result, as_json=arguments.as_json, title="rollout driver, five modes")
 
 
 if __name__ == "__main__":

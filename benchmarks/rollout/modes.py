@@ -1,4 +1,4 @@
-"""The same training run in five ways: a naive client, and the driver's modes."""
+"""The same training run in five modes: a naive client, and the modes of the driver."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from benchmarks.rollout.trace import MOST_TOKENS, Fleet, TraceDoor
+from benchmarks.rollout.trace import MOST_TOKENS, Fleet, TraceClient
 from engines.protocol import SamplingParams
-from rollout.driver.door import Ask, Door
+from rollout.driver.client.generation_client import GenerationClient, GenerationRequest
+from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import RolloutDriver
-from rollout.driver.options import RolloutOptions
-from rollout.driver.prompts import Prompt
+from rollout.driver.stream.options import RolloutOptions
 from tests.support.virtual_time import VirtualTimeLoop
 
 SAMPLING = SamplingParams(max_new_tokens=MOST_TOKENS)
@@ -29,13 +29,14 @@ COLOCATED = ("gather_all", "sync", "partial")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How much is trained.
+    """Size of the training run.
 
     Attributes:
-        num_warm_up: steps before the clock starts, so that engines that start empty and what is
-            put aside at the end do not count.
-        push_s: seconds without engines at each push, in the modes that train meanwhile.
-        train_share: a training step's seconds, of what a batch takes on engines that never idle.
+        num_warm_up: steps before the clock starts, so that the engines are full by then.
+        push_s: seconds without engines at each push, in the modes that train while engines
+            generate.
+        train_share: seconds of a training step, as a share of what a batch takes on engines that
+            are never idle.
     """
 
     num_steps: int
@@ -67,22 +68,22 @@ Step = Callable[[int], Awaitable[object]]
 
 
 def in_virtual_time(mode: str, run: Run, fleet: Fleet, seed: int) -> dict[str, float]:
-    """Samples per second and busy share of the time that the engines belong to the rollout."""
+    """Samples per second and busy share, of the time in which the engines serve the rollout."""
 
     async def measure() -> dict[str, float]:
-        door = TraceDoor(fleet, seed)
+        client = TraceClient(fleet, seed)
         loop = asyncio.get_running_loop()
         train_s = run.train_share * batch_s(run, fleet, seed)
         busy_s = engine_s = 0.0
-        async with stepping(mode, run, door, fleet.slots) as step:
+        async with training(mode, run, client, fleet.slots) as step:
             for number in range(run.num_warm_up + run.num_steps):
-                began_s, before_s = loop.time(), door.busy_s
+                began_s, before_s = loop.time(), client.busy_s
                 await step(number)
                 if mode not in COLOCATED:
                     await asyncio.sleep(train_s)
-                    await door.push(run.push_s)
+                    await client.push(run.push_s)
                 if number >= run.num_warm_up:
-                    busy_s += door.busy_s - before_s
+                    busy_s += client.busy_s - before_s
                     engine_s += loop.time() - began_s
         num_samples = run.num_steps * run.num_groups * run.group_size
         return {
@@ -96,7 +97,7 @@ def in_virtual_time(mode: str, run: Run, fleet: Fleet, seed: int) -> dict[str, f
 
 @cache
 def mean_tokens(fleet: Fleet, seed: int) -> float:
-    """Of a long stretch of the trace."""
+    """Mean length of a sample, over a long stretch of the trace."""
     trace = fleet.lengths(seed)
     for _ in range(200_000):
         trace.draw()
@@ -104,23 +105,23 @@ def mean_tokens(fleet: Fleet, seed: int) -> float:
 
 
 def batch_s(run: Run, fleet: Fleet, seed: int) -> float:
-    """Seconds of one batch on engines that never idle."""
+    """Seconds of one batch on engines that are never idle."""
     tokens = run.num_groups * run.group_size * mean_tokens(fleet, seed)
     return tokens * fleet.token_s / fleet.slots
 
 
-class stepping:
-    """One training run in a mode; ``async with stepping(...) as step: await step(number)``.
+class training:
+    """One training run in a mode; ``async with training(...) as step: await step(number)``.
 
     Args:
-        max_in_flight: of the driver; the naive client has no such limit.
+        max_in_flight: the driver's limit; the naive client has none.
     """
 
-    def __init__(self, mode: str, run: Run, door: Door, max_in_flight: int) -> None:
-        self._mode, self._run, self._door = mode, run, door
+    def __init__(self, mode: str, run: Run, client: GenerationClient, max_in_flight: int) -> None:
+        self._mode, self._run, self._client = mode, run, client
         self._source = Endless()
         self._driver = RolloutDriver(
-            "", door=door, max_in_flight=max_in_flight + 64, adapt_every_s=None
+            "", client=client, max_in_flight=max_in_flight + 64, adapt_every_s=None
         )
 
     async def __aenter__(self) -> Step:
@@ -140,10 +141,10 @@ class stepping:
         )
 
     async def _gather_all(self, number: int) -> object:
-        """Send everything at once, wait for everything: what a first version does."""
-        asks = [
-            Ask(f"{number}/{prompt}/{sibling}", [prompt], SAMPLING)
+        """Send all requests at once and wait for all replies, as a naive client does."""
+        requests = [
+            GenerationRequest(f"{number}/{prompt}/{sibling}", [prompt], SAMPLING)
             for prompt in range(self._run.num_groups)
             for sibling in range(self._run.group_size)
         ]
-        return await asyncio.gather(*(self._door.generate(ask) for ask in asks))
+        return await asyncio.gather(*(self._client.generate(request) for request in requests))

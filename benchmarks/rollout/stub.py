@@ -1,4 +1,7 @@
-"""Stub engines with 1 KB replies: ``python -m benchmarks.rollout.stub NUM`` prints their ports."""
+"""Stub engines with 1 KB replies: ``python -m benchmarks.rollout.stub NUM DELAY_S``.
+
+The program prints their ports as one JSON line.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ import uvloop
 
 NUM_TOKENS = 16
 REPLY_BYTES = 1024
-DELAY_S = 1.0
 _RID = re.compile(rb'"rid": ?"([^"]*)"')
 _LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
-def reply(reason: str) -> bytes:
+def reply_body(reason: str) -> bytes:
     ids = list(range(100, 100 + NUM_TOKENS))
     body = {
         "text": "",
@@ -34,18 +36,19 @@ def reply(reason: str) -> bytes:
     return json.dumps(body).encode()
 
 
-def answer(body: bytes) -> bytes:
+def http_reply(body: bytes) -> bytes:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return head % len(body) + body
 
 
-GENERATED, ABORTED = answer(reply("stop")), answer(reply("abort"))
-EMPTY = answer(b"{}")
+GENERATED, ABORTED = http_reply(reply_body("stop")), http_reply(reply_body("abort"))
+EMPTY = http_reply(b"{}")
 
 
 class Engine(asyncio.Protocol):
     """One connection, one request at a time."""
 
+    delay_s: ClassVar[float]
     waiting: ClassVar[dict[bytes, tuple[asyncio.TimerHandle, Engine]]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -64,7 +67,7 @@ class Engine(asyncio.Protocol):
         found = _RID.search(request, end)
         rid = found[1] if found else b""
         if request.startswith(b"POST /generate"):
-            timer = asyncio.get_running_loop().call_later(DELAY_S, self._finish, rid)
+            timer = asyncio.get_running_loop().call_later(self.delay_s, self._finish, rid)
             self.waiting[rid] = timer, self
             return
         for other, (timer, engine) in list(self.waiting.items()):
@@ -83,7 +86,8 @@ class Engine(asyncio.Protocol):
             self._transport.write(data)  # type: ignore[attr-defined]
 
 
-async def serve(num: int) -> None:
+async def serve(num: int, delay_s: float) -> None:
+    Engine.delay_s = delay_s
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(Engine, "127.0.0.1", 0, backlog=4096) for _ in range(num)]
     print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
@@ -91,4 +95,4 @@ async def serve(num: int) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2])))

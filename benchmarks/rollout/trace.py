@@ -1,7 +1,7 @@
-"""Engines in accelerated time: slots that each make one token per tick, lengths from a trace.
+"""Engines in virtual time: each slot makes one token per tick; lengths come from a trace.
 
 Always true: a slot is busy from a request's admission until its last token or its abort; a sample
-has the length that the trace gave it, however often it is cut off and goes on.
+has the length that the trace gave it, however often it is aborted and continued.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.protocol import FinishReason, GenerateReply, VersionSpan
-from rollout.driver.door import Ask, DoorError, Load, Trouble
+from rollout.driver.client.generation_client import (
+    EngineLoad,
+    FailureKind,
+    GenerationError,
+    GenerationRequest,
+)
 
 MOST_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What the engines can do.
+    """Size and speed of the engines, and the lengths of samples.
 
     Attributes:
-        token_s: seconds of a token, however many slots are busy.
-        median_tokens, sigma: of the log-normal lengths, which end at ``MOST_TOKENS``.
+        token_s: seconds per token, however many slots are busy.
+        median_tokens, sigma: of the log-normal lengths, which are cut at ``MOST_TOKENS``.
     """
 
     num_engines: int = 8
@@ -42,7 +48,7 @@ class Fleet:
 
 
 class LengthTrace:
-    """Lengths of samples, in the order in which they are begun."""
+    """Lengths of samples, in the order in which the samples begin."""
 
     def __init__(self, rng: random.Random, median: float, sigma: float) -> None:
         self._rng, self._median, self._sigma = rng, median, sigma
@@ -57,11 +63,11 @@ class LengthTrace:
         return length
 
 
-class TraceDoor:
-    """``driver.door.Door`` to a fleet; runs on a loop whose time is virtual.
+class TraceClient:
+    """``GenerationClient`` to a fleet, on an event loop whose time is virtual.
 
     Attributes:
-        busy_s: seconds of all slots in which tokens were made.
+        busy_s: seconds in which slots made tokens, summed over the slots.
     """
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
@@ -75,22 +81,22 @@ class TraceDoor:
         self._open = asyncio.Event()
         self._open.set()
 
-    async def generate(self, ask: Ask) -> GenerateReply:
+    async def generate(self, request: GenerationRequest) -> GenerateReply:
         loop = asyncio.get_running_loop()
-        aborted = self._aborts[ask.rid] = loop.create_future()
-        # The last token of what came so far is the length that the trace gave the sample.
-        so_far = len(ask.input_ids) - 1
-        length = ask.input_ids[-1] if so_far else self.trace.draw()
+        aborted = self._aborts[request.rid] = loop.create_future()
+        # Every token of a sample is its length, so a continued sample brings its length along.
+        so_far = len(request.input_ids) - 1
+        length = request.input_ids[-1] if so_far else self.trace.draw()
         try:
             while not self._open.is_set():
                 await self._open.wait()
             await self._enter(aborted)
             num = await self._decode(length - so_far, aborted)
         finally:
-            del self._aborts[ask.rid]
+            del self._aborts[request.rid]
         kind = "abort" if so_far + num < length else "stop"
         return GenerateReply(
-            rid=ask.rid,
+            rid=request.rid,
             text="",
             output_ids=(length,) * num,
             output_logprobs=(0.0,) * num,
@@ -99,7 +105,7 @@ class TraceDoor:
         )
 
     async def push(self, seconds: float) -> None:
-        """Hold what is new, abort what runs, be away for so long, go on with new weights."""
+        """Hold new requests, abort running ones, pause for ``seconds``, then serve new weights."""
         self._open.clear()
         await self.abort([""])
         await asyncio.sleep(seconds)
@@ -107,13 +113,16 @@ class TraceDoor:
         self._open.set()
 
     async def abort(self, rids: Sequence[str]) -> None:
-        for begins in rids:
+        for prefix in rids:
             for rid, aborted in self._aborts.items():
-                if rid.startswith(begins):
+                if rid.startswith(prefix):
                     _set(aborted)
 
-    async def load(self) -> Load | None:
-        return Load(self._fleet.num_engines, weight_version=self._version)
+    async def load(self) -> EngineLoad | None:
+        return EngineLoad(self._fleet.num_engines, weight_version=self._version)
+
+    async def report(self, _figures: Mapping[str, Any]) -> None:
+        """Discard the figures; this benchmark has its own."""
 
     async def close(self) -> None:
         return
@@ -127,7 +136,7 @@ class TraceDoor:
         await asyncio.wait([turn, aborted], return_when=asyncio.FIRST_COMPLETED)
         if not turn.done():
             self._queue.remove(turn)
-            raise DoorError("aborted while queued", trouble=Trouble.ABORTED)
+            raise GenerationError("aborted while queued", kind=FailureKind.ABORTED)
 
     async def _decode(self, num: int, aborted: asyncio.Future[None]) -> int:
         loop = asyncio.get_running_loop()

@@ -1,11 +1,13 @@
 """Requests per second, added latency, CPU and memory of routers, alternating, medians.
 
-CPU is what the router's own processes used, user and system, per thousand requests: of all
-figures it suffers least from whatever else the machine does.  Added latency is a percentile
-through the router less the same percentile straight to the engines, at the same steady rate.
-``cached_share`` is what prefix affinity is for: the share of prompt tokens that embedded engines
-found in their caches, by policy.  ``choice_ns`` is CPU per request for choosing an engine, by
-policy and number of engines.  ``ray_call`` is a call to the router's actor, idle and under load.
+CPU is user and system time of the router's own processes per thousand requests; of all figures it
+depends least on other work on the machine.  Added latency is a percentile through the router less
+the same percentile straight to the engines, at the same steady rate.  ``cached_share`` is the share
+of prompt tokens that embedded engines found in their prefix caches, by policy.  ``choice_ns`` is
+CPU per request for choosing an engine, by policy and number of engines.  ``ray_call`` is a call to
+the router's actor, idle and under load.
+
+``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +38,26 @@ from benchmarks.router.affinity import measure_affinity
 from benchmarks.router.calls import measure_calls
 from benchmarks.router.choice import measure_choice
 
+Runs = dict[str, dict[str, list[dict[str, float]]]]
+"""Figures of each round, by target and kind of request."""
+
 ROOT = Path(__file__).parents[2]
 NUM_ENGINES = 4
 TARGETS = ("ours", "ours_failover", "sglang_router", "smg", "fastapi_httpx", "direct")
 PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 _ONCE_OVER_S = 20.0
-"""What takes a router longer than this is measured once."""
+"""A scenario that takes a router longer than this is measured once."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of request, how many clients, and the steady rate at which latency is measured.
+    """A kind of request, the number of clients, and the rate at which latency is measured.
 
     Attributes:
-        ramp_s: at that rate for so long before anything counts.
-        times: how much longer a phase is than others.
+        per_s: requests per second of that rate.
+        ramp_s: seconds at that rate before the measurement begins.
+        times: length of the phase at that rate, as a multiple of the usual one.
     """
 
     num_clients: int
@@ -77,22 +84,22 @@ class Target:
         self.ports = ports
         self._process = process
 
-    def _all(self) -> list[psutil.Process]:
+    def _processes(self) -> list[psutil.Process]:
         if self._process is None:
             return []
         return [self._process, *self._process.children(recursive=True)]
 
     def cpu_s(self) -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in self._all())
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes())
 
-    def forget_peak(self) -> None:
-        for one in self._all():
-            Path(f"/proc/{one.pid}/clear_refs").write_text("5")
+    def reset_peak(self) -> None:
+        for process in self._processes():
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
     def peak_rss_mib(self) -> float:
         total = 0
-        for one in self._all():
-            status = Path(f"/proc/{one.pid}/status").read_text()
+        for process in self._processes():
+            status = Path(f"/proc/{process.pid}/status").read_text()
             total += int(status.split("VmHWM:")[1].split()[0])
         return total / 1024
 
@@ -103,7 +110,7 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
     try:
         yield process
     finally:
-        process.kill()  # the Rust routers take their time to end, and there is nothing to save
+        process.kill()  # the Rust routers stop slowly, and have no state to save
         process.wait()
 
 
@@ -145,24 +152,24 @@ def free_port() -> int:
 
 
 def wait_until_serving(port: int, process: subprocess.Popen[str]) -> None:
-    """Until it answers a generation request."""
+    """Wait until it replies to a generation request."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     body = next(load.requests("small")).split(b"\r\n\r\n", 1)[1]
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/generate", body, {"content-type": "application/json"}
     )
     while time.monotonic() < deadline and process.poll() is None:
-        with suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
-            answer.read()
+        with suppress(OSError), urllib.request.urlopen(request, timeout=5) as reply:
+            reply.read()
             return
         time.sleep(0.1)
-    raise RuntimeError(f"does not serve after {_START_TIMEOUT_S:.0f} s")
+    raise RuntimeError(f"the router does not serve after {_START_TIMEOUT_S:.0f} s")
 
 
 async def run(target: Target, kind: str, for_s: float, num_many: int) -> dict[str, float]:
-    """One scenario once."""
+    """Figures of one run of a scenario."""
     scenario = SCENARIOS[kind]
-    target.forget_peak()
+    target.reset_peak()
     ports, share = target.ports, len(target.ports)
     outcomes: list[load.Outcome] = []
     before = target.cpu_s()
@@ -206,54 +213,71 @@ def percentile(values: list[float], share: float) -> float:
     return values[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
 
 
-def measure(*, repeats: int, for_s: float, num_many: int) -> dict[str, Any]:
-    """Every target and scenario ``repeats`` times, the targets taking turns."""
-    result: dict[str, Any] = {}
-    why = peers.install()
-    raw: dict[str, dict[str, list[dict[str, float]]]] = {}
+@dataclass(frozen=True)
+class Plan:
+    """Which routers get which kinds of requests, how often and for how long.
+
+    Attributes:
+        repeats: rounds; the targets take turns within each.
+        for_s: seconds of a phase.
+        num_many: requests in flight in the scenario ``many``.
+    """
+
+    targets: Sequence[str]
+    kinds: Sequence[str]
+    repeats: int
+    for_s: float
+    num_many: int
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.targets if name in peers.PACKAGES]
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Figures by target and kind of request."""
+    missing = peers.install() if plan.peers else {}
+    runs: Runs = {}
     too_slow: set[tuple[str, str]] = set()
     with stub_engines() as engines:
-        for number in range(repeats):
-            for kind in SCENARIOS:
-                for name in TARGETS:
-                    if why.get(name) or (name, kind) in too_slow:
-                        continue
-                    print(f"round {number + 1} of {repeats}: {kind}, {name}", file=sys.stderr)
-                    began = time.monotonic()
-                    try:
-                        with running(name, engines) as target:
-                            uvloop.run(run(target, "small", min(0.5, for_s), 0))  # warm up
-                            figures = uvloop.run(run(target, kind, for_s, num_many))
-                    except (RuntimeError, OSError) as error:
-                        why[name] = str(error)
-                        continue
-                    if time.monotonic() - began > _ONCE_OVER_S:
-                        too_slow.add((name, kind))
-                    raw.setdefault(name, {}).setdefault(kind, []).append(figures)
-    for name in TARGETS:
-        if why.get(name):
+        for number, kind, name in product(range(plan.repeats), plan.kinds, plan.targets):
+            if missing.get(name) or (name, kind) in too_slow:
+                continue
+            print(f"round {number + 1} of {plan.repeats}: {kind}, {name}", file=sys.stderr)
+            began_s = time.monotonic()
+            try:
+                with running(name, engines) as target:
+                    uvloop.run(run(target, "small", min(0.5, plan.for_s), 0))  # warm up
+                    figures = uvloop.run(run(target, kind, plan.for_s, plan.num_many))
+            except (RuntimeError, OSError) as error:
+                missing[name] = str(error)
+                continue
+            if time.monotonic() - began_s > _ONCE_OVER_S:
+                too_slow.add((name, kind))
+            runs.setdefault(name, {}).setdefault(kind, []).append(figures)
+    result: dict[str, Any] = {}
+    for name in plan.targets:
+        if missing.get(name):
             result[name] = None
-            result.setdefault("why", {})[name] = why[name]
+            result.setdefault("why", {})[name] = missing[name]
         else:
-            result[name] = {kind: summary(raw, name, kind) for kind in SCENARIOS}
-    result["peers"] = {name: peers.version(name) for name in peers.PACKAGES if not why.get(name)}
+            result[name] = {kind: summary(runs, name, kind) for kind in plan.kinds}
+    result["peers"] = {name: peers.version(name) for name in plan.peers if not missing.get(name)}
     return result
 
 
-def summary(
-    raw: dict[str, dict[str, list[dict[str, float]]]], name: str, kind: str
-) -> dict[str, float]:
-    """Medians; latency as what the router adds to the direct one of the same round."""
-    runs, direct = raw[name][kind], raw["direct"][kind]
+def summary(runs: Runs, name: str, kind: str) -> dict[str, float]:
+    """Medians; latency is the difference to the direct latency of the same round."""
+    through, direct = runs[name][kind], runs["direct"][kind]
     shown = {
-        key: statistics.median(run[key] for run in runs)
+        key: statistics.median(figures[key] for figures in through)
         for key in ("requests_per_s", "cpu_ms_per_1k", "peak_rss_mib")
     }
     for share in ("p50", "p99"):
         key = f"{share}_ms"
-        pairs = zip(runs, direct, strict=False)
-        shown[f"added_{key}"] = statistics.median(run[key] - base[key] for run, base in pairs)
-    shown["errors"] = sum(run["errors"] for run in runs)
+        pairs = zip(through, direct, strict=False)
+        shown[f"added_{key}"] = statistics.median(ours[key] - base[key] for ours, base in pairs)
+    shown["errors"] = sum(figures["errors"] for figures in through)
     return {key: round(value, 2) for key, value in shown.items()}
 
 
@@ -262,15 +286,20 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 16384 if hard == resource.RLIM_INFINITY else min(16384, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    repeats, for_s, num_many = (1, 0.5, 512) if arguments.quick else (3, 2.0, 4096)
-    result = measure(repeats=repeats, for_s=for_s, num_many=num_many)
-    result["choice_ns"] = measure_choice(repeats)
-    result["cached_share"] = asyncio.run(measure_affinity(40 if arguments.quick else 200))
+    plan = arguments.by_size(
+        smoke=Plan(("ours", "direct"), ("small", "sse"), repeats=1, for_s=0.2, num_many=0),
+        quick=Plan(TARGETS, tuple(SCENARIOS), repeats=1, for_s=0.5, num_many=512),
+        full=Plan(TARGETS, tuple(SCENARIOS), repeats=3, for_s=2.0, num_many=4096),
+    )
+    num_requests = arguments.by_size(smoke=4, quick=40, full=200)
+    result = measure(plan)
+    result["choice_ns"] = measure_choice(plan.repeats)
+    result["cached_share"] = asyncio.run(measure_affinity(num_requests))
     with stub_engines() as engines:
-        result["ray_call"] = asyncio.run(measure_calls(engines, for_s))
+        result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))
     result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi")
-    result["repeats"] = repeats
-    publish(result, as_json=arguments.json, title="routers over four stub engines")
+    result["repeats"] = plan.repeats
+    publish(result, as_json=arguments.as_json, title="routers over four stub engines")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Prefix affinity beside least-in-flight on prompts that share beginnings, over embedded engines.
+"""Prefix affinity beside least-in-flight, on prompts with shared prefixes, over embedded engines.
 
-What counts is what the engines say: of all prompt tokens, how many they had in their caches.
+The figure comes from the engines: the share of all prompt tokens that were in their caches.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 
 import aiohttp
 
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from rollout.config import RouterConfig
-from rollout.router import Member, RouterHost
+from rollout.router import Backend, RouterHost
 
 NUM_ENGINES = 2
-NUM_BEGINNINGS = 48
-BEGINNING_TOKENS = 256
+NUM_PREFIXES = 48
+PREFIX_TOKENS = 256
 TURN_TOKENS = 16
 POLICIES = ("least_in_flight", "prefix")
 
 
 async def measure_affinity(num_requests: int) -> dict[str, float]:
-    """Per policy the share of prompt tokens that came from a cache; fresh prompts for each."""
+    """Share of prompt tokens that came from a cache, by policy; each policy has its own prompts."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", hidden_size=32, num_layers=1)
         specs = [
@@ -49,36 +49,34 @@ async def measure_affinity(num_requests: int) -> dict[str, float]:
 
 async def _share(policy: str, engines: list[RunningEngine], num_requests: int, seed: int) -> float:
     rng = random.Random(seed)
-    beginnings = [
-        [rng.randrange(256) for _ in range(BEGINNING_TOKENS)] for _ in range(NUM_BEGINNINGS)
-    ]
+    prefixes = [[rng.randrange(256) for _ in range(PREFIX_TOKENS)] for _ in range(NUM_PREFIXES)]
     host = RouterHost(RouterConfig.model_validate({"policy": policy}))
     endpoint = await host.start()
-    members = [Member(f"e-{n}", engine.endpoint) for n, engine in enumerate(engines)]
+    members = [Backend(f"e-{n}", engine.endpoint) for n, engine in enumerate(engines)]
     try:
         await host.set_members(1, members)
         await host.set_gate("open", weight_version=seed + 1)
         prompts = [
-            [*rng.choice(beginnings), *(rng.randrange(256) for _ in range(TURN_TOKENS))]
+            [*rng.choice(prefixes), *(rng.randrange(256) for _ in range(TURN_TOKENS))]
             for _ in range(num_requests)
         ]
         total = cached = 0
         limit = asyncio.Semaphore(4)
         async with aiohttp.ClientSession(endpoint.url) as client:
 
-            async def ask(ids: list[int]) -> None:
+            async def generate(ids: list[int]) -> None:
                 nonlocal total, cached
                 body = {
                     "input_ids": ids,
                     "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
                 }
-                async with limit, client.post("/generate", json=body) as answer:
-                    answer.raise_for_status()
-                    meta = (await answer.json())["meta_info"]
+                async with limit, client.post("/generate", json=body) as reply:
+                    reply.raise_for_status()
+                    meta = (await reply.json())["meta_info"]
                 total += meta["prompt_tokens"]
                 cached += meta["cached_tokens"]
 
-            await asyncio.gather(*map(ask, prompts))
+            await asyncio.gather(*map(generate, prompts))
     finally:
         await host.stop(1.0)
     return round(cached / total, 4)

@@ -1,7 +1,7 @@
-"""How long a Ray call to the router's actor takes while the router is under full load.
+"""Time of a Ray call to the router's actor while the router is under full load.
 
-The gate is shut and the membership pushed through such calls, so a router that is busy must not
-be slow to hear them.
+The gate is closed and the members are set through such calls, so a busy router must serve them
+without delay.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import uvloop
 
 from benchmarks.router import load
 from engines.protocol import Endpoint
-from rollout.actors.handles import RayRouter
-from rollout.actors.shells import RouterActor
 from rollout.config import RouterConfig
-from rollout.routing import Member
+from rollout.router.host import RouterHost
+from rollout.rules.routing import Backend
+from rollout.runtime.ray.actors import RouterActor
+from rollout.runtime.ray.handles import remote_router
 
 NUM_CLIENTS = 32
 
@@ -41,21 +42,21 @@ async def measure_calls(engines: list[int], for_s: float) -> dict[str, float]:
 
 async def _measure(engines: list[int], for_s: float) -> dict[str, float]:
     actor = ray.remote(num_cpus=0)(RouterActor).remote(RouterConfig())
-    router = RayRouter(actor, "router")
+    router = remote_router(actor, "router")
     endpoint = await router.start()
-    members = [Member(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(engines)]
+    members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(engines)]
     await router.set_members(1, members)
     await router.set_gate("open", weight_version=1)
     try:
         idle = await _round_trips(router, for_s)
-        # In a process of its own: here the calls would wait for the clients, not for the router.
-        loading = await asyncio.create_subprocess_exec(
+        # In another process: in this one the calls would wait for the clients, not for the router.
+        clients = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.router.calls", str(endpoint.port), str(for_s + 1)),
             stdout=subprocess.PIPE,
         )
         await asyncio.sleep(0.75)
         loaded = await _round_trips(router, for_s)
-        told, _ = await loading.communicate()
+        output, _ = await clients.communicate()
     finally:
         await router.stop(1.0)
     return {
@@ -63,16 +64,17 @@ async def _measure(engines: list[int], for_s: float) -> dict[str, float]:
         "idle_p99_ms": round(_p99(idle), 2),
         "loaded_p50_ms": round(statistics.median(loaded), 2),
         "loaded_p99_ms": round(_p99(loaded), 2),
-        "requests_per_s_meanwhile": json.loads(told),
+        "requests_per_s_meanwhile": json.loads(output),
     }
 
 
-async def _round_trips(router: RayRouter, for_s: float) -> list[float]:
-    until, taken = time.perf_counter() + for_s, []
-    while (began := time.perf_counter()) < until:
+async def _round_trips(router: RouterHost, for_s: float) -> list[float]:
+    """Milliseconds of each call."""
+    until_s, calls_ms = time.perf_counter() + for_s, []
+    while (began_s := time.perf_counter()) < until_s:
         await router.stats()
-        taken.append((time.perf_counter() - began) * 1e3)
-    return taken
+        calls_ms.append((time.perf_counter() - began_s) * 1e3)
+    return calls_ms
 
 
 def _p99(values: list[float]) -> float:
@@ -80,7 +82,7 @@ def _p99(values: list[float]) -> float:
 
 
 def main() -> None:
-    """The clients: ``PORT SECONDS``, prints requests per second."""
+    """The clients: arguments ``PORT SECONDS``; prints requests per second."""
     port, for_s = int(sys.argv[1]), float(sys.argv[2])
     outcome = uvloop.run(load.closed_loop(port, "small", NUM_CLIENTS, for_s))
     print(round(len(outcome.latencies_s) / outcome.elapsed_s, 1))

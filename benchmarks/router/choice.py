@@ -1,8 +1,7 @@
-"""What choosing an engine costs, by policy and number of engines: no sockets, one process.
+"""CPU of choosing an engine, by policy and number of engines: no sockets, one process.
 
-A request ends somewhere and the next one is chosen an engine for, with eight requests on each
-engine; so a figure is nanoseconds of CPU per request for the choice and both of its entries in
-the books.
+Each engine has eight requests in flight.  A request ends and an engine is chosen for the next, so a
+figure is nanoseconds of CPU per request for the choice and for counting the request in and out.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import time
 from random import Random
 
 from engines.protocol import Endpoint
-from rollout.choosing import policy_of
-from rollout.routing import Hint, InFlight, Member
+from rollout.rules.load_balancing import make_policy
+from rollout.rules.routing import Backend, Hint, InFlight
 
 POLICIES = ("least_in_flight", "power_of_two", "round_robin", "session", "prefix")
 NUMS_OF_ENGINES = (4, 64, 1024)
 _PER_ENGINE = 8
 _NUM_REQUESTS = 3000
 _NUM_HINTS = 1024
-_BEGINNINGS = 64
+_NUM_PREFIXES = 64
 
 
 def measure_choice(repeats: int) -> dict[str, dict[str, int]]:
-    """Per policy and number of engines; the median of ``repeats``."""
+    """Nanoseconds by policy and number of engines; medians of ``repeats``."""
     return {
         policy: {str(num): _choice_ns(policy, num, repeats) for num in NUMS_OF_ENGINES}
         for policy in POLICIES
@@ -33,18 +32,18 @@ def measure_choice(repeats: int) -> dict[str, dict[str, int]]:
 
 def _choice_ns(name: str, num_engines: int, repeats: int) -> int:
     rng = Random(1)
-    policy = policy_of(name, session_ttl_s=3600.0, max_sessions=100_000)
-    beginnings = [rng.randbytes(1024) for _ in range(_BEGINNINGS)]
+    policy = make_policy(name, session_ttl_s=3600.0, max_sessions=100_000)
+    prefixes = [rng.randbytes(1024) for _ in range(_NUM_PREFIXES)]
     hints = [
         Hint(
             f"session {rng.randrange(4 * num_engines)}" if policy.wants_session else "",
-            rng.choice(beginnings) + rng.randbytes(512) if policy.wants_prompt else b"",
+            rng.choice(prefixes) + rng.randbytes(512) if policy.wants_prompt else b"",
         )
         for _ in range(_NUM_HINTS)
     ]
     in_flight: InFlight[int] = InFlight()
     (candidates,) = in_flight.offer(
-        Member(f"engine-{number}", Endpoint("127.0.0.1", 9000)) for number in range(num_engines)
+        Backend(f"engine-{number}", Endpoint("127.0.0.1", 9000)) for number in range(num_engines)
     )
     live: list[tuple[str, int]] = []
     for number in range(_PER_ENGINE * num_engines):

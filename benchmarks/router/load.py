@@ -1,4 +1,4 @@
-"""Clients: raw HTTP/1.1 over kept connections, so that they cost as little as they can."""
+"""Clients: raw HTTP/1.1 over kept connections, so that they need little CPU."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LEAST_BYTES = {
     "fresh": 2 << 10,
     "medium": 64 << 10,
     "large": 1 << 20,
-    "sse": 1 << 9,  # events may go on as one: who can fail over tells only what is safe
+    "sse": 1 << 9,  # a router that can fail over may merge events
     "long": 2 << 10,
     "many": 2 << 10,
 }
-"""What a right answer has at least: who answers fast with something else is no router."""
+"""Least bytes of a right reply, so that a fast wrong reply counts as an error."""
 
 
 def requests(kind: str) -> Iterator[bytes]:
-    """2 KB with token ids, as training sends them; a stop string says what is wanted back.
+    """Requests of 2 KB with token ids, as in training; a stop string names the kind of reply.
 
-    All the same but for ``fresh``, where each head has a line of its own.
+    All are the same, except in ``fresh``, where each head has a header of its own.
     """
     sampling = {"max_new_tokens": 128, "temperature": 1.0, "stop": [f"kind={kind}"]}
     payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
@@ -39,7 +39,7 @@ def requests(kind: str) -> Iterator[bytes]:
 
 @dataclass
 class Outcome:
-    """What a load saw."""
+    """Result of a load."""
 
     latencies_s: list[float] = field(default_factory=list)
     num_errors: int = 0
@@ -61,8 +61,8 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
 
-    def ask(self, request: bytes, kind: str) -> asyncio.Future[bool]:
-        """Send; the answer is whether it was a whole 200 of that kind."""
+    def send(self, request: bytes, kind: str) -> asyncio.Future[bool]:
+        """Send; the future is True for a complete reply of that kind with status 200."""
         assert self.transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._left = -1
@@ -113,8 +113,8 @@ async def connect(port: int) -> Client:
 
 
 async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> Outcome:
-    """Each client sends its next request when it has its answer."""
-    asked, outcome = requests(kind), Outcome()
+    """Each client sends its next request when it has the reply to the last."""
+    stream, outcome = requests(kind), Outcome()
     began = time.perf_counter()
     until = began + for_s
 
@@ -123,7 +123,7 @@ async def closed_loop(port: int, kind: str, num_clients: int, for_s: float) -> O
         while (sent := time.perf_counter()) < until:
             if client.transport is None:
                 client = await connect(port)
-            if await client.ask(next(asked), kind):
+            if await client.send(next(stream), kind):
                 outcome.latencies_s.append(time.perf_counter() - sent)
             else:
                 outcome.num_errors += 1
@@ -144,19 +144,18 @@ async def paced(
     ramp_s: float = 0.0,
     cpu_s: Callable[[], float] = lambda: 0.0,
 ) -> Outcome:
-    """Requests at a steady rate, whether or not answers come; latency counts from when due.
+    """Requests at a steady rate, whether or not replies come; latency counts from the due time.
 
     Args:
-        ramp_s: for so long first, and nothing of it is counted: until then as many connections
-            are made as requests are under way.
-        cpu_s: read when the ramp has ended and when the last request goes out, between which as
-            many end as are sent.
+        ramp_s: seconds at that rate that do not count, in which the connections are opened.
+        cpu_s: read at the end of the ramp and when the last request is sent; between the two as
+            many requests end as are sent.
     """
-    asked, outcome = requests(kind), Outcome()
+    stream, outcome = requests(kind), Outcome()
     idle: list[Client] = []
     tasks = set()
 
-    async def one(due: float, is_counted: bool) -> None:
+    async def send(due: float, is_counted: bool) -> None:
         while idle and idle[-1].transport is None:
             idle.pop()
         try:
@@ -164,7 +163,7 @@ async def paced(
         except OSError:
             outcome.num_errors += 1
             return
-        if await client.ask(next(asked), kind):
+        if await client.send(next(stream), kind):
             if is_counted:
                 outcome.latencies_s.append(time.perf_counter() - due)
             idle.append(client)
@@ -179,7 +178,7 @@ async def paced(
             await asyncio.sleep(wait_s)
         if number == first:
             used_s = cpu_s()
-        tasks.add(asyncio.create_task(one(due, number >= first)))
+        tasks.add(asyncio.create_task(send(due, number >= first)))
     outcome.cpu_s = cpu_s() - used_s
     await asyncio.gather(*tasks)
     outcome.elapsed_s = time.perf_counter() - began - ramp_s
@@ -191,21 +190,21 @@ async def paced(
 
 async def burst(port: int, kind: str, num: int) -> Outcome:
     """``num`` requests in flight at the same time."""
-    asked, outcome = requests(kind), Outcome()
+    stream, outcome = requests(kind), Outcome()
     clients = []
     for start in range(0, num, 256):
         batch = (connect(port) for _ in range(min(256, num - start)))
         clients += await asyncio.gather(*batch)
     began = time.perf_counter()
 
-    async def one(client: Client) -> None:
+    async def send(client: Client) -> None:
         sent = time.perf_counter()
-        if await client.ask(next(asked), kind):
+        if await client.send(next(stream), kind):
             outcome.latencies_s.append(time.perf_counter() - sent)
         else:
             outcome.num_errors += 1
 
-    await asyncio.gather(*map(one, clients))
+    await asyncio.gather(*map(send, clients))
     outcome.elapsed_s = time.perf_counter() - began
     for client in clients:
         if client.transport is not None:

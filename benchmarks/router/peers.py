@@ -9,7 +9,7 @@ import venv
 from pathlib import Path
 
 PACKAGES = {"sglang_router": "sglang-router", "smg": "smg"}
-# As cheap as they go: no affinity, no retries.
+# Their cheapest settings: no affinity, no retries.
 _COMMON = [
     *("--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"),
     *("--disable-retries", "--disable-circuit-breaker", "--max-concurrent-requests", "16384"),
@@ -23,7 +23,11 @@ def environment() -> Path:
 
 
 def install() -> dict[str, str]:
-    """Install each; per name why it could not be, empty if it is there."""
+    """Install each peer.
+
+    Returns:
+        By name the reason why it is not installed; empty if it is.
+    """
     place = environment()
     python = place / "bin" / "python"
     if not python.exists():
@@ -32,25 +36,27 @@ def install() -> dict[str, str]:
 
 
 def _install_one(python: Path, package: str) -> str:
-    has = subprocess.run([python, "-m", "pip", "show", "-q", package], capture_output=True)
-    if has.returncode == 0:
+    shown = subprocess.run([python, "-m", "pip", "show", "-q", package], capture_output=True)
+    if shown.returncode == 0:
         return ""
     print(f"installing {package} into {python.parents[1]}", file=sys.stderr)
     command = [python, "-m", "pip", "install", "-q", "--only-binary", ":all:", package]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S)
+        installed = subprocess.run(
+            command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return f"pip install {package} took longer than {_INSTALL_TIMEOUT_S:.0f} s"
-    lines = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else (lines[-1] if lines else "pip failed")
+    lines = installed.stderr.strip().splitlines()
+    return "" if installed.returncode == 0 else (lines[-1] if lines else "pip failed")
 
 
 def version(name: str) -> str:
     code = f"import importlib.metadata as m; print(m.version({PACKAGES[name]!r}))"
-    done = subprocess.run(
+    printed = subprocess.run(
         [environment() / "bin" / "python", "-c", code], capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return printed.stdout.strip()
 
 
 def command(name: str, port: int, metrics_port: int, engines: list[int]) -> list[str]:

@@ -1,7 +1,7 @@
 """Routers in Python: ``python -m benchmarks.router.serve NAME PORT...`` prints its own port.
 
-``ours`` is the router as it ships; ``ours_failover`` keeps every token so that a request can go
-on elsewhere; ``fastapi_httpx`` is what most projects start with.
+``ours`` is the router with its defaults; ``ours_failover`` also keeps every token, so that another
+engine can continue a request; ``fastapi_httpx`` is a plain proxy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fastapi.responses import Response, StreamingResponse
 
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
-from rollout.router import Member, RouterHost
+from rollout.router import Backend, RouterHost
 
 
 async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
     config = RouterConfig.model_validate({"token_failover": "on"} if has_failover else {})
     host = RouterHost(config)
     endpoint = await host.start()
-    members = [Member(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
+    members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
     await host.set_members(1, members)
     await host.set_gate("open", weight_version=1)
     gc.collect()  # as the router's actor does: a full collection would be the slowest request
@@ -39,7 +39,7 @@ async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
 
 
 def fastapi_httpx(ports: list[int]) -> FastAPI:
-    """Round robin; streams what says that it is a stream, buffers the rest."""
+    """Round robin; streams event streams and buffers other replies."""
     app = FastAPI()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(limits=limits, timeout=None)
@@ -54,19 +54,19 @@ def fastapi_httpx(ports: list[int]) -> FastAPI:
         url = f"http://127.0.0.1:{next(turns)}/generate"
         body = await request.body()
         outgoing = client.build_request("POST", url, content=body)
-        answer = await client.send(outgoing, stream=True)
-        kind = answer.headers.get("content-type", "")
+        reply = await client.send(outgoing, stream=True)
+        kind = reply.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
-            whole = await answer.aread()
-            await answer.aclose()
-            return Response(whole, answer.status_code, media_type=kind)
+            whole = await reply.aread()
+            await reply.aclose()
+            return Response(whole, reply.status_code, media_type=kind)
 
         async def events() -> AsyncIterator[bytes]:
-            async for chunk in answer.aiter_raw():
+            async for chunk in reply.aiter_raw():
                 yield chunk
-            await answer.aclose()
+            await reply.aclose()
 
-        return StreamingResponse(events(), answer.status_code, media_type=kind)
+        return StreamingResponse(events(), reply.status_code, media_type=kind)
 
     return app
 

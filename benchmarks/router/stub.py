@@ -1,8 +1,8 @@
-"""Stub engines: ``python -m benchmarks.router.stub NUM`` prints their ports, one line of JSON.
+"""Stub engines: ``python -m benchmarks.router.stub NUM`` prints their ports as one JSON line.
 
-What a request wants is one of its stop strings, because routers rewrite the rest: ``kind=small``
-(2 KB), ``fresh`` (the same, each head with a line of its own), ``medium`` (64 KB), ``large`` (1
-MB), ``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds).
+A stop string of the request names the reply, because routers rewrite other fields: ``kind=small``
+(2 KB), ``fresh`` (2 KB, each head with a header of its own), ``medium`` (64 KB), ``large`` (1 MB),
+``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INFO = {
 }
 
 
-def _answer(num_tokens: int, num_bytes: int, *, is_over: bool = True) -> dict[str, object]:
+def _reply(num_tokens: int, num_bytes: int, *, is_over: bool = True) -> dict[str, object]:
     ids = list(range(100, 100 + num_tokens))
     payload: dict[str, object] = {
         "text": "",
@@ -63,20 +63,19 @@ def _event(payload: object) -> bytes:
 WHOLE = {
     kind: _JSON % (len(body), body)
     for kind, size in _PADDING.items()
-    for body in [json.dumps(_answer(NUM_TOKENS, size)).encode()]
+    for body in [json.dumps(_reply(NUM_TOKENS, size)).encode()]
 }
 EVENTS = [
-    *(_event(_answer(n + 1, 300, is_over=n + 1 == NUM_EVENTS)) for n in range(NUM_EVENTS)),
+    *(_event(_reply(n + 1, 300, is_over=n + 1 == NUM_EVENTS)) for n in range(NUM_EVENTS)),
     _event(b"[DONE]") + b"0\r\n\r\n",
 ]
 STREAMED = {
-    kind: _EVENTS + _event(_answer(NUM_TOKENS, size)) + EVENTS[-1]
-    for kind, size in _PADDING.items()
+    kind: _EVENTS + _event(_reply(NUM_TOKENS, size)) + EVENTS[-1] for kind, size in _PADDING.items()
 }
 
 
 class Engine(asyncio.Protocol):
-    """One connection.  Some routers send a length, others chunks."""
+    """One connection; a body may have a length or come in chunks."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -108,7 +107,7 @@ class Engine(asyncio.Protocol):
             return
         whole = STREAMED if _STREAM.search(request) else WHOLE
         if name == "fresh":
-            line = b"\r\nx-answer: %d\r\n" % next(_numbers)
+            line = b"\r\nx-reply: %d\r\n" % next(_numbers)
             self._write(whole["small"].replace(b"\r\n", line, 1))
             return
         delay_s = _DELAY_S.get(name)

@@ -1,1 +1,1 @@
-"""What recording costs, counted and measured live."""
+"""CPU of recording the timeline, counted and measured live."""

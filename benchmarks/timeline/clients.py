@@ -1,6 +1,6 @@
-"""``python -m benchmarks.timeline.clients URL``: for each number on stdin so many requests.
+"""``python -m benchmarks.timeline.clients URL``: reads numbers from stdin, sends as many requests.
 
-A line on stdout says that they are through, so that both sides of a comparison get the same work.
+A line on stdout follows the last reply, so that both sides of a comparison get the same work.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ async def main(url: str) -> None:
     slots = asyncio.Semaphore(_AT_ONCE)
     async with aiohttp.ClientSession() as session:
 
-        async def ask() -> None:
+        async def send() -> None:
             async with slots, session.post(f"{url}/generate", json=_BODY) as response:
                 response.raise_for_status()
                 await response.read()
 
         while line := await asyncio.to_thread(sys.stdin.readline):
-            await asyncio.gather(*(ask() for _ in range(int(line))))
+            await asyncio.gather(*(send() for _ in range(int(line))))
             print("done", flush=True)
 
 

@@ -1,7 +1,8 @@
 """The same steps of one server under the same requests, with recording on and off in turns.
 
-Server, groups and router are in this process, whose CPU seconds are read; fake engines that
-answer at once and the clients are in processes of their own.  Recorded is as it ships: into a file.
+Server, group and router are in this process, whose CPU is measured.  The fake engines, which reply
+at once, and the clients are in other processes.  The timeline is written to files, as it is by
+default.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lifecycle.__main__ import fake_engines, push
+from benchmarks.lifecycle.engines import fake_engines
 from engines.fake import write_checkpoint
 from engines.launch import LocalLauncher
 from rollout.config import RolloutConfig
-from rollout.local import group_settings
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.server import RolloutServer
+from rollout.core.types import EngineSlot
+from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import Kind, Span
+from rollout.observability.timeline.span_file import SpanFile
 from rollout.router.host import RouterHost
-from rollout.server import RolloutServer
-from rollout.server_group import ServerGroup
-from rollout.timeline.lines import SpanFile
-from rollout.timeline.recorder import Timeline
-from rollout.timeline.span import Kind, Span
-from rollout.types import EngineSlot
+from rollout.runtime.local import group_settings
+from tests.support.builders import push
 
 _WARM_UP = 3
 
 
 class Switched(Timeline):
-    """A timeline that can be told to record nothing."""
+    """A timeline whose recording can be switched off."""
 
     is_on = True
 
@@ -54,7 +56,7 @@ class Switched(Timeline):
 
 
 class Clients:
-    """Whoever sends requests, in a process of its own."""
+    """Clients in a process of their own."""
 
     def __init__(self, url: str) -> None:
         self._process = subprocess.Popen(
@@ -65,13 +67,13 @@ class Clients:
         )
 
     def send(self, num: int) -> None:
-        """Returns when all have been answered."""
+        """Send ``num`` requests and wait for all replies."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{num}\n")
         self._process.stdin.flush()
         if not self._process.stdout.readline():
-            raise RuntimeError("a request failed, see above")
+            raise RuntimeError("a request failed; its error is printed above")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -103,7 +105,7 @@ def make_server(urls: list[str], folder: Path) -> RolloutServer:
 
 
 async def measure(num_engines: int, num_pairs: int, num_requests: int, folder: Path) -> Any:
-    """CPU of a step and its requests, with recording and without."""
+    """CPU of a step and its requests, with recording and without; see ``figures``."""
     spent_s: dict[bool, list[float]] = {True: [], False: []}
     with fake_engines(num_engines) as urls:
         server = make_server(urls, folder)
@@ -111,7 +113,7 @@ async def measure(num_engines: int, num_pairs: int, num_requests: int, folder: P
         clients = Clients(status.router_url)
         try:
             for number in range(2 * (num_pairs + _WARM_UP)):
-                # On, off, off, on ...: what drifts meets both alike.
+                # On, off, off, on: a drift of the machine affects both alike.
                 Switched.is_on = number % 4 in (0, 3)
                 gc.collect()
                 began_s = time.process_time()

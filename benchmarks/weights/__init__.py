@@ -1,1 +1,1 @@
-"""Weights on their way and in store; one file per family, each with ``measure``."""
+"""Weights: pushes and the store; one file per family, each with ``measure``."""

@@ -1,7 +1,7 @@
-"""Weights: how fast they move and are kept, against memcpy in the same run.
+"""Weights: speed and CPU of pushes and of the store, against memcpy in the same run.
 
-``measure(num_bytes, repeats)`` of each family gives its rows; GiB/s are medians, and each comes
-with the CPU seconds it costs per GiB.
+``measure(num_bytes, repeats)`` of each family returns its rows; GiB/s are medians, and each row
+has the CPU seconds per GiB.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ FAMILIES = ("push", "store", "beside")
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "")
-    num_bytes, repeats = (64 << 20, 2) if arguments.quick else (2 << 30, 5)
+    num_bytes, repeats = arguments.by_size(
+        smoke=(4 << 20, 1), quick=(64 << 20, 2), full=(2 << 30, 5)
+    )
     result: dict[str, Any] = {"memcpy": memcpy(num_bytes, repeats)}
     for family in FAMILIES:
         measure = importlib.import_module(f"benchmarks.weights.{family}").measure
         result[family] = measure(num_bytes, repeats)
     result |= {"bytes": num_bytes, "repeats": repeats, "machine": machine("torch", "xxhash")}
-    publish(result, as_json=arguments.json, title="weights")
+    publish(result, as_json=arguments.as_json, title="weights")
 
 
 if __name__ == "__main__":

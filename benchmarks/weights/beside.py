@@ -1,11 +1,11 @@
-"""What the store costs a push: the same push to the same engines, with the store on and off.
+"""Cost of the store for a push: the same push to the same engines, with the store on and off.
 
-Two servers of one embedded engine each, pushed to in turns.  The store keeps a push after the gate
-is open again, so between two pushes it is waited for, as a training step would: ``push_s`` is what
-the trainer waits for, and ``keep_s`` how long the copy then takes in the background.
+Two servers with one embedded engine each get pushes in turns.  The store copies a push after the
+gate has opened, so the benchmark waits for the copy between two pushes, as a training step would.
+``push_s`` is the time the trainer waits, ``keep_s`` the time of the copy in the background.
 
-The engine that is started first is slower by a tenth here, whatever its store, for its memory lies
-elsewhere; so all is done twice, each server first once.
+The engine that starts first is a tenth slower on this kind of host, with and without a store.  So
+everything is measured twice, and each server starts first once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from rollout import RolloutConfig, launch
 
-# Two engines, a trainer and a store are to fit beside each other.
+# Two engines, a trainer and a store must fit into memory together.
 _MOST_BYTES = 600 << 20
 
 
@@ -30,13 +30,15 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     stores = {"store_on": {"spare_bytes": 0}, "store_off": None}
-    orders = stores, dict(reversed(stores.items()))
+    orders = [stores, dict(reversed(stores.items()))][:repeats]
     rounds = [_round(order, num_bytes, repeats) for order in orders]
-    push_s = {name: statistics.mean(one["push_s"][name] for one in rounds) for name in stores}
+    push_s = {
+        name: statistics.mean(figures["push_s"][name] for figures in rounds) for name in stores
+    }
     return {
         "model_bytes": rounds[0]["model_bytes"],
         "push_s": push_s,
-        "keep_s": statistics.mean(one["keep_s"] for one in rounds),
+        "keep_s": statistics.mean(figures["keep_s"] for figures in rounds),
         "on_to_off": push_s["store_on"] / push_s["store_off"],
     }
 
@@ -44,7 +46,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     layers = max(1, min(num_bytes, _MOST_BYTES) // (36 << 20))
     with ExitStack() as stack:
@@ -63,7 +65,7 @@ def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str,
                 server.sync_weights(weights).result(600)
                 seconds[name].append(time.perf_counter() - began)
                 if name == "store_on":
-                    keep_s.append(_kept(server))
+                    keep_s.append(_store_s(server))
     return {
         "model_bytes": sum(tensor.nbytes for tensor in weights.values()),
         "push_s": {name: statistics.median(values[2:]) for name, values in seconds.items()},
@@ -80,9 +82,9 @@ def _config(model: Path, folder: Path, store: Any) -> RolloutConfig:
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
 
 
-def _kept(server: Any) -> float:
-    """Wait until the push is kept; how long that took."""
+def _store_s(server: Any) -> float:
+    """Wait until the push is in the store; return the seconds of the copy."""
     while (status := server.status().result(60)).store.version != server.weight_version:
-        assert status.store.is_on, status.store.because
+        assert status.store.is_on, status.store.reason
         time.sleep(0.01)
     return float(status.store.write_s)

@@ -1,4 +1,4 @@
-"""How all rows are measured: median GiB/s, and CPU seconds per GiB of this process and others."""
+"""How every row is measured: median GiB/s, and CPU seconds per GiB of all processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def rate(
     others: Sequence[int] = (),
     before: Callable[[], object] = lambda: None,
 ) -> Row:
-    """How fast ``act`` moves ``num_bytes``.
+    """GiB/s and CPU seconds per GiB of ``act``, which moves ``num_bytes``.
 
     Args:
-        others: pids of processes that work for it.
-        before: done before each repetition, and not counted.
+        others: pids of processes that take part in the work.
+        before: called before each repetition; not counted.
     """
     seconds, cpu = [], []
     for _ in range(repeats):
@@ -40,12 +40,12 @@ def rate(
 
 
 def _cpu_s(others: Sequence[int]) -> float:
-    times = [psutil.Process(pid).cpu_times() for pid in others]
-    return time.process_time() + sum(one.user + one.system for one in times)
+    all_times = [psutil.Process(pid).cpu_times() for pid in others]
+    return time.process_time() + sum(times.user + times.system for times in all_times)
 
 
 def memcpy(num_bytes: int, repeats: int) -> Row:
-    """From memory to memory that has been touched before: what nothing can be faster than."""
+    """Copy by one thread between two arrays that were touched before: the yardstick."""
     import numpy
 
     source = numpy.ones(num_bytes, numpy.uint8)

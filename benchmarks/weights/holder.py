@@ -1,4 +1,4 @@
-"""The memory of an engine without a model: what the embedded engine's code loads weights into."""
+"""The memory of an engine without a model, into which the embedded engine's code loads weights."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from engines.embedded.memory import Memory
+from engines.embedded.memory.regions import Memory
 from engines.protocol import MemoryTag
 
 
 def allocated(layout: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Zeroed tensors where the embedded engine has its parameters: in one arena."""
+    """Zeroed tensors in one arena, as the embedded engine allocates its parameters."""
     memory = Memory(torch.device("cpu"), saver=False, weights_backup=False)
     tensors = memory.allocate(
-        MemoryTag.WEIGHTS, [(list(one[0]), one[1]) for one in layout.values()]
+        MemoryTag.WEIGHTS, [(list(shape), dtype) for shape, dtype in layout.values()]
     )
     return dict(zip(layout, tensors, strict=True))
 
 
 class Holder(torch.nn.Module):
-    """Parameters under the names of a checkpoint, which torch lets no module's attribute bear."""
+    """Parameters under the names of a checkpoint; torch forbids such names for attributes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""An agent in a process of its own: prints where it listens, ends with its input."""
+"""An agent in a process of its own: prints its address and ends with its input."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from rollout.weights.store.agent import AgentSettings, StoreAgent
-from rollout.weights.store.mooncake import mover_of
-from rollout.weights.store.serving import AgentServer
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.transfer.mooncake import open_transfer
+from rollout.weights.store.transfer.unit_server import AgentServer
 
 
 def main() -> None:
     node, base, run, transfer = sys.argv[1:]
     agent = StoreAgent(AgentSettings(node, base, run, spare_bytes=0))
-    server = AgentServer(agent, mover=mover_of(transfer, "127.0.0.1"))
+    server = AgentServer(agent, rdma=open_transfer(transfer, "127.0.0.1"))
     print(json.dumps(server.address), flush=True)
     sys.stdin.read()
     server.close()

@@ -1,10 +1,10 @@
 """Pushes by each transport to one engine on this host, and fingerprints.
 
-A push is counted from the trainer's tensors to the engine's own memory with the version set, as
-``ServerHandle`` does it: manifest, fingerprints, buckets, calls over HTTP.  The engine is a
-process that holds the tensors and takes them with the embedded engine's code (``receiver``).
-``copied``: all is copied before anything is sent; ``streamed``: engines take a bucket while the
-next is made.
+A push is measured from the trainer's tensors until the engine has them in its own memory under the
+new version, with all steps of ``ServerHandle``: manifest, fingerprints, buckets, calls over HTTP.
+The engine is a process that loads tensors with the embedded engine's code (``receiver``).
+``copied``: all buckets are filled before the first is sent; ``streamed``: engines load a bucket
+while the next is filled.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 import torch
 
 from benchmarks.weights.clock import Row, memcpy, rate
-from engines.client import EngineClient
 from engines.embedded.command import MEMORY
+from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from rollout.config import Transport, WeightsConfig
-from rollout.weights.manifest import TensorSpec
-from rollout.weights.push import PushTarget, push_weights
-from rollout.weights.slots import SlotPool
+from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.push.shm_buffers import ShmBufferPool
+from rollout.weights.push.weight_push import PushTarget, push_weights
 from rollout.weights.tensors import (
     KeptGroup,
-    Plans,
-    Sender,
-    Weights,
+    PushPlanCache,
+    PushSender,
+    TrainerWeights,
     bytes_fingerprint,
     device_fingerprint,
 )
@@ -52,32 +52,34 @@ VERSIONS = itertools.count(1)
 
 
 def specs_of(shape: str, num_bytes: int) -> list[TensorSpec]:
-    """About ``num_bytes`` of bfloat16: a dense model's layers, or layers of 128 experts."""
+    """About ``num_bytes`` of bfloat16: layers of a dense model, or layers of 128 experts."""
     hidden = 2048 if shape == "dense" else 1024
+    if num_bytes < 64 << 20:
+        hidden //= 8
     wide = 3 * hidden if shape == "dense" else 64
-    found: list[TensorSpec] = []
+    specs: list[TensorSpec] = []
     for layer in itertools.count():
         at = f"model.layers.{layer}"
-        mlps = ["mlp"] if shape == "dense" else [f"mlp.experts.{one}" for one in range(128)]
-        found += [
+        mlps = ["mlp"] if shape == "dense" else [f"mlp.experts.{expert}" for expert in range(128)]
+        specs += [
             TensorSpec(f"{at}.self_attn.{part}_proj.weight", "bfloat16", (hidden, hidden))
             for part in "qkvo"
         ]
         for mlp in mlps:
-            found += [
+            specs += [
                 TensorSpec(f"{at}.{mlp}.gate_proj.weight", "bfloat16", (wide, hidden)),
                 TensorSpec(f"{at}.{mlp}.up_proj.weight", "bfloat16", (wide, hidden)),
                 TensorSpec(f"{at}.{mlp}.down_proj.weight", "bfloat16", (hidden, wide)),
             ]
-        found.append(TensorSpec(f"{at}.input_layernorm.weight", "bfloat16", (hidden,)))
-        if sum(2 * torch.Size(one.shape).numel() for one in found) >= num_bytes:
-            return found
+        specs.append(TensorSpec(f"{at}.input_layernorm.weight", "bfloat16", (hidden,)))
+        if sum(2 * torch.Size(spec.shape).numel() for spec in specs) >= num_bytes:
+            return specs
     raise AssertionError("unreachable")
 
 
 @contextmanager
 def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]:
-    """Pid and port of an engine with these tensors."""
+    """Pid and port of an engine that holds these tensors."""
     path = folder / "manifest.json"
     path.write_text(
         json.dumps([{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs])
@@ -100,14 +102,14 @@ def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]
 
 
 class Pushing:
-    """Pushes the same tensors again and again, as versions that go up."""
+    """Pushes the same tensors repeatedly, each time under a new version."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], port: int, folder: Path) -> None:
         self._tensors = tensors
         self._folder = folder
-        # These live as long as a server does, not for one push.
-        self._pool = SlotPool()
-        self._plans = Plans()
+        # A server, too, keeps these from push to push.
+        self._pool = ShmBufferPool()
+        self._plans = PushPlanCache()
         self._kept = KeptGroup()
         self._held: dict[str, str] = {}
         self._runner = asyncio.Runner()
@@ -120,28 +122,30 @@ class Pushing:
             fingerprint=fingerprint,
             disk_path=str(self._folder / "{version}"),
         )
-        weights = Weights(self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans)
+        weights = TrainerWeights(
+            self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans
+        )
         folder = str(self._folder)
-        sender = Sender(settings, self._pool, timeout_s=120, model_path=folder, kept=self._kept)
+        sender = PushSender(settings, self._pool, timeout_s=120, model_path=folder, kept=self._kept)
         outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
         try:
-            self._runner.run(self._carry(outgoing.push))
+            self._runner.run(self._send(outgoing.push))
         finally:
             outgoing.close()
 
-    async def _carry(self, push: Any) -> None:
-        target = PushTarget(self._engine, process="one", takes_flat=True)
-        answers = await push_weights(push, {"engine": target}, budget_s=300, held=self._held)
-        if answers["engine"].failure is not None:
-            raise answers["engine"].failure
+    async def _send(self, push: Any) -> None:
+        target = PushTarget(self._engine, process="receiver", takes_flat=True)
+        replies = await push_weights(push, {"engine": target}, budget_s=300, held=self._held)
+        if replies["engine"].failure is not None:
+            raise replies["engine"].failure
 
     def check(self) -> None:
-        """The engine holds what was pushed last."""
+        """Assert that the engine holds the tensors of the last push."""
         report = self._runner.run(self._engine.weights_checker())
-        mine = {name: bytes_fingerprint(name, one) for name, one in self._tensors.items()}
-        assert report.tensors[0] == mine
+        expected = {name: bytes_fingerprint(name, tensor) for name, tensor in self._tensors.items()}
+        assert report.tensors[0] == expected
 
-    def forget(self) -> None:
+    def remove_checkpoints(self) -> None:
         """Remove checkpoints of earlier versions."""
         for folder in self._folder.glob("[0-9]*"):
             for file in folder.iterdir():
@@ -162,28 +166,28 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
 def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
     specs = specs_of(shape, num_bytes)
-    tensors = {one.name: torch.randn(one.shape).to(torch.bfloat16) for one in specs}
-    size = sum(one.nbytes for one in tensors.values())
+    tensors = {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in specs}
+    size = sum(tensor.nbytes for tensor in tensors.values())
     rows: dict[str, Any] = {"tensors": len(tensors), "bytes": size}
     with tempfile.TemporaryDirectory() as folder, receiver(specs, Path(folder)) as (pid, port):
         pushing = Pushing(tensors, port, Path(folder))
         try:
             for name, (transport, stream) in WAYS.items():
                 yardstick = memcpy(min(size, 1 << 30), 3)
-                # The first takes its slots' memory, which later pushes find again.
+                # The first push allocates the memory of its slots, which later pushes reuse.
                 first = _push_row(pushing, transport, stream, size, 1, pid)
-                # Some take a hundred times as long: once more is enough for those.
+                # Some transports are a hundred times slower: repeat those once.
                 times = repeats if first["gib_per_s"] > 0.5 else 1
                 row = _push_row(pushing, transport, stream, size, times, pid)
                 row["first_gib_per_s"] = first["gib_per_s"]
                 rows[name] = _compared(row, yardstick)
                 pushing.check()
-                pushing.forget()
+                pushing.remove_checkpoints()
         finally:
             pushing.close()
-    for name, of in (("xxh3", bytes_fingerprint), ("sums", device_fingerprint)):
+    for name, fingerprint in (("xxh3", bytes_fingerprint), ("sums", device_fingerprint)):
         yardstick = memcpy(min(size, 1 << 30), 3)
-        row = rate(lambda of=of: [of(*one) for one in tensors.items()], size, repeats)  # type: ignore[misc]
+        row = rate(lambda f=fingerprint: [f(*item) for item in tensors.items()], size, repeats)  # type: ignore[misc]
         rows[f"fingerprint_{name}"] = _compared(row, yardstick)
     return rows
 
@@ -195,5 +199,5 @@ def _push_row(
 
 
 def _compared(row: Row, yardstick: Row) -> Row:
-    """With the share of what memcpy did just before."""
+    """The row with its share of the speed of memcpy, measured just before."""
     return row | {"of_memcpy": row["gib_per_s"] / yardstick["gib_per_s"]}

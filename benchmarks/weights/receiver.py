@@ -1,4 +1,4 @@
-"""An engine that only takes weights: the embedded engine's own code for that, without a model.
+"""An engine that only loads weights: the embedded engine's code for that, without a model.
 
     python -m benchmarks.weights.receiver MANIFEST.json
 
@@ -21,23 +21,23 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from benchmarks.weights.holder import Holder, allocated
-from engines.embedded.files import update_from_disk
-from engines.embedded.groups import UpdateGroups
-from engines.embedded.inbox import Inbox, content_of
-from engines.embedded.mapped import MappedFiles
-from engines.embedded.unpickle import read_payload
-from engines.embedded.weights import Weights
+from engines.embedded.memory.mapped_files import MappedFiles
+from engines.embedded.weights.broadcast_receiver import BroadcastReceiver, content_of
+from engines.embedded.weights.disk_update import update_from_disk
+from engines.embedded.weights.model_weights import ModelWeights
+from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.embedded.weights.update_groups import UpdateGroups
 
 
 class Receiver:
-    """Answers as an engine does, one call at a time."""
+    """Serves the weight calls of an engine, one at a time."""
 
     def __init__(self, specs: list[dict[str, Any]]) -> None:
         layout = {spec["name"]: (spec["shape"], getattr(torch, spec["dtype"])) for spec in specs}
-        self.weights = Weights(Holder(allocated(layout)))
+        self.weights = ModelWeights(Holder(allocated(layout)))
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(torch.device("cpu"))
-        self.inbox = Inbox(self.weights, torch.device("cpu"))
+        self.receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
         self.version = "0"
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
@@ -59,19 +59,19 @@ class Receiver:
         )
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
-        plan = self.inbox.plan(content_of(body))
-        buffer = self.inbox.take(plan)
-        self.groups.receive(self.inbox.parts(plan, buffer), group_name=body["group_name"])
-        self.inbox.deliver(plan, buffer)
+        plan = self.receiver.plan(content_of(body))
+        buffer = self.receiver.take(plan)
+        self.groups.receive(self.receiver.parts(plan, buffer), group_name=body["group_name"])
+        self.receiver.deliver(plan, buffer)
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         self.groups.leave(body["group_name"])
 
     def begin_weight_update(self, body: dict[str, Any]) -> None:
-        """Nothing to begin."""
+        """Nothing to do."""
 
     def end_weight_update(self, body: dict[str, Any]) -> None:
-        self.inbox.rest()
+        self.receiver.free()
 
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         digests, whole = self.weights.checksum()
@@ -86,12 +86,11 @@ def make_app(receiver: Receiver) -> FastAPI:
         return {"model_path": "", "weight_version": receiver.version}
 
     @app.post("/{operation}")
-    async def answer(operation: str, request: Request) -> dict[str, Any]:
-
+    async def serve(operation: str, request: Request) -> dict[str, Any]:
         body = json.loads(await request.body())
-        more = await asyncio.to_thread(getattr(receiver, operation), body)
+        fields = await asyncio.to_thread(getattr(receiver, operation), body)
         receiver.version = body.get("weight_version") or receiver.version
-        return {"success": True, "message": "", **(more or {})}
+        return {"success": True, "message": "", **(fields or {})}
 
     return app
 

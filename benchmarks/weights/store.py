@@ -1,15 +1,17 @@
-"""The DRAM store: write, restore, and the same from disk.
+"""The DRAM store: write, restore, and the same load from disk.
 
-Rows of ``restore_*`` and ``disk_*`` end with the tensors in the memory of an engine, loaded as the
-embedded engine does; those of ``*_safe_open`` as SGLang does: ``safe_open`` and a copy.
-``restore_*`` are proved, tensor by tensor: ``restore_local`` by the engine, piece by piece where it
-reads them to, the others before they are loaded; ``disk_*`` are not, but for ``disk_warm_proved``,
-whose tensors are hashed when all are loaded.  ``half_remote``: half of
-the units are on another node, an agent in a process of its own, and come over TCP;
-``half_mooncake``: by Mooncake's TransferEngine, where that is installed.
+A row of ``restore_*`` or ``disk_*`` ends when the tensors are in the memory of an engine, loaded by
+the embedded engine's code; in rows of ``*_safe_open`` they are loaded as SGLang does it, with
+``safe_open`` and a copy.
 
-``BENCH_DISK`` and ``BENCH_SHM``: folders for the checkpoint and for the store, where the usual ones
-are not what shall be measured (a tmpfs with huge pages).
+The tensors of ``restore_*`` are verified: in ``restore_local`` by the engine while it copies them,
+in the others before the load.  The tensors of ``disk_*`` are not verified, except those of
+``disk_warm_verified``, which are hashed after the load.  In ``half_remote`` half of the units are
+on another node, that is, an agent in another process, and come over TCP; in ``half_mooncake`` they
+come by Mooncake's TransferEngine, where that is installed.
+
+The environment variables ``BENCH_DISK`` and ``BENCH_SHM`` name other folders for the checkpoint and
+for the store, such as a tmpfs with huge pages.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.weights.clock import Row, rate
-from rollout.errors import WeightsUnavailable
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store.agent import AgentSettings, StoreAgent
-from rollout.weights.store.assembling import Wanted
-from rollout.weights.store.client import AgentClient
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.coordinator import Coordinator
-from rollout.weights.store.mooncake import open_mooncake
-from rollout.weights.store.moving import Mover
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.assembly import AssemblyRequest
+from rollout.weights.store.transfer.mooncake import open_mooncake
+from rollout.weights.store.transfer.rdma import RdmaTransfer
+from rollout.weights.store.transfer.unit_client import AgentClient
 
 SHAPES = ("dense", "experts")
-_PROVED = Wanted()
+_VERIFIED = AssemblyRequest()
 SHARED_MEMORY = os.environ.get("BENCH_SHM", "/dev/shm")
 
 
@@ -63,26 +65,26 @@ def manifest_of(shape: str, num_bytes: int) -> Manifest:
 
 
 class Model:
-    """Tensors of a trainer, and the memory of an engine that they are loaded into."""
+    """Tensors of a trainer, and the memory of an engine into which they are loaded."""
 
     def __init__(self, manifest: Manifest) -> None:
         import torch
 
         from benchmarks.weights.holder import Holder, allocated
-        from engines.embedded.fingerprint import fingerprints
-        from engines.embedded.weights import Weights
+        from engines.embedded.weights.model_weights import ModelWeights
+        from engines.embedded.weights.torch_fingerprint import fingerprints
 
         self.manifest = manifest
-        make = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         self.tensors = {
-            name: torch.empty(spec.shape, dtype=torch.bfloat16).normal_(generator=make)
+            name: torch.empty(spec.shape, dtype=torch.bfloat16).normal_(generator=generator)
             for name, spec in manifest.tensors.items()
         }
         self.engine = allocated(
-            {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
+            {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
         )
-        self.num_bytes = sum(one.nbytes for one in self.tensors.values())
-        self.weights = Weights(Holder(self.engine))
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.weights = ModelWeights(Holder(self.engine))
         self.fingerprints = fingerprints(self.tensors)
 
     def contents(self) -> Iterator[tuple[str, Any]]:
@@ -97,36 +99,39 @@ class Model:
         save_file(self.tensors, folder / "model.safetensors")
 
     def load(self, folder: Path) -> None:
-        """As the embedded engine does."""
-        from engines.embedded.files import update_from_disk
+        """Load as the embedded engine does."""
+        from engines.embedded.weights.disk_update import update_from_disk
 
         update_from_disk(self.weights, str(folder))
 
-    def load_and_prove(self, folder: Path) -> None:
+    def load_and_verify(self, folder: Path) -> None:
         self.load(folder)
         assert self.weights.checksum()[0] == self.fingerprints
 
     def load_by_safe_open(self, folder: Path) -> None:
-        """As SGLang does."""
+        """Load as SGLang does."""
         from safetensors import safe_open
 
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
                     self.engine[name].copy_(file.get_tensor(name))
 
     def check(self) -> None:
+        """Assert that the engine has the trainer's tensors, and zero it for the next load."""
         import torch
 
-        assert all(torch.equal(self.engine[name], one) for name, one in self.tensors.items())
-        for one in self.engine.values():
-            one.zero_()
+        assert all(torch.equal(self.engine[name], tensor) for name, tensor in self.tensors.items())
+        for tensor in self.engine.values():
+            tensor.zero_()
 
 
 @contextmanager
-def remote_agent(node: str, base: Path, mover: Mover | None) -> Iterator[tuple[AgentClient, int]]:
-    """An agent in another process, and its pid."""
-    transfer = "mooncake" if mover else "tcp"
+def remote_agent(
+    node: str, base: Path, rdma: RdmaTransfer | None
+) -> Iterator[tuple[AgentClient, int]]:
+    """A client of an agent in another process, and the pid of that process."""
+    transfer = "mooncake" if rdma else "tcp"
     peer = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.weights.peer", node, str(base), "bench", transfer],
         stdin=subprocess.PIPE,
@@ -137,7 +142,7 @@ def remote_agent(node: str, base: Path, mover: Mover | None) -> Iterator[tuple[A
     assert peer.stdout is not None
     try:
         host, port = json.loads(peer.stdout.readline())
-        yield AgentClient(node, (host, port), mover=mover), peer.pid
+        yield AgentClient(node, (host, port), rdma=rdma), peer.pid
     finally:
         peer.stdin.close()
         peer.wait(30)
@@ -149,7 +154,7 @@ def coordinator_of(agents: Mapping[str, Any]) -> Coordinator:
 
 
 def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
-    """Rows by shape of the model."""
+    """Rows by the shape of the model."""
     import torch
 
     torch.set_num_threads(1)
@@ -157,7 +162,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _measure(model: Model, repeats: int) -> dict[str, Row]:
-    gc.freeze()  # as agents and engines do when they have started
+    gc.freeze()  # as agents and engines do after their start
     rows: dict[str, Row] = {}
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
@@ -165,25 +170,25 @@ def _measure(model: Model, repeats: int) -> dict[str, Row]:
         here = StoreAgent(AgentSettings("here", str(base / "local"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         rows |= _local(model, coordinator_of({"here": here}), repeats)
-    rows["restore_half_remote"] = _half(model, repeats, None)
-    if mover := _mooncake():
-        rows["restore_half_mooncake"] = _half(model, repeats, mover)
+    rows["restore_half_remote"] = _half_remote(model, repeats, None)
+    if rdma := _mooncake():
+        rows["restore_half_mooncake"] = _half_remote(model, repeats, rdma)
     rows |= _disk(model, repeats)
     return rows
 
 
-def _mooncake() -> Mover | None:
+def _mooncake() -> RdmaTransfer | None:
     try:
         return open_mooncake("127.0.0.1")
     except WeightsUnavailable:
         return None
 
 
-def _half(model: Model, repeats: int, mover: Mover | None) -> Row:
+def _half_remote(model: Model, repeats: int, rdma: RdmaTransfer | None) -> Row:
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
-        there, pid = stack.enter_context(remote_agent("there", base / "there", mover))
+        there, pid = stack.enter_context(remote_agent("there", base / "there", rdma))
         here = StoreAgent(AgentSettings("here", str(base / "here"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         coordinator = coordinator_of({"here": here, "there": there})
@@ -200,15 +205,15 @@ def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Ro
         coordinator.write(next(versions), model.manifest, [model.contents()])
 
     rows = {"write_first": rate(write, model.num_bytes, 1)}
-    write()  # the other slot's turn: its pages are mapped for the first time too
+    write()  # into the other slot, whose pages are mapped for the first time too
     rows["write_reused"] = rate(write, model.num_bytes, repeats)
-    left_to_the_engine = Wanted(is_proved=False)
-    rows["restore_local"] = _restore(model, coordinator, repeats, [], wanted=left_to_the_engine)
-    rows["restore_local_proved_before"] = _restore(model, coordinator, repeats, [])
+    verified_by_engine = AssemblyRequest(is_verified=False)
+    rows["restore_local"] = _restore(model, coordinator, repeats, [], wanted=verified_by_engine)
+    rows["restore_local_verified_before"] = _restore(model, coordinator, repeats, [])
     rows["restore_local_safe_open"] = _restore(
         model, coordinator, repeats, [], model.load_by_safe_open
     )
-    rows["prove_local"] = rate(lambda: _assemble(coordinator), model.num_bytes, repeats)
+    rows["verify_local"] = rate(lambda: _assemble(coordinator), model.num_bytes, repeats)
     return rows
 
 
@@ -218,7 +223,7 @@ def _restore(
     repeats: int,
     others: list[int],
     load: Callable[[Path], object] | None = None,
-    wanted: Wanted = _PROVED,
+    wanted: AssemblyRequest = _VERIFIED,
 ) -> Row:
     def restore() -> None:
         _assemble(coordinator, load or model.load, wanted)
@@ -231,9 +236,9 @@ def _restore(
 def _assemble(
     coordinator: Coordinator,
     use: Callable[[Path], object] = lambda _: None,
-    wanted: Wanted = _PROVED,
+    wanted: AssemblyRequest = _VERIFIED,
 ) -> None:
-    write = coordinator.counting()
+    write = coordinator.current_write()
     assert write is not None
     assembled = coordinator.assemble(coordinator.record_of(write.version), "here", wanted)
     try:
@@ -250,8 +255,8 @@ def _disk(model: Model, repeats: int) -> dict[str, Row]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
-        def forget() -> None:
-            """Out of the page cache: what a machine that has just booted has to read."""
+        def drop_page_cache() -> None:
+            """Make the next load read from disk, as after a boot."""
             for path in folder.iterdir():
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -260,13 +265,13 @@ def _disk(model: Model, repeats: int) -> dict[str, Row]:
         rows: dict[str, Row] = {}
         for name, load in (
             ("disk_warm", model.load),
-            ("disk_warm_proved", model.load_and_prove),
+            ("disk_warm_verified", model.load_and_verify),
             ("disk_warm_safe_open", model.load_by_safe_open),
         ):
             load(folder)
             rows[name] = rate(lambda load=load: load(folder), model.num_bytes, repeats)  # type: ignore[misc]
             model.check()
         rows["disk_cold"] = rate(
-            lambda: model.load(folder), model.num_bytes, min(repeats, 3), before=forget
+            lambda: model.load(folder), model.num_bytes, min(repeats, 3), before=drop_page_cache
         )
         return rows

@@ -1,7 +1,7 @@
 """``python -m engines.embedded``: check what can be checked cheaply, load the model, serve.
 
-What the person who starts it can mend is one line on standard error and exit status 2, before
-the seconds that importing torch takes.
+Errors of the command line or the model directory are one line on standard error and exit status
+2, before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from engines.embedded.config import EngineConfig, parse_args
+from engines.embedded.core.config import EmbeddedConfig, parse_args
 
 
 def main() -> None:
-    # All that is imported and loaded stays: to look for garbage in it takes a quarter of the start.
+    # All that is imported and loaded stays: collecting garbage in it takes a quarter of the start.
     gc.disable()
     config = parse_args()
     check_model_directory(config.model_path)
     listener = listen(config)
-    # One thread per pool unless told otherwise: engines share machines with each other.
+    # One thread per pool unless set otherwise: engines share machines.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from engines.embedded.server import serve
+    from engines.embedded.server.http_server import serve
 
     try:
         serve(config, listener)
@@ -47,7 +47,7 @@ def check_model_directory(path: str) -> None:
         give_up(f"model path {path}: config.json names no model_type")
 
 
-def listen(config: EngineConfig) -> socket.socket:
+def listen(config: EmbeddedConfig) -> socket.socket:
     """Take the port now, so that a taken one is known before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

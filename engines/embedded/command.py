@@ -7,10 +7,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 
-from engines.embedded.config import EngineConfig
-from engines.invocation import Invocation, as_flags, normalized, refuse
+from engines.embedded.core.config import EmbeddedConfig
 from engines.protocol import Endpoint, WorkerType
-from engines.spec import EngineSpec
+from engines.protocol.spec import (
+    EngineSpec,
+    Invocation,
+    as_flags,
+    inherited_environment,
+    normalized,
+    refuse,
+)
 
 # Of glibc, which reads them when a process starts.
 MEMORY = {
@@ -39,7 +45,7 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         ValueError: an option that the spec's own fields set, one the engine does not have, or
             something only SGLang can be.
     """
-    known = {item.name for item in fields(EngineConfig)}
+    known = {item.name for item in fields(EmbeddedConfig)}
     options = normalized(spec.options)
     refuse(options, _OWNERS)
     if unknown := sorted(options.keys() - known):
@@ -63,7 +69,10 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
-    """How this engine is started."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)}
-    environment = {**MEMORY, **inherited, **visible, **spec.env}
+    environment = {
+        **MEMORY,
+        **inherited_environment(inherited),
+        **spec.visible_gpus,
+        **spec.env,
+    }
     return Invocation(build_command(spec, endpoint), environment)

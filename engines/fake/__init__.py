@@ -1,18 +1,23 @@
 """A fake SGLang in memory, with the real one's failure semantics.
 
-For tests of whatever drives engines: a ``FakeLauncher`` starts ``FakeEngine``s whose calls can be
-held at a gate, made to fail, or robbed of their answer (``engine.faults``).  It needs neither
+For tests of code that drives engines: a ``FakeLauncher`` starts ``FakeEngine``s whose calls can be
+held at a gate, made to fail, or lose their reply (``engine.faults``).  It needs neither
 torch nor a socket.  README.md beside this file shows how to break each phase by hand.
 """
 
-from engines.fake.checkpoint import write_checkpoint
-from engines.fake.engine import FakeEngine
-from engines.fake.faults import Call, Fault, FaultKind, FaultPlan, Gate
+from engines.fake.engine import faults
+from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.fake_weights import (
+    FakeTensor,
+    fingerprint_of,
+    pack_tensors,
+    write_checkpoint,
+)
+from engines.fake.engine.faults import CallGate, Fault, FaultKind, FaultPlan, RecordedCall
 from engines.fake.launcher import FakeLauncher, FakeRunningEngine
-from engines.fake.weights import FakeTensor, fingerprint_of, pack_tensors
 
 __all__ = [
-    "Call",
+    "CallGate",
     "FakeEngine",
     "FakeLauncher",
     "FakeRunningEngine",
@@ -20,7 +25,8 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FaultPlan",
-    "Gate",
+    "RecordedCall",
+    "faults",
     "fingerprint_of",
     "pack_tensors",
     "write_checkpoint",

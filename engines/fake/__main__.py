@@ -8,18 +8,18 @@ import sys
 
 from aiohttp import web
 
-from engines.fake.engine import FakeEngine
-from engines.fake.http import FakeFace
+from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.faults import FaultSpec, parse_fault
+from engines.fake.http_fake import FakeHttpApp
 from engines.fake.nodes import Nodes, follower_app
-from engines.fake.switch import Switch, parse_switch
 from engines.protocol import Endpoint
 
-# The calls that its death has broken must learn of it before the process ends.
+# Broken calls must get their error before the process ends.
 _GOODBYE_S = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until it is stopped, or until what it was asked has ended it: status 1 then."""
+    """Serve until it is stopped, or until a call has ended it: status 1 then."""
     parser = argparse.ArgumentParser(prog="python -m engines.fake", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--no-memory-saver", action="store_true")
     parser.add_argument("--weights-cpu-backup", action="store_true")
-    parser.add_argument("--tells-manifest", action="store_true", help="list the tensors")
+    parser.add_argument("--reports-manifest", action="store_true", help="list the tensors")
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--dist-init-addr", default="", help="where the nodes meet")
@@ -44,23 +44,23 @@ def main(arguments: list[str] | None = None) -> int:
         weights_cpu_backup=options.weights_cpu_backup,
         token_s=options.token_s,
         drain_s=options.drain_s,
-        tells_manifest=options.tells_manifest,
+        reports_manifest=options.reports_manifest,
     )
     for switch in options.fault:
-        switch.turn_on(engine.faults)
+        switch.add_to(engine.faults)
     try:
-        because = asyncio.run(
+        reason = asyncio.run(
             _serve(engine, options.nnodes, options.node_rank, options.dist_init_addr)
         )
     except KeyboardInterrupt:
         return 0
-    print(f"{engine.engine_id} ended: {because}", file=sys.stderr)
+    print(f"{engine.engine_id} ended: {reason}", file=sys.stderr)
     return 1
 
 
-def _switch(text: str) -> Switch:
+def _switch(text: str) -> FaultSpec:
     try:
-        return parse_switch(text)
+        return parse_fault(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -68,19 +68,19 @@ def _switch(text: str) -> Switch:
 async def _serve(engine: FakeEngine, num_nodes: int, rank: int, address: str) -> str:
     nodes = Nodes(num_nodes, rank, address)
     await nodes.meet()
-    face = FakeFace()
-    face.engine = engine
-    app = follower_app() if rank else face.app
+    fake = FakeHttpApp()
+    fake.engine = engine
+    app = follower_app() if rank else fake.app
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, engine.endpoint.host, engine.endpoint.port).start()
         print(f"{engine.engine_id} listens on {engine.endpoint.url}", flush=True)
-        because = await _end_of(engine, nodes)
+        reason = await _end_of(engine, nodes)
         await asyncio.sleep(_GOODBYE_S)
     finally:
         await runner.cleanup()
-    return because
+    return reason
 
 
 async def _end_of(engine: FakeEngine, nodes: Nodes) -> str:
@@ -89,7 +89,7 @@ async def _end_of(engine: FakeEngine, nodes: Nodes) -> str:
     for task in running:
         task.cancel()
     engine.die(done.pop().result())
-    return engine.dead_because
+    return engine.death_reason
 
 
 if __name__ == "__main__":

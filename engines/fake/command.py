@@ -5,20 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from engines.invocation import Invocation, as_flags, normalized, refuse
 from engines.protocol import Endpoint, WorkerType
-from engines.spec import EngineSpec
+from engines.protocol.spec import (
+    AT_LAUNCH,
+    EngineSpec,
+    Invocation,
+    as_flags,
+    inherited_environment,
+    normalized,
+    refuse,
+)
 
 _OWNERS = {
-    "model_path": "the server's model_path",
-    "host": "chosen at launch",
-    "port": "chosen at launch",
-    "weight_version": "chosen at launch",
+    **AT_LAUNCH,
     "no_memory_saver": "the group's needs_offload",
     "weights_cpu_backup": "engine.weights_cpu_backup",
-    "nnodes": "follows from the placement",
-    "node_rank": "follows from the placement",
-    "dist_init_addr": "follows from the placement",
 }
 
 
@@ -33,23 +34,14 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     if spec.worker_type is not WorkerType.REGULAR:
         raise ValueError(f"the fake engine cannot be a {spec.worker_type} worker; SGLang can")
     options |= {
-        "model_path": spec.model_path,
-        "host": endpoint.host,
-        "port": endpoint.port,
-        "weight_version": spec.weight_version,
+        **spec.launch_options(endpoint),
         "no_memory_saver": not spec.memory_saver,
         "weights_cpu_backup": spec.weights_cpu_backup,
     }
-    if spec.num_nodes > 1:
-        options |= {
-            "nnodes": spec.num_nodes,
-            "node_rank": spec.node_rank,
-            "dist_init_addr": spec.dist_init_addr,
-        }
     return [spec.python or sys.executable, "-m", "engines.fake", *as_flags(options)]
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
     """How this engine is started."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)}
-    return Invocation(build_command(spec, endpoint), {**inherited, **visible, **spec.env})
+    env = {**inherited_environment(inherited), **spec.visible_gpus, **spec.env}
+    return Invocation(build_command(spec, endpoint), env)

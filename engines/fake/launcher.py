@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from engines.fake.engine import FakeEngine
-from engines.fake.faults import Gate
-from engines.protocol import Endpoint, PauseMode, ProcessIdentity
-from engines.spec import EngineSpec
+from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.faults import CallGate
+from engines.protocol import Endpoint, GpuId, GpuMemory, PauseMode, ProcessIdentity
+from engines.protocol.spec import EngineSpec
+
+_HOST_BYTES = 1 << 30
 
 Make = Callable[[EngineSpec, Endpoint], FakeEngine]
 
 
 def make_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    """The fake engine a spec asks for."""
+    """The fake engine of a spec."""
     return FakeEngine(
         spec.engine_id,
         endpoint=endpoint,
@@ -25,19 +28,53 @@ def make_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
     )
 
 
+@dataclass
+class FakeGpus:
+    """The GPUs of one fake engine, which no other engine uses.
+
+    Attributes:
+        others: bytes that other programs hold on each of them, such as the trainer.
+        is_measured: this machine has NVML.
+    """
+
+    gpu_ids: Sequence[GpuId]
+    total_bytes: int
+    others: int = 0
+    is_measured: bool = True
+
+    def memory(self, engine_bytes: int) -> Sequence[GpuMemory] | None:
+        """Their memory, of which the engine holds so many bytes in equal shares."""
+        if self.gpu_ids and not self.is_measured:
+            return None
+        holders = {"pid 77 (trainer)": self.others} if self.others else {}
+        return [
+            GpuMemory(
+                f"GPU-{gpu_id}",
+                self.others + engine_bytes // len(self.gpu_ids),
+                self.total_bytes,
+                holders,
+            )
+            for gpu_id in self.gpu_ids
+        ]
+
+
 class FakeRunningEngine:
     """``launch.RunningEngine`` for an engine in memory.
 
+    What an engine with GPUs holds is there; its process holds the same on the host all the time.
+
     Attributes:
-        is_stopped: it was asked to end, politely or not.
+        gpus: its GPUs; none for an engine on the CPU.
+        is_stopped: it was stopped or killed.
         num_kills: how often it was killed.
     """
 
     node_id = ""
     node_ids: Sequence[str] = ()
 
-    def __init__(self, engine: FakeEngine, pid: int) -> None:
+    def __init__(self, engine: FakeEngine, pid: int, gpu_ids: Sequence[GpuId] = ()) -> None:
         self.engine = engine
+        self.gpus = FakeGpus(gpu_ids, total_bytes=2 * engine.resident_bytes)
         self.pid: int | None = pid
         self.processes: Sequence[ProcessIdentity] = ()
         self.is_stopped = False
@@ -48,7 +85,10 @@ class FakeRunningEngine:
         return self.engine.endpoint
 
     async def resident_bytes(self) -> int | None:
-        return self.engine.resident_bytes
+        return _HOST_BYTES if self.gpus.gpu_ids else self.engine.resident_bytes
+
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        return self.gpus.memory(self.engine.resident_bytes)
 
     async def is_alive(self) -> bool:
         return not self.engine.is_dead
@@ -56,14 +96,14 @@ class FakeRunningEngine:
     async def log_tail(self, lines: int = 20) -> str:
         log = [f"{call.at_s:.3f} {call.operation}" for call in self.engine.calls]
         if self.engine.is_dead:
-            log.append(f"ended: {self.engine.dead_because}")
+            log.append(f"ended: {self.engine.death_reason}")
         return "\n".join(log[-lines:])
 
     async def stop(self, grace_s: float) -> bool:
-        """Stopped, or paused with frozen requests, SGLang does not hear SIGTERM: it is killed."""
+        """Stopped, or paused with frozen requests, SGLang ignores SIGTERM: it is killed."""
         self.is_stopped = True
-        is_deaf = self.engine.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE)
-        if self.engine.is_frozen or (is_deaf and self.engine.in_flight):
+        ignores_sigterm = self.engine.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE)
+        if self.engine.is_frozen or (ignores_sigterm and self.engine.in_flight):
             await self.kill()
             return True
         self.engine.die("stopped")
@@ -82,7 +122,7 @@ class FakeLauncher:
         make: makes the engine of a spec, to give it other tensors or timings.
 
     Attributes:
-        specs: what was asked for, in order.
+        specs: the specs of all launches, in order.
         processes: everything launched so far, by engine id; the last one of each id.
     """
 
@@ -92,20 +132,21 @@ class FakeLauncher:
         self.processes: dict[str, FakeRunningEngine] = {}
         self._by_endpoint: dict[Endpoint, FakeEngine] = {}
         self._failures: dict[str, BaseException] = {}
-        self._gates: dict[str, _LaunchGate] = {}
+        self._gates: dict[str, tuple[CallGate, asyncio.Event]] = {}
 
     async def launch(self, spec: EngineSpec) -> FakeRunningEngine:
         """Start the engine, unless its launch is to fail."""
         self.specs.append(spec)
-        if (gate := self._gates.get(spec.engine_id)) is not None:
-            await gate.wait()
+        if spec.engine_id in self._gates:
+            gate, opened = self._gates[spec.engine_id]
+            with gate.waiting():
+                await opened.wait()
         if (error := self._failures.pop(spec.engine_id, None)) is not None:
             raise error
         num = len(self._by_endpoint) + 1
         endpoint = Endpoint(spec.host, num)
         engine = self._make(spec, endpoint)
-        process = FakeRunningEngine(engine, pid=num)
-        self.processes[spec.engine_id] = process
+        process = self.processes[spec.engine_id] = FakeRunningEngine(engine, num, spec.gpu_ids)
         self._by_endpoint[endpoint] = engine
         return process
 
@@ -117,24 +158,12 @@ class FakeLauncher:
         """The next launch of ``engine_id`` raises ``error``."""
         self._failures[engine_id] = error
 
-    def hold(self, engine_id: str) -> Gate:
+    def hold(self, engine_id: str) -> CallGate:
         """Hold the launches of ``engine_id`` until the gate is opened."""
-        self._gates[engine_id] = _LaunchGate()
-        return self._gates[engine_id].gate
+        opened = asyncio.Event()
+        gate = CallGate(opened.set)
+        self._gates[engine_id] = gate, opened
+        return gate
 
     def __getitem__(self, engine_id: str) -> FakeEngine:
         return self.processes[engine_id].engine
-
-
-class _LaunchGate:
-    def __init__(self) -> None:
-        self._opened = asyncio.Event()
-        self.gate = Gate(self._opened.set)
-
-    async def wait(self) -> None:
-        self.gate.entered.set()
-        self.gate.num_waiting += 1
-        try:
-            await self._opened.wait()
-        finally:
-            self.gate.num_waiting -= 1

@@ -1,34 +1,26 @@
 """The command line of an SGLang server.
 
 Options in the spec travel through in SGLang's own names.  One that follows from another setting
-is refused by name, and so is one that would take away what the lifecycle stands on.
+is refused by name, and so is one that the lifecycle cannot work with.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from engines.invocation import as_flags, normalized, refuse
 from engines.protocol import Endpoint, WorkerType
-from engines.sglang.parallel import Parallel, divide
-from engines.spec import EngineSpec
+from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.sglang.parallel import divide
 
-_AT_LAUNCH = "chosen at launch"
-_PLACEMENT = "follows from the placement"
 _NO_SUCH_SERVER = "that server lacks the control endpoints"
 _OWNERS = {
-    "model_path": "the server's model_path",
+    **AT_LAUNCH,
     "model": "the server's model_path",
-    "host": _AT_LAUNCH,
-    "port": _AT_LAUNCH,
-    "weight_version": _AT_LAUNCH,
-    "nnodes": _PLACEMENT,
-    "node_rank": _PLACEMENT,
-    "dist_init_addr": _PLACEMENT,
-    "nccl_init_addr": _PLACEMENT,
-    "base_gpu_id": _PLACEMENT,
-    "gpu_id_step": _PLACEMENT,
+    "nccl_init_addr": "follows from the placement",
+    "base_gpu_id": "follows from the placement",
+    "gpu_id_step": "follows from the placement",
     "device": "engine.gpus; 0 is the CPU",
     "enable_memory_saver": "the group's needs_offload",
     "enable_weights_cpu_backup": "engine.weights_cpu_backup",
@@ -60,11 +52,6 @@ _CPU_DEFAULTS = {
 }
 
 
-def parallel_of(spec: EngineSpec) -> Parallel:
-    """How the ranks of this engine are divided."""
-    return divide(normalized(spec.options), len(spec.gpu_ids) * spec.num_nodes)
-
-
 def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> list[str]:
     """The command that starts this engine, or this node of it, at this endpoint.
 
@@ -78,37 +65,43 @@ def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> lis
     options = normalized(spec.options)
     refuse(options, _OWNERS)
     sizes = divide(options, len(spec.gpu_ids) * spec.num_nodes).flags
+    if spec.num_nodes > 1:
+        _check_nodes(spec)
     if spec.worker_type not in _ROLES:
         raise ValueError(f"a {spec.worker_type} group starts no engines")
     ours: dict[str, Any] = {
-        "model_path": spec.model_path,
-        "host": endpoint.host,
-        "port": endpoint.port,
-        "weight_version": spec.weight_version,
+        **spec.launch_options(endpoint),
         "enable_memory_saver": spec.memory_saver,
         "enable_weights_cpu_backup": spec.weights_cpu_backup,
         **_ROLES[spec.worker_type],
         **sizes,
-        **_nodes(spec),
     }
-    if not spec.gpu_ids:
-        # An explicit None keeps SGLang's own choice.
+    # An explicit None keeps SGLang's own choice.
+    if spec.is_on_cpu:
         options = _CPU_DEFAULTS | {"device": "cpu"} | options
+    elif spec.memory_saver:
+        options = _beside_a_trainer(options) | options
+    if options.get("enable_lora") and not {"lora_target_modules", "lora_paths"} & options.keys():
+        # SGLang must know the modules before the first adapter comes.
+        options = {"lora_target_modules": ["all"], **options}
     program = [python or spec.python or sys.executable, "-m", "sglang.launch_server"]
     return program + as_flags(ours | options)
 
 
-def _nodes(spec: EngineSpec) -> dict[str, Any]:
-    if spec.num_nodes == 1:
-        return {}
+def _beside_a_trainer(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an engine on GPUs that releases its memory."""
+    # In 0.5.23 the default prefill graphs refuse to start in pausable memory.
+    found: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
+    if any(name.startswith("speculative_") for name in options):
+        # No push contains a draft model, so a release would lose its weights.
+        found["enable_draft_weights_cpu_backup"] = True
+    return found
+
+
+def _check_nodes(spec: EngineSpec) -> None:
     if not spec.dist_init_addr:
         raise ValueError(
             f"an engine over {spec.num_nodes} nodes needs dist_init_addr, host:port on its first"
         )
     if not 0 <= spec.node_rank < spec.num_nodes:
         raise ValueError(f"node_rank {spec.node_rank} of {spec.num_nodes} nodes")
-    return {
-        "nnodes": spec.num_nodes,
-        "node_rank": spec.node_rank,
-        "dist_init_addr": spec.dist_init_addr,
-    }

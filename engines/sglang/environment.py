@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from engines.protocol.spec import EngineSpec, inherited_environment
 from engines.sglang.parallel import Parallel
-from engines.spec import EngineSpec
 
 CLEANUP = (
     "/dev/shm/sgl_shm_*_{pid}_*",
@@ -24,6 +24,15 @@ CLEANUP = (
 # Meant for the interpreter that launches, and wrong for another one.
 _OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# An engine on a GPU that gives its memory to a trainer and takes it back.
+_BESIDE_A_TRAINER = {
+    # CUDA graphs lie in pausable memory; otherwise their release frees nothing.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+    # The trainer's ranks may use their GPUs unequally while the engine starts.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # The host copy of the weights keeps its pinned memory, which takes seconds to allocate.
+    "TMS_RETAIN_CPU_BACKUP": "1",
+}
 _FALSE = ("", "0", "false", "no")
 
 
@@ -45,20 +54,23 @@ def build_environment(
     Raises:
         ValueError: a variable that would break the memory saver or hide the control endpoints.
     """
-    env = {
-        name: value for name, value in inherited.items() if not (python and name in _OF_THIS_PYTHON)
-    }
+    env = inherited_environment(inherited)
     if python:
+        for name in _OF_THIS_PYTHON:
+            env.pop(name, None)
         # Tools that came with it, such as ninja, are found by name.
         env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu_id) for gpu_id in spec.gpu_ids)
+    env |= spec.visible_gpus
     # The health endpoints would generate, and fail a server for being paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    if not spec.gpu_ids:
+    if spec.is_on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         # Some of its functions are compiled when first called, which wants a C++ compiler.
         env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(spec, parallel, cpu_ids))
+    elif spec.memory_saver:
+        for name, value in _BESIDE_A_TRAINER.items():
+            env.setdefault(name, value)
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from engines.invocation import Invocation
 from engines.protocol import Endpoint
-from engines.sglang.command import build_command, parallel_of
+from engines.protocol.spec import SGLANG_CPU, EngineSpec, Invocation, normalized
+from engines.sglang.command import build_command
 from engines.sglang.environment import CLEANUP, build_environment
+from engines.sglang.parallel import divide
 from engines.sglang_cpu.installation import Installation
-from engines.spec import EngineSpec
-
-CACHED = "sglang-cpu"
-"""As ``python`` of a spec: the interpreter that ``rollout sglang-cpu install`` made."""
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
@@ -21,14 +18,14 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
 
     Raises:
         ValueError: as ``build_command`` and ``build_environment`` do.
-        InstallError: it asks for the cached interpreter, and there is none.
+        InstallError: it needs the cached interpreter, and there is none.
     """
-    python = str(Installation().require()) if spec.python == CACHED else spec.python
+    python = str(Installation().require()) if spec.python == SGLANG_CPU else spec.python
     command = build_command(spec, endpoint, python)
     env = build_environment(
         spec,
         inherited,
-        parallel_of(spec),
+        divide(normalized(spec.options), len(spec.gpu_ids) * spec.num_nodes),
         python=python,
         cpu_ids=tuple(sorted(os.sched_getaffinity(0))),
     )

@@ -1,4 +1,4 @@
-"""How the GPUs of one engine are divided among its ranks, as SGLang is told."""
+"""How the GPUs of one engine are divided among its ranks, as SGLang's arguments."""
 
 from __future__ import annotations
 

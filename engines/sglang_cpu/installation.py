@@ -2,7 +2,7 @@
 
 Always true:
 - an environment is used only if its stamp is there, which is written last; a half-made one is
-  begun anew;
+  made again;
 - one installer at a time makes it; a second waits, and then finds it made;
 - its folder is named after the pins that went into it, so other pins never meet old files;
 - the stand-ins in it are those of this package: they are small, and copied again if they differ.
@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engines.errors import EngineError
+from engines.protocol.errors import EngineError
+from engines.protocol.plain_text import size_text
 
 TORCH = "torch==2.13.0"
 PINS = Path(__file__).with_name("pins.txt")
@@ -31,9 +32,6 @@ SHIMS = Path(__file__).with_name("shims")
 _NOT_COPIED = ("README.md", "ruff.toml", "__pycache__")
 _NEEDED_BYTES = 4 * 1024**3
 _SHOWN_LINES = 15
-
-Execute = Callable[[list[str]], str]
-"""Runs a command and returns what it printed."""
 
 
 class InstallError(EngineError):
@@ -47,13 +45,17 @@ def cache_folder() -> Path:
 
 
 class Installation:
-    """One environment, made or not."""
+    """One environment, made or not.
+
+    Args:
+        execute: runs a command and returns what it printed.
+    """
 
     def __init__(
         self,
         cache: Path | None = None,
         *,
-        execute: Execute | None = None,
+        execute: Callable[[list[str]], str] | None = None,
         needed_bytes: int = _NEEDED_BYTES,
     ) -> None:
         self.folder = (cache or cache_folder()) / fingerprint_of_pins()
@@ -84,19 +86,19 @@ class Installation:
             )
         return self.make()
 
-    def make(self, say: Callable[[str], None] = print) -> Path:
+    def make(self, report: Callable[[str], None] = print) -> Path:
         """Make what is missing of it; its interpreter.
 
         Raises:
-            InstallError: with the reason, and the end of what pip said.
+            InstallError: with the reason, and the end of pip's output.
         """
         if self._is_current():
             return self.python
         check_machine()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(self.folder.with_suffix(".lock"), say):
+        with _only_one(self.folder.with_suffix(".lock"), report):
             if not self.is_made:
-                self._make(say)
+                self._make(report)
             elif not self._is_current():
                 self._copy_shims()
                 self._write_stamp()
@@ -108,42 +110,39 @@ class Installation:
         stamped: dict[str, str] = json.loads(self.stamp.read_text())
         return stamped["shims"] == fingerprint_of_shims()
 
-    def _make(self, say: Callable[[str], None]) -> None:
+    def _make(self, report: Callable[[str], None]) -> None:
         started = time.monotonic()
         venv = self.folder / "venv"
         shutil.rmtree(venv, ignore_errors=True)  # of an installer that was stopped
         free = shutil.disk_usage(self.folder).free
         if free < self._needed_bytes:
             raise InstallError(
-                f"{self.folder} has {free / 1024**3:.1f} GiB free, CPU SGLang needs "
-                f"{self._needed_bytes / 1024**3:.0f}; free some, or point XDG_CACHE_HOME elsewhere"
+                f"{self.folder} has {size_text(free)} free, CPU SGLang needs "
+                f"{size_text(self._needed_bytes)}; free some, or point XDG_CACHE_HOME elsewhere"
             )
-        say(f"making {venv} with Python {platform.python_version()}")
+        report(f"making {venv} with Python {platform.python_version()}")
         self._execute([sys.executable, "-m", "venv", str(venv)])
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-        say(f"1/3 {TORCH}; a CPU build if pip sees one")
+        report(f"1/3 {TORCH}; a CPU build if pip sees one")
         self._execute([*pip, TORCH])
-        say("2/3 SGLang and what it imports")
+        report("2/3 SGLang and what it imports")
         self._execute([*pip, "--no-deps", "-r", str(PINS)])
-        say("3/3 stand-ins for CUDA, and a first import")
+        report("3/3 stand-ins for CUDA, and a first import")
         self._copy_shims()
         self._execute([str(self.python), "-c", "import sglang.srt.server_args"])
         self._write_stamp()
-        say(f"installed in {time.monotonic() - started:.0f} s")
+        report(f"installed in {time.monotonic() - started:.0f} s")
 
     def _write_stamp(self) -> None:
-        made_of = {
-            "python": platform.python_version(),
-            "torch": TORCH,
-            "shims": fingerprint_of_shims(),
-        }
+        shims = fingerprint_of_shims()
+        made_of = {"python": platform.python_version(), "torch": TORCH, "shims": shims}
         partial = self.stamp.with_suffix(".partial")
         partial.write_text(json.dumps(made_of, indent=1))
         partial.replace(self.stamp)
 
     def _copy_shims(self) -> None:
-        asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site_packages = self._execute([str(self.python), "-c", asked]).strip()
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site_packages = self._execute([str(self.python), "-c", program]).strip()
         shutil.copytree(
             SHIMS, site_packages, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_COPIED)
         )
@@ -158,13 +157,11 @@ def fingerprint_of_pins() -> str:
 def fingerprint_of_shims() -> str:
     """Of the stand-ins as they are in this package."""
     digest = hashlib.sha256()
-    for path in filter(_is_copied, sorted(SHIMS.rglob("*"))):
-        digest.update(str(path.relative_to(SHIMS)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(SHIMS.rglob("*")):
+        name = path.relative_to(SHIMS)
+        if path.is_file() and not set(name.parts) & set(_NOT_COPIED):
+            digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def _is_copied(path: Path) -> bool:
-    return path.is_file() and not set(path.relative_to(SHIMS).parts) & set(_NOT_COPIED)
 
 
 def cpu_environment() -> dict[str, str]:
@@ -186,19 +183,19 @@ def check_machine(here: str = "") -> None:
 
 
 @contextmanager
-def _only_one(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock; the system lets go of it however this process ends."""
+def _only_one(lock: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock; the system releases it when this process ends."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another installer is at work; waiting for it")
+            report("another installer is at work; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def run(command: list[str]) -> str:
-    """What ``command`` printed.
+    """The output of ``command``.
 
     Raises:
         InstallError: it failed; with its last lines.

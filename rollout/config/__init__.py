@@ -1,21 +1,28 @@
-"""Settings: YAML, JSON or Python in, one frozen value per part out.
+"""The configuration: read from YAML, JSON or Python into frozen values.
 
-``RolloutConfig`` is the whole; each object is given only its own slice of it.  Unknown keys are
-refused with the nearest known one, and every message names the setting by its dotted path.
-Options meant for the engine itself travel through ``EngineConfig.options`` untouched.
+``RolloutConfig`` is the root; every object of the library gets only its own section.  An unknown
+key is an error that suggests the closest valid key.  Every error names the setting by its dotted
+path.  ``EngineConfig.options`` is passed to the engine unchanged.
 """
 
 from __future__ import annotations
 
+from rollout.config.base import is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
+from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
-from rollout.config.page import PageConfig, TimelineConfig
-from rollout.config.router import RouterConfig
-from rollout.config.slices import is_loopback
-from rollout.config.weights import StoreConfig, Transport, WeightsConfig, WeightUpdate
-from rollout.config.whole import ClusterConfig, RolloutConfig, ServerConfig, check_paths
+from rollout.config.root import (
+    ClusterConfig,
+    RolloutConfig,
+    ServerConfig,
+    TimelineConfig,
+    check_paths,
+    wrong_paths,
+)
+from rollout.config.weights import Casts, StoreConfig, Transport, WeightsConfig, WeightUpdate
 
 __all__ = [
+    "Casts",
     "ClusterConfig",
     "Drain",
     "EngineConfig",
@@ -34,4 +41,5 @@ __all__ = [
     "WeightsConfig",
     "check_paths",
     "is_loopback",
+    "wrong_paths",
 ]

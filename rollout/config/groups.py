@@ -1,19 +1,19 @@
-"""Engines, and the groups that they make."""
+"""Settings of engines and of groups of engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from engines.protocol import Endpoint, WorkerType
-from rollout.config.slices import Seconds, Slice
+from rollout.config.base import ConfigSection, Seconds
 
 
 class EngineKind(StrEnum):
-    """Which inference server an engine is."""
+    """Which inference server an engine runs."""
 
     EMBEDDED = "embedded"
     SGLANG = "sglang"
@@ -21,91 +21,111 @@ class EngineKind(StrEnum):
     ATTACHED = "attached"
 
 
-class EngineConfig(Slice):
+class EngineConfig(ConfigSection):
     """How one engine of a group is started."""
 
     kind: EngineKind = EngineKind.EMBEDDED
-    """``embedded`` runs on transformers in a process of ours; ``sglang`` launches SGLang;
-    ``attached`` uses engines that run already, and never ends them; ``fake`` answers without a
-    model, for tests of what is built on this."""
+    """``embedded`` runs the model on transformers in a child process. ``sglang`` launches SGLang.
+    ``attached`` uses engines that already run and never stops them. ``fake`` generates without a
+    model, for tests of code that uses this library."""
     urls: tuple[str, ...] = ()
-    """Where attached engines listen, ``http://host:port`` each; they are the group's engines."""
+    """Addresses of the attached engines, each ``http://host:port``; one engine per address."""
     python: str = ""
-    """Interpreter that has the engine, left out: this one; ``sglang-cpu``: the cached CPU one."""
+    """Python interpreter in which the engine is installed. Default: the interpreter of this
+    process; ``sglang-cpu``: the cached installation of SGLang for CPUs."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs one engine spans (tensor times pipeline parallel); 0 runs it on the CPU."""
+    """GPUs of one engine (tensor parallel times pipeline parallel); 0 runs it on the CPU."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Nodes one engine spans, each with an equal part of its GPUs; more than one needs Ray."""
+    """Nodes of one engine, each with an equal share of its GPUs; more than one needs Ray."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPU cores reserved for one engine on each of its nodes; also its number of torch threads."""
     weights_cpu_backup: bool | None = None
-    """Keep a host copy of the weights while released; left out, the release policy decides."""
+    """Keep a copy of the weights in host memory while they are released. Default: chosen from
+    ``weights.update``."""
     start_timeout_s: Seconds = 300.0
-    """Until the engine must answer as ready; past it, it is killed and its log shown."""
+    """Deadline for the engine to report ready; an engine that misses it is killed and its log is
+    shown."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """Options of the engine itself, in its own names, such as ``max-total-tokens: 20000``."""
+    """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables added to the engine's own."""
+    """Environment variables added to those of the engine process."""
 
-    @model_validator(mode="after")
-    def _attached_is_told_where_and_nothing_else(self) -> EngineConfig:
-        if self.kind is not EngineKind.ATTACHED:
-            if self.urls:
-                raise ValueError("urls are for engines of kind attached")
-            self._nodes_fit()
-            return self
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.kind is EngineKind.ATTACHED:
+            yield from self._conflicts_of_attached()
+        elif self.urls:
+            yield (
+                "urls",
+                "urls are for engines of kind attached; leave urls out, or set kind to attached",
+            )
+        if self.nodes > 1 and self.kind is EngineKind.EMBEDDED:
+            yield (
+                "nodes",
+                f"nodes {self.nodes}: an embedded engine runs on one node; use kind sglang",
+            )
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                yield "env", f"{name!r} cannot be an environment variable"
+        if self.gpus % self.nodes:
+            yield "gpus", f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes"
+
+    def _conflicts_of_attached(self) -> Iterator[tuple[str, str]]:
         if not self.urls:
-            raise ValueError("an attached engine needs urls, a list of http://host:port")
+            yield "urls", "an attached engine needs urls, a list of http://host:port"
         for url in self.urls:
-            Endpoint.of_url(url)
+            if not _is_address(url):
+                yield "urls", f"{url!r} is no address of an engine, which is http://host:port"
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls name an engine twice")
+            yield "urls", "urls name an engine twice; list each address once"
         launching = [name for name in ("gpus", "python", "options", "env") if getattr(self, name)]
         launching += ["nodes"] if self.nodes > 1 else []
         if launching:
-            raise ValueError(
-                f"{', '.join(launching)} cannot be set: an attached engine is launched by others"
+            yield (
+                launching[0],
+                f"{', '.join(launching)} cannot be set: this run does not launch attached engines",
             )
-        return self
-
-    def _nodes_fit(self) -> None:
-        if self.nodes > 1 and self.kind is EngineKind.EMBEDDED:
-            raise ValueError(f"nodes {self.nodes}: an embedded engine is on one node; SGLang can")
-        if self.gpus % self.nodes:
-            raise ValueError(f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes")
 
 
-class GroupConfig(Slice):
-    """Engines alike in every setting, which go through the lifecycle together."""
+class GroupConfig(ConfigSection):
+    """Engines with the same settings that go through the lifecycle together."""
 
     num_engines: Annotated[int, Field(ge=1)] = 1
-    """How many engines the group starts."""
+    """Number of engines in the group."""
     worker_type: WorkerType = WorkerType.REGULAR
-    """What its engines are for; ``placeholder`` reserves its place and starts nothing."""
+    """Role of its engines; ``placeholder`` reserves resources and starts nothing."""
     needs_offload: bool = True
-    """Whether it shares its GPUs with the trainer and gives their memory back each step."""
+    """Whether it shares its GPUs with the trainer and releases their memory each step."""
     min_engines: Annotated[int, Field(ge=0)] | None = None
-    """Fewest engines it may go on with when one fails; left out: 1, or all with ``raise``."""
+    """Fewest engines with which the group continues after a failure. Default: 1, or all engines
+    with ``lifecycle.on_failure: raise``."""
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _attached_engines_are_counted(cls, values: Any) -> Any:
+    def _count_attached_engines(cls, values: Any) -> Any:
         engine = values.get("engine") if isinstance(values, Mapping) else None
         urls = engine.get("urls") if isinstance(engine, Mapping) else getattr(engine, "urls", ())
         if urls and isinstance(urls, (list, tuple)):
             return {"num_engines": len(urls), **values}
         return values
 
-    @model_validator(mode="after")
-    def _urls_are_as_many_as_engines(self) -> GroupConfig:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         urls = self.engine.urls
         if urls and len(urls) != self.num_engines:
-            raise ValueError(f"num_engines {self.num_engines}, but {len(urls)} urls; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _min_engines_fit(self) -> GroupConfig:
+            yield (
+                "num_engines",
+                f"num_engines {self.num_engines}, but {len(urls)} urls; leave num_engines out",
+            )
         if self.min_engines is not None and self.min_engines > self.num_engines:
-            raise ValueError(f"min_engines {self.min_engines} is over num_engines")
-        return self
+            yield (
+                "min_engines",
+                f"min_engines {self.min_engines} is over num_engines {self.num_engines}",
+            )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        Endpoint.of_url(url)
+    except ValueError:
+        return False
+    return True

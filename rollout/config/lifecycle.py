@@ -1,107 +1,118 @@
-"""Deadlines of the phases, and how engines are watched."""
+"""Settings of the phases and of health checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rollout.config.slices import Seconds, Slice
+from rollout.config.base import ConfigSection, PathText, Seconds
 
 
 class Drain(StrEnum):
-    """What becomes of the requests in flight when their engines are paused."""
+    """What happens to requests in flight when their engine is paused."""
 
     ABORT = "abort"
     RETRACT = "retract"
     FINISH = "finish"
 
 
-class LifecycleConfig(Slice):
-    """Deadlines of the phases, and what happens to an engine that misses one."""
+class LifecycleConfig(ConfigSection):
+    """Deadlines of the phases, and what happens when an engine misses one."""
 
     on_failure: Literal["fence", "raise"] = "fence"
-    """``fence`` goes on without the failed engine; ``raise`` stops the step."""
+    """``fence`` continues without the failed engine; ``raise`` fails the step."""
     drain: Drain = Drain.ABORT
-    """Requests in flight at a pause: ``abort`` ends them with the tokens they have; ``retract``
-    lets them go on afterwards, under the new weights; ``finish`` waits for them first."""
+    """What happens to requests in flight at a pause. ``abort`` ends them and returns the tokens so
+    far. ``retract`` keeps them and continues them later with the new weights. ``finish`` waits
+    until they are complete."""
     drain_timeout_s: Seconds = 60.0
-    """What ``finish`` gives them, and what those of an engine that is removed get; then they
-    are aborted."""
+    """How long ``finish`` waits for requests, and how long the requests of an engine that is being
+    removed may run; after that they are aborted."""
     pause_timeout_s: Seconds = 60.0
-    """Until every engine has stopped generating."""
+    """Deadline for every engine to stop generating."""
     flush_timeout_s: Seconds = 60.0
-    """Until nothing is in flight and the caches are empty; waits inside the engine."""
+    """Deadline for every engine to have no requests in flight and empty caches; the engine itself
+    waits for that."""
     release_timeout_s: Seconds = 120.0
-    """Until the memory is given back, backup to the host included."""
+    """Deadline for releasing memory, including the copy of the weights to the host."""
     resume_timeout_s: Seconds = 120.0
-    """Until the memory is there again."""
+    """Deadline for taking the memory back."""
     update_timeout_s: Seconds = 600.0
-    """Until one engine holds all of a push."""
+    """Deadline for one engine to receive a whole push."""
     verify_timeout_s: Seconds = 60.0
-    """Until every engine has shown its weight version and fingerprints."""
+    """Deadline for every engine to report its weight version and fingerprints."""
     verify_by: Literal["fingerprint", "canary", "version"] = "fingerprint"
-    """``fingerprint`` reads all weights once per step, and has those that it cannot compare tell a
-    canary; ``canary`` compares log-probabilities of fixed prompts in its place; ``version`` only
-    asks for the number."""
+    """How weights are verified after a push. ``fingerprint`` reads all weights once per step; an
+    engine whose fingerprints cannot be compared gets the log-prob check. ``canary`` is the log-prob
+    check alone: it compares log-probabilities of fixed prompts. ``version`` compares only the
+    version number."""
     canary_prompts: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = ()
-    """Token ids of those prompts; left out: two, drawn from the middle of the vocabulary."""
+    """Token ids of the prompts of the log-prob check. Default: two prompts drawn from the middle of
+    the vocabulary."""
     canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
-    """Nats by which they may differ on average, and ten times that at one token; equal weights
-    do on other kernels and layouts, lost ones by whole nats."""
+    """Largest average difference of log-probabilities, in nats; one token may differ by ten times
+    as much. Equal weights differ by less on other kernels and layouts; corrupt weights differ by
+    whole nats."""
     continue_timeout_s: Seconds = 60.0
-    """Until every engine generates again."""
+    """Deadline for every engine to accept requests again."""
     stop_timeout_s: Seconds = 15.0
-    """What engines and router get to end by themselves before they are killed."""
+    """How long engines and router may take to exit before they are killed."""
     lock_timeout_s: Seconds = 900.0
-    """How long a command waits for the one before it; then it is refused with its owner."""
+    """How long a command waits for the command before it; then it fails and the error names that
+    command."""
 
 
-class HealthConfig(Slice):
-    """How engines are watched, and how a dead one comes back.
+class HealthConfig(ConfigSection):
+    """How engines are probed, and how a dead engine is restarted.
 
-    An engine that falls silent, with its node or alone, is out of its group after at most
-    ``probes_to_dead * (probe_interval_s + probe_timeout_s)`` seconds, 40 as these are; after
-    ``patience`` times as many where its group has too few without it.
+    An engine that stops answering, alone or with its node, is taken out of its group after at most
+    ``probes_to_dead * (probe_interval_s + probe_timeout_s)`` seconds, 40 with the defaults. If its
+    group would have too few engines without it, this takes ``patience`` times as long.
     """
 
     recover: bool = True
-    """Watch the engines and replace dead ones; without it an engine that fails stays fenced."""
+    """Probe the engines and replace dead ones; if false, an engine that fails stays fenced."""
     probe_interval_s: Seconds = 5.0
-    """From one look at all engines to the next; a failure the router sees is looked at at once."""
+    """Time between two probes of all engines; an engine that the router lost is probed at once."""
     probe_timeout_s: Seconds = 5.0
-    """How late the answer to a probe may be; probes have connections of their own."""
+    """Deadline for the reply to a probe; probes use separate connections."""
     probes_to_suspect: Annotated[int, Field(ge=1)] = 2
-    """Failed probes in a row after which new requests go to others, if others are well."""
+    """Failed probes in a row after which an engine gets no new requests, if other engines are
+    healthy."""
     probes_to_dead: Annotated[int, Field(ge=1)] = 4
     """Failed probes in a row after which an engine is killed and replaced."""
     patience: Annotated[int, Field(ge=1)] = 3
-    """Times as many failed probes for an engine without which its group has too few left."""
+    """Factor on ``probes_to_dead`` for an engine without which its group has too few engines."""
     reports_to_dead: Annotated[int, Field(ge=1)] = 3
-    """Times the router may lose an engine that answers probes, before it is replaced."""
+    """Failures that the router reports of an engine that answers probes, before it is replaced."""
     probes_to_trust: Annotated[int, Field(ge=1)] = 12
-    """Answered probes in a row after which what the router reported before is forgotten."""
+    """Answered probes in a row after which earlier reports of the router no longer count."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """Restarts of one engine before it stays fenced for good."""
+    """Restarts of one engine after which it stays fenced."""
     backoff_s: Seconds = 2.0
-    """Pause before the second restart of an engine in a row; doubles with each more."""
+    """Wait before the second restart of an engine in a row; doubles with each further restart."""
     max_backoff_s: Seconds = 120.0
-    """Longest pause between two restarts of an engine."""
+    """Longest wait between two restarts of an engine."""
     forget_after_s: Seconds = 600.0
-    """An engine that has served this long has all its restarts again."""
+    """After serving this long, an engine's earlier restarts no longer count."""
     max_parallel_restarts: Annotated[int, Field(ge=1)] = 4
-    """Engines of a server started again at the same time; loading many starves the others."""
-    weights_path: str | None = None
-    """Where saved weights are, as ``/ckpt/{version}``: a restarted engine need not await a push."""
-    weights_from_peers: bool = False
-    """A restarted engine takes the weights of one of its group that was proved at the current
-    version, after the store and before the disk. Embedded engines only, without an adapter."""
+    """Engines of one server that may restart at the same time; loading many slows the others."""
+    weights_path: PathText | None = None
+    """Where each weight version is saved, for example ``/ckpt/{version}``. A restarted engine loads
+    its weights from there instead of waiting for the next push."""
 
-    @model_validator(mode="after")
-    def _thresholds_fit(self) -> HealthConfig:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.probes_to_suspect > self.probes_to_dead:
-            raise ValueError(f"probes_to_suspect {self.probes_to_suspect} is over probes_to_dead")
+            yield (
+                "probes_to_suspect",
+                f"probes_to_suspect {self.probes_to_suspect} is over probes_to_dead "
+                f"{self.probes_to_dead}",
+            )
         if self.weights_path is not None and "{version}" not in self.weights_path:
-            raise ValueError("weights_path has no {version} in it, so it would always be the same")
-        return self
+            yield (
+                "weights_path",
+                "weights_path must contain {version}, for example /ckpt/{version}",
+            )

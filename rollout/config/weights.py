@@ -1,13 +1,14 @@
-"""What is pushed, how it travels, and where it is kept."""
+"""Settings of weight pushes and of the weight store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from rollout.config.slices import Seconds, Slice
+from rollout.config.base import ConfigSection, PathText, Seconds
 
 
 class WeightUpdate(StrEnum):
@@ -30,102 +31,112 @@ class Transport(StrEnum):
     CUDA_IPC = "cuda_ipc"
 
 
-class StoreConfig(Slice):
-    """The current policy in spare memory, for engines that come back without the trainer.
+class Casts(StrEnum):
+    """Which other float types than the model's a push may have."""
 
-    Each node takes twice its share of ``replicas`` copies of the model (two versions), at most
-    twice the model, and what it lacks of the model while an engine is restored there; ``rollout
-    plan`` says how much that is. Leave it off where that memory is needed by engines or trainer,
-    where a saved checkpoint of every version is at hand anyway, or where engines may wait for the
+    NONE = "none"
+    NARROW = "narrow"
+    ANY = "any"
+
+
+class StoreConfig(ConfigSection):
+    """A copy of the published weights in spare host memory, from which engines are restored.
+
+    Each node holds two versions of its share of ``replicas`` copies of the model, at most twice
+    the model. While an engine is restored on a node, the node also holds the rest of the model.
+    ``rollout plan`` prints the amount. Leave the store off if engines or trainer need that memory,
+    if every version is saved as a checkpoint anyway, or if a restarted engine may wait for the
     next push.
     """
 
     replicas: Annotated[int, Field(ge=1)] = 2
-    """Different nodes that keep each byte; nodes that may be lost are one less."""
-    path: str = "/dev/shm"
-    """Folder in memory, the same on every node. In a tmpfs mounted with ``huge=within_size``
-    the first write costs a quarter, and restores go up to twice as fast."""
+    """Number of nodes that keep each byte; one node fewer may be lost without losing weights."""
+    path: PathText = "/dev/shm"
+    """Folder in tmpfs, the same path on every node. With the mount option ``huge=within_size`` the
+    first write takes a quarter of the time, and restores are up to twice as fast."""
     unit_bytes: Annotated[int, Field(ge=1)] = 64 << 20
-    """About how much is placed, sent and proved together: an expert, or a piece of a layer."""
+    """Approximate size of one unit, which is placed, sent and verified as a whole: an expert, or a
+    part of a layer."""
     segment_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """About how long one file is."""
+    """Approximate size of one file."""
     transfer: Literal["tcp", "mooncake"] = "tcp"
-    """How a node reads what it lacks from others, under Ray. ``mooncake`` (extra ``mooncake``) is
-    for RDMA networks; elsewhere plain ``tcp`` is faster. It authenticates nobody: for closed
-    networks only. Where it fails, ``tcp`` is used."""
+    """How nodes read missing bytes from each other, under Ray. ``mooncake`` (extra ``mooncake``) is
+    for RDMA networks; on other networks ``tcp`` is faster. ``mooncake`` has no authentication: use
+    it on private networks only. If it fails, ``tcp`` is used."""
     spare_bytes: Annotated[int, Field(ge=0)] = 2 << 30
-    """Memory of each node that it leaves free; with less than this, pushes are not kept."""
+    """Memory that stays free on each node; if a push would leave less, it is not stored."""
     lease_s: Seconds = 600.0
-    """A run of which nothing is heard for so long loses its bytes."""
+    """The stored weights of a run are deleted if the run is not heard from for this long."""
     write_timeout_s: Seconds = 600.0
-    """Until a push is kept, in the background; past it, that push is not."""
+    """Deadline for storing a push, in the background; a push that misses it is not stored."""
     max_failures: Annotated[int, Field(ge=1)] = 3
-    """Failures in a row after which it switches itself off."""
+    """Failures in a row after which the store switches itself off."""
 
 
-class WeightsConfig(Slice):
+class WeightsConfig(ConfigSection):
     """How new weights reach the engines."""
 
     update: WeightUpdate = WeightUpdate.FULL
-    """What a push contains; decides what a release may forget."""
+    """What a push contains; decides which memory a release may discard."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
-    """Bytes of tensors sent in one call."""
+    """Bytes of tensors sent in one request."""
     transport: Transport = Transport.AUTO
-    """``auto``: ``shared_memory`` where all engines run on the trainer's host and it has room, else
-    ``tensor``. ``distributed`` broadcasts (gloo, NCCL), through a group that is kept as long as
-    the engines are the same; ``disk`` keeps each version."""
+    """How a push travels. ``auto`` uses ``shared_memory`` if all engines run on the trainer's host
+    and it has room, else ``tensor``. ``distributed`` broadcasts (gloo, NCCL) through a process
+    group that is kept as long as the engines stay the same. ``disk`` saves each version."""
+    casts: Casts = Casts.NARROW
+    """Which tensors of another float type than the checkpoint's are accepted. ``narrow``: wider
+    ones, such as float32 for a bfloat16 model, which the engine rounds. ``any``: also bfloat16 or
+    float16 for a float32 model, whose lower bits were lost before. ``none``: no others."""
     stream: bool = False
-    """Make a bucket while engines take the one before: faster, and no copy of the model is ever
-    whole, but the tensors must not change until the push has ended."""
+    """Prepare a bucket while the engines load the previous one: faster, and never needs a whole
+    copy of the model, but the tensors must not change until the push has ended."""
     fingerprint: bool = True
-    """Fingerprint what is pushed, and compare it with what engines hold that can tell."""
-    shared_memory_path: str = "/dev/shm"
-    """Folder in tmpfs for ``shared_memory``; what is taken there is kept for the next push. In a
-    tmpfs mounted with ``huge=within_size`` taking it costs less."""
-    disk_path: str | None = None
-    """Folder for ``disk``, as ``/ckpt/{version}``; give ``health.weights_path`` the same."""
+    """Compute fingerprints of pushed tensors, and compare them with those that engines report."""
+    shared_memory_path: PathText = "/dev/shm"
+    """Folder in tmpfs for ``shared_memory``; the memory is kept for the next push. The mount option
+    ``huge=within_size`` makes taking it faster."""
+    disk_path: PathText | None = None
+    """Folder for ``disk``, for example ``/ckpt/{version}``; also set ``health.weights_path``."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of ``distributed``; ``auto``: NCCL for tensors on a GPU."""
+    """Backend of ``distributed``; ``auto`` uses NCCL for tensors on a GPU, else gloo."""
     group_timeout_s: Seconds = 60.0
-    """Until all engines have joined a broadcast, and for each bucket of it; then all are freed."""
+    """Deadline for all engines to join a broadcast, and for each of its buckets; after it, the
+    broadcast is cancelled on all of them."""
     adapter: str = "policy"
-    """Name under which adapters are pushed with ``update: lora``; requests give it as
-    ``lora_path``."""
+    """Name of pushed adapters with ``update: lora``; requests select it with ``lora_path``."""
     store: StoreConfig | None = None
-    """Keep the published weights in the nodes' memory: ``true``, or settings of its own."""
+    """Keep the published weights in the nodes' memory: ``true``, or the settings of the store."""
 
     @field_validator("store", mode="before")
     @classmethod
-    def _store_is_a_switch_too(cls, value: Any) -> Any:
+    def _store_accepts_a_boolean(cls, value: Any) -> Any:
         return ({} if value else None) if isinstance(value, bool) else value
 
-    @model_validator(mode="after")
-    def _store_gets_whole_pushes(self) -> WeightsConfig:
-        if self.store is None:
-            return self
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.store is not None:
+            yield from self._conflicts_of_store()
+        if self.transport is Transport.DISK and self.disk_path is None:
+            yield "disk_path", "transport disk needs disk_path, for example /ckpt/{version}"
+        if self.disk_path is not None and "{version}" not in self.disk_path:
+            yield "disk_path", "disk_path must contain {version}, for example /ckpt/{version}"
+
+    def _conflicts_of_store(self) -> Iterator[tuple[str, str]]:
         if self.update not in (WeightUpdate.FULL, WeightUpdate.LORA):
-            raise ValueError(
+            yield (
+                "store",
                 f"the store keeps full pushes, and weights.update is {self.update}; leave out "
-                "weights.store"
+                "weights.store",
             )
-        if self._streams():
-            raise ValueError(
-                "the store keeps what a push leaves behind, and with stream, distributed or "
-                "cuda_ipc it leaves nothing; use shared_memory, tensor or disk without stream"
+        if self.stream or self.transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC):
+            yield (
+                "store",
+                "the store copies the data of a push, and stream, distributed and cuda_ipc keep "
+                "no data to copy; use shared_memory, tensor or disk without stream",
             )
         if not self.fingerprint:
-            raise ValueError(
-                "the store proves what it reads by the push's fingerprints; set fingerprint to true"
+            yield (
+                "store",
+                "the store verifies what it reads by the fingerprints of the push; set "
+                "weights.fingerprint to true",
             )
-        return self
-
-    def _streams(self) -> bool:
-        return self.stream or self.transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC)
-
-    @model_validator(mode="after")
-    def _disk_has_a_place(self) -> WeightsConfig:
-        if self.transport is Transport.DISK and self.disk_path is None:
-            raise ValueError("transport disk needs disk_path, as /ckpt/{version}")
-        if self.disk_path is not None and "{version}" not in self.disk_path:
-            raise ValueError("disk_path has no {version} in it, so it would always be the same")
-        return self

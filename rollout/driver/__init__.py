@@ -1,1 +1,55 @@
-"""From prompts to sample groups: what a training loop calls each step."""
+"""From prompts to sample groups: what a training loop calls each step.
+
+Users import from here, from ``rollout.driver.rewards`` (ready-made rewards) and from
+``rollout.driver.trackers`` (metrics to TensorBoard, wandb, files).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollout.driver.client.retry import RetryPolicy
+from rollout.driver.client.session import Session
+from rollout.driver.data.parquet_dump import Replay, load_groups, save_groups
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import PromptData, jsonl, parquet
+from rollout.driver.driver import Driver, RolloutDriver
+from rollout.driver.evaluation import EvalDataset, EvalPlan, EvalResult
+from rollout.driver.stream.hooks import Hooks, drop_zero_std
+from rollout.driver.stream.options import RolloutOptions
+
+if TYPE_CHECKING:
+    from rollout.driver.data.batch import packed, padded, train_data
+else:
+
+    def __getattr__(name: str) -> Any:
+        # These need numpy (the extra `data`), so they are imported at the first use.
+        if name not in ("packed", "padded", "train_data"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from rollout.driver.data import batch
+
+        return getattr(batch, name)
+
+
+__all__ = [
+    "Driver",
+    "EvalDataset",
+    "EvalPlan",
+    "EvalResult",
+    "Hooks",
+    "Prompt",
+    "PromptData",
+    "Replay",
+    "RetryPolicy",
+    "RolloutDriver",
+    "RolloutOptions",
+    "Session",
+    "drop_zero_std",
+    "jsonl",
+    "load_groups",
+    "packed",
+    "padded",
+    "parquet",
+    "save_groups",
+    "train_data",
+]

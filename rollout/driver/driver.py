@@ -1,64 +1,68 @@
 """The rollout driver: prompts in, sample groups out, in the order of the prompts.
 
 Always true: every prompt is delivered as one group, dropped by a filter or for its age and counted
-as that, or still pending in its stream; a list of prompts without filters comes back whole.
+as dropped, or pending in its stream; without filters, every prompt of a list is delivered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engines.protocol import SamplingParams
-from rollout.driver.completing import Completer
-from rollout.driver.concurrency import Bounds, next_limit
-from rollout.driver.door import Door
-from rollout.driver.evaluation import EvalDataset, EvalResult, evaluated
-from rollout.driver.hooks import Hooks, OnSample, Reward
-from rollout.driver.http_door import HttpDoor
-from rollout.driver.limiter import Limiter
-from rollout.driver.metrics import length_histogram, step_metrics
-from rollout.driver.options import Batch, RolloutOptions
-from rollout.driver.ports import Engines, Progress, PromptSource
-from rollout.driver.prompts import Prompt as Prompt
-from rollout.driver.retry import Patience
-from rollout.driver.sources import Fixed
-from rollout.driver.stream import Stream
-from rollout.errors import ConfigError, RolloutError
-from rollout.pending import LoopThread, Pending
-from rollout.samples import SampleGroup, all_samples, version_number
+from rollout.core.arguments import (
+    check_callable,
+    check_kind,
+    check_number,
+    check_positive,
+    wrong,
+)
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.pending import LoopThread, Pending
+from rollout.core.samples import SampleGroup, all_samples
+from rollout.driver.client.completer import Completer
+from rollout.driver.client.generation_client import GenerationClient
+from rollout.driver.client.http_client import HttpGenerationClient
+from rollout.driver.client.limiter import Limiter, next_limit
+from rollout.driver.client.retry import RetryPolicy
+from rollout.driver.data.prompt import Prompt, PromptSource
+from rollout.driver.data.prompt_data import FixedPrompts
+from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
+from rollout.driver.stream.hooks import Hooks, OnSample, Reward
+from rollout.driver.stream.options import BatchPlan, RolloutOptions
+from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
+from rollout.driver.stream.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 OnProgress = Callable[[Progress], None]
-_DEFAULT_OPTIONS = RolloutOptions()
 
 
 class RolloutDriver:
-    """The driver as coroutines, for callers with an event loop of their own.
+    """The driver as coroutines, for callers with their own event loop.
 
     Args:
-        url: the router's.
+        url: of the router, or of one engine.
         reward: called with each completed or truncated sample; sync or async.
-        hooks: more callables of the user; ``reward`` goes before theirs.
-        max_in_flight: requests at the same time; further ones wait.
-        adapt_every_s: how often the number in flight follows the engines' load, up to
-            ``max_in_flight``; None leaves it there.
+        hooks: more callables of the user; ``reward`` overrides theirs.
+        max_in_flight: requests at the same time; more wait.
+        adapt_every_s: seconds between adaptations of the number in flight to the engines' load,
+            up to ``max_in_flight``; None for no adaptation.
         request_timeout_s: for one completion.
-        max_failed_share: a call whose share of failed samples is over this raises; where
-            ``options`` are given, theirs counts.
-        lora_path: name of the LoRA adapter that everything is generated with; None: the base.
-        key: the router's ``client_key``, where it has one.
-        control_key: the router's, for aborts and figures; left out: ``key``.
-        max_prompt_tokens: a longer prompt in a list raises before anything is generated.
-        patience: how much one sample may go through before it fails.
-        on_metrics: told the figures of every rollout and evaluation.
-        door: in the place of HTTP to ``url``.
-        clock: seconds that slots are counted in; the event loop's if left out.
+        max_failed_share: a call with a higher share of failed samples raises; ``options``, if
+            given, override it.
+        lora_path: name of the LoRA adapter for all requests; None: the base model.
+        key: the router's ``client_key``, if it has one.
+        control_key: the router's, for aborts and metrics; empty: ``key``.
+        max_prompt_tokens: a longer prompt in a list raises before generation begins.
+        retry_policy: how many failures one sample survives.
+        on_metrics: called with the metrics of every rollout and evaluation.
+        client: used instead of HTTP to ``url``.
+        clock: seconds for the use of slots; None: the event loop's.
     """
 
     def __init__(
@@ -75,21 +79,30 @@ class RolloutDriver:
         lora_path: str | None = None,
         key: str = "",
         control_key: str = "",
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         on_metrics: OnMetrics | None = None,
-        door: Door | None = None,
+        client: GenerationClient | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if max_in_flight < 1:
-            raise ConfigError(f"max_in_flight = {max_in_flight}: must be at least 1")
-        given = hooks or Hooks()
+        check_number("max_in_flight", max_in_flight, least=1, whole=True)
+        check_positive("request_timeout_s", request_timeout_s)
+        if adapt_every_s is not None:
+            check_positive("adapt_every_s", adapt_every_s)
+        if max_prompt_tokens is not None:
+            check_number("max_prompt_tokens", max_prompt_tokens, least=1, whole=True)
+        for name, function in (("reward", reward), ("on_metrics", on_metrics), ("clock", clock)):
+            check_callable(name, function)
+        if client is None:
+            _check_connection(url, key, control_key)
+        given = Hooks() if hooks is None else hooks
+        check_kind("hooks", given, Hooks, "Hooks")
         self._hooks = given if reward is None else replace(given, reward=reward)
-        self._options = replace(_DEFAULT_OPTIONS, max_failed_share=max_failed_share)
-        self._bounds = Bounds(highest=max_in_flight)
+        self._options = RolloutOptions(max_failed_share=max_failed_share)
+        self._max_in_flight = max_in_flight
         self._adapt_every_s = adapt_every_s
-        self._most = max_prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
         self._on_metrics = on_metrics
-        door = door or HttpDoor(
+        client = client or HttpGenerationClient(
             url,
             timeout_s=request_timeout_s,
             lora_path=lora_path,
@@ -97,23 +110,23 @@ class RolloutDriver:
             control_key=control_key,
         )
         limiter = Limiter(max_in_flight, clock=clock or asyncio.get_running_loop().time)
-        completer = Completer(door, limiter, patience or Patience(), on_version=self._saw_version)
-        self._engines = Engines(door, limiter, completer)
-        self._streams: dict[int, tuple[PromptSource, Stream]] = {}
+        self._engines = Completer(client, limiter, retry_policy or RetryPolicy())
+        # By the id of the source, which is not reused because the stream keeps the source.
+        self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
-        self._watching: asyncio.Task[None] | None = None
-        self._reporting: set[asyncio.Task[None]] = set()
+        self._load_task: asyncio.Task[None] | None = None
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Abort what is in flight and close the connections."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-        if self._reporting:  # each has a deadline of its own
-            await asyncio.wait(self._reporting)
-        streams = [stream for _, stream in self._streams.values()]
-        await asyncio.gather(*(stream.close() for stream in [*streams, *self._lists]))
-        await self._engines.door.close()
+        """Abort all requests in flight and close the connections."""
+        if self._load_task is not None:
+            self._load_task.cancel()
+            await asyncio.wait([self._load_task])
+        if self._reports:  # each has its own deadline
+            await asyncio.wait(self._reports)
+        streams = [*self._streams.values(), *self._lists]
+        await asyncio.gather(*(stream.close() for stream in streams))
+        await self._engines.client.close()
 
     async def __aenter__(self) -> RolloutDriver:
         return self
@@ -140,30 +153,33 @@ class RolloutDriver:
 
         Args:
             rollout_id: the step; kept in each sample's metadata.
-            prompts: a list, of which every prompt comes back as a group; or a source, of which
-                the next ``num_groups`` are made, and which keeps its partial groups here.
-            options: how; see ``RolloutOptions``.
-            weight_version: the policy's, where the caller knows it; samples are too old by it.
+            prompts: a list, of which every prompt is returned as a group; or a source, of which the
+                next ``num_groups`` are taken.  The driver keeps the source's unfinished groups.
+            options: see ``RolloutOptions``.
+            weight_version: the policy's, if the caller knows it; used to find stale samples.
             on_sample: called as each sample ends.
-            on_progress: called as the batch fills, for a progress bar.
+            on_progress: called while the batch fills, for a progress bar.
 
         Raises:
-            ConfigError: no prompt, an empty prompt, or a setting that does not fit.
-            RolloutError: too many samples failed, or filters dropped too much; nothing is lost.
+            ConfigError: no prompt, an empty prompt, or a wrong setting.
+            RolloutError: too many samples failed, or filters dropped too many groups; finished
+                groups of a source stay for the next call.
         """
-        self._watch()
-        options = options or self._options
+        options = self._options if options is None else options
+        _check_rollout(rollout_id, options, on_sample=on_sample, on_progress=on_progress)
         if weight_version is not None:
             self.set_weight_version(weight_version)
+        _check_prompts(prompts)
         if isinstance(prompts, Sequence):
             self._check(prompts)
-            batch = Batch(len(prompts), group_size, sampling)
-            stream = Stream(Fixed(prompts), self._engines, self._hooks, batch, options)
+            batch = BatchPlan(len(prompts), group_size, sampling)
+            stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
             self._lists.add(stream)
         else:
             if num_groups is None:
                 raise ConfigError("num_groups is needed to roll out from a source")
-            stream = self._stream(prompts, Batch(num_groups, group_size, sampling), options)
+            stream = self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
+        self._start_following_load()
         if options.max_version_lag is not None:
             await self._refresh()
         try:
@@ -174,41 +190,44 @@ class RolloutDriver:
                 self._lists.discard(stream)
         if isinstance(prompts, Sequence) and not groups:
             raise RolloutError(f"filters dropped all groups: {dict(stream.stats.rejected)}")
-        for group in groups:
-            for sample in group.samples:
-                sample.metadata["rollout_id"] = rollout_id
-        figures = step_metrics(groups, stream.stats, weight_version=self.weight_version)
-        self._tell(rollout_id, figures, lengths=length_histogram(list(all_samples(groups))))
+        for sample in all_samples(groups):
+            sample.metadata["rollout_id"] = rollout_id
+        metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
+        self._publish(rollout_id, metrics, lengths=length_histogram(list(all_samples(groups))))
         return groups
 
     async def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
-        """Evaluate every data set, all tokens from one weight version.
+        """Evaluate every data set; all tokens come from one weight version.
 
         Raises:
-            ConfigError: a data set's settings do not fit.
-            RolloutError: the weight version changed meanwhile, and again when it was redone.
+            ConfigError: a data set has wrong settings.
+            RolloutError: the weight version changed during every try.
         """
-        self._watch()
+        check_kind("datasets", datasets, Mapping, "EvalDataset by name")
+        for name, dataset in datasets.items():
+            check_kind(f"datasets[{name!r}]", dataset, EvalDataset, "an EvalDataset")
+        self._start_following_load()
         await self._refresh()
-        result = await evaluated(
+        result = await evaluate_datasets(
             rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
         )
-        self._tell(rollout_id, result.metrics)
+        self._publish(rollout_id, result.metrics)
         return result
 
     # -- state ------------------------------------------------------------------------------
 
     @property
     def weight_version(self) -> int | None:
-        """The policy's newest version, as far as the driver knows."""
+        """The newest version of the policy that the driver knows."""
         return self._engines.weight_version
 
     def set_weight_version(self, version: int) -> None:
-        """The policy has moved on; an older one than is known changes nothing."""
-        self._engines.weight_version = max(version, self._engines.weight_version or 0)
+        """Set the policy's version; one that is older than the known version is ignored."""
+        check_number("weight_version", version, least=0, whole=True)
+        self._engines.note_version(version)
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
-        """Source, partial groups and all: JSON that ``restore`` goes on from.
+        """The state of source and unfinished groups, as JSON for ``restore``.
 
         Raises:
             ConfigError: nothing was rolled out from this source.
@@ -216,14 +235,14 @@ class RolloutDriver:
         return self.stream_of(source).state_dict()
 
     def stream_of(self, source: PromptSource) -> Stream:
-        """The stream of a source that was rolled out from.
+        """The stream of a source.
 
         Raises:
-            ConfigError: nothing was.
+            ConfigError: nothing was rolled out from this source.
         """
         if id(source) not in self._streams:
             raise ConfigError("nothing was rolled out from this source by this driver")
-        return self._streams[id(source)][1]
+        return self._streams[id(source)]
 
     def restore(
         self,
@@ -235,90 +254,112 @@ class RolloutDriver:
         sampling: SamplingParams,
         options: RolloutOptions | None = None,
     ) -> None:
-        """Go on where ``state`` was written, instead of where ``source`` begins.
+        """Continue ``source`` from ``state``.
 
         Raises:
             ConfigError: the state does not fit the source or the group size.
         """
-        batch = Batch(num_groups, group_size, sampling)
+        batch = BatchPlan(num_groups, group_size, sampling)
         self._stream(source, batch, options or self._options).load_state_dict(state)
 
-    def _stream(self, source: PromptSource, batch: Batch, options: RolloutOptions) -> Stream:
-        if id(source) in self._streams:
-            stream = self._streams[id(source)][1]
+    def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
+        stream = self._streams.get(id(source))
+        if stream is None:
+            stream = Stream(source, self._engines, self._hooks, batch, options)
+            self._streams[id(source)] = stream
+        else:
             stream.change(batch, options)
-            return stream
-        stream = Stream(source, self._engines, self._hooks, batch, options)
-        # With the source, so that its id stays its own.
-        self._streams[id(source)] = (source, stream)
         return stream
 
     # -- engines ----------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        if self._adapt_every_s is not None and self._watching is None:
-            self._watching = asyncio.create_task(self._follow_load(self._adapt_every_s))
+    def _start_following_load(self) -> None:
+        if self._adapt_every_s is not None and self._load_task is None:
+            self._load_task = asyncio.create_task(self._follow_load(self._adapt_every_s))
 
     async def _follow_load(self, every_s: float) -> None:
         limiter = self._engines.limiter
         while True:
             try:
-                load = await self._engines.door.load()
-            except Exception:  # the next look may be better
+                load = await self._engines.client.load()
+            except Exception:  # the loop has to outlive one failed query
                 logger.warning("cannot read the engines' load", exc_info=True)
                 load = None
             if load is not None:
-                limiter.limit = next_limit(limiter.limit, limiter.num_used, load, self._bounds)
+                limiter.limit = next_limit(
+                    limiter.limit, limiter.num_used, load, self._max_in_flight
+                )
             await asyncio.sleep(every_s)
 
     async def _refresh(self) -> None:
-        load = await self._engines.door.load()
-        if load is not None and load.weight_version is not None:
-            self.set_weight_version(load.weight_version)
-
-    def _saw_version(self, version: str) -> None:
-        number = version_number(version)
-        if number is not None and number > (self._engines.weight_version or -1):
-            self._engines.weight_version = number
+        load = await self._engines.client.load()
+        if load is not None:
+            self._engines.note_version(load.weight_version)
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         if not prompts:
             raise ConfigError("rollout needs at least one prompt")
+        most = self._max_prompt_tokens
         for index, prompt in enumerate(prompts):
+            check_kind(f"prompts[{index}]", prompt, Prompt, "a Prompt(ids)")
+            _check_ids(f"prompts[{index}].ids", prompt.ids)
             if not prompt.ids:
                 raise ConfigError(f"prompt {index} has no tokens")
-            if self._most is not None and len(prompt.ids) > self._most:
+            if most is not None and len(prompt.ids) > most:
                 raise ConfigError(
-                    f"prompt {index} has {len(prompt.ids)} tokens, at most {self._most} fit",
+                    f"prompt {index} has {len(prompt.ids)} tokens, at most {most} fit",
                     setting="max_prompt_tokens",
-                    value=self._most,
+                    value=most,
                 )
 
-    def _tell(self, rollout_id: int, figures: Mapping[str, float], **more: Any) -> None:
-        """The caller's callback, and whoever looks at the server; the latter is not waited for."""
-        told = {"step": rollout_id, "metrics": dict(figures), **more}
-        task = asyncio.create_task(self._engines.door.report(told), name="driver-report")
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
+    def _publish(self, rollout_id: int, metrics: Mapping[str, float], **more: Any) -> None:
+        """Call ``on_metrics`` and send the metrics to the server's page, without waiting for it."""
+        figures = {"step": rollout_id, "metrics": dict(metrics), **more}
+        task = asyncio.create_task(self._engines.client.report(figures), name="driver-report")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
         if self._on_metrics is not None:
-            self._on_metrics(rollout_id, figures)
+            self._on_metrics(rollout_id, metrics)
+
+
+def _check_rollout(rollout_id: Any, options: Any, **callbacks: Any) -> None:
+    check_kind("options", options, RolloutOptions, "RolloutOptions")
+    check_number("rollout_id", rollout_id, least=0, whole=True)
+    for name, function in callbacks.items():
+        check_callable(name, function)
+
+
+def _check_prompts(prompts: Any) -> None:
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+    if not is_list and not hasattr(prompts, "take"):
+        raise wrong("prompts", prompts, "a list of Prompt, or a source such as PromptData")
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if isinstance(ids, str) or not all(type(one) is int for one in ids):
+        raise wrong(name, ids, "token ids, each an int")
+
+
+def _check_connection(url: str, *keys: str) -> None:
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise wrong("url", url, "the http://host:port of a router or an engine, as policy.url")
+    if not all(isinstance(key, str) and key.isascii() and key.isprintable() for key in keys):
+        raise ConfigError("key, control_key: must be printable ASCII text")
 
 
 class Driver:
-    """The driver for a training loop without an event loop: calls return a ``Pending``.
+    """The driver for training loops without an event loop: calls return a ``Pending``.
 
-    Takes the arguments of ``RolloutDriver``; use as a context manager or ``close`` it.  Hooks and
-    callbacks are called on the driver's thread.
+    Takes the arguments of ``RolloutDriver``.  Use it as a context manager, or call ``close``.
+    Hooks and callbacks are called on the driver's thread.
     """
 
     def __init__(self, url: str, reward: Reward | None = None, **settings: Any) -> None:
-        self._loop = LoopThread("rollout-driver")
-
-        async def make() -> RolloutDriver:
-            return RolloutDriver(url, reward, **settings)
-
+        self._loop = LoopThread("driver")
         try:
-            self._driver = self._loop.submit(make()).result()
+            self._driver: RolloutDriver = self._run_on_loop(
+                lambda: RolloutDriver(url, reward, **settings)
+            )
         except BaseException:
             self._loop.close()
             raise
@@ -344,20 +385,20 @@ class Driver:
         return self._loop.submit(self._driver.evaluate(rollout_id, datasets))
 
     def set_weight_version(self, version: int) -> None:
-        """The policy has moved on."""
-        self._do(lambda: self._driver.set_weight_version(version))
+        """``RolloutDriver.set_weight_version``."""
+        self._run_on_loop(lambda: self._driver.set_weight_version(version))
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
         """``RolloutDriver.state_of``."""
-        state: dict[str, Any] = self._do(lambda: self._driver.state_of(source))
+        state: dict[str, Any] = self._run_on_loop(lambda: self._driver.state_of(source))
         return state
 
     def restore(self, source: PromptSource, state: Mapping[str, Any], **batch: Any) -> None:
         """``RolloutDriver.restore``."""
-        self._do(lambda: self._driver.restore(source, state, **batch))
+        self._run_on_loop(lambda: self._driver.restore(source, state, **batch))
 
     def close(self) -> None:
-        """Abort what is in flight and close the connections."""
+        """Abort all requests in flight and close the connections."""
         if self._loop.loop.is_closed():
             return
         try:
@@ -371,9 +412,8 @@ class Driver:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _do(self, call: Callable[[], Any]) -> Any:
+    def _run_on_loop(self, call: Callable[[], Any]) -> Any:
         async def on_the_loop() -> Any:
             return call()
 
-        work: Coroutine[Any, Any, Any] = on_the_loop()
-        return self._loop.submit(work).result()
+        return self._loop.submit(on_the_loop()).result()

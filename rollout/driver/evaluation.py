@@ -1,7 +1,7 @@
-"""Evaluation: several data sets, each with its own sampling, all tokens from one weight version.
+"""Evaluation of data sets, each with its own sampling; all tokens come from one weight version.
 
-Always true: the figures of a data set have every key of the ``[EVAL RESULT]`` line, whatever
-failed and however little there was; no figure mixes weight versions.
+Always true: the metrics of a data set have every key of the ``[EVAL RESULT]`` line, even if all
+samples failed or the data set is empty; no metric mixes weight versions.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.protocol import SamplingParams
-from rollout.driver.hooks import Hooks, Reward
-from rollout.driver.metrics import is_repetitive, length_figures
-from rollout.driver.options import Batch, RolloutOptions
-from rollout.driver.ports import Engines
-from rollout.driver.prompts import Prompt
-from rollout.driver.sources import Fixed
-from rollout.driver.stream import Stream
-from rollout.errors import ConfigError, RolloutError
-from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
+from rollout.core.arguments import check_callable, check_kind, check_number
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.samples import SampleGroup, SampleStatus, all_samples
+from rollout.driver.client.completer import Completer
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import FixedPrompts
+from rollout.driver.stream.hooks import Hooks, Reward
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_sampling
+from rollout.driver.stream.step_metrics import is_repetitive, length_figures
+from rollout.driver.stream.stream import Stream
 
 _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EvalDataset:
-    """What is evaluated, and how.
+    """A data set and how it is evaluated.
 
     Attributes:
-        num_samples: of each prompt.
-        reward: in the place of the driver's.
-        ks: of pass@k; powers of two up to ``num_samples`` if left out.
+        num_samples: samples per prompt.
+        reward: instead of the driver's.
+        ks: the k of pass@k; None: powers of two up to ``num_samples``.
         right_from: a sample is right when its reward is at least this.
 
     Raises:
-        ConfigError: a k is more than ``num_samples`` or less than 1.
+        ConfigError: ``num_samples`` is less than 1, or a k is not in 1..``num_samples``.
     """
 
     prompts: Sequence[Prompt]
@@ -47,8 +48,11 @@ class EvalDataset:
     right_from: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigError(f"num_samples = {self.num_samples}: must be at least 1")
+        check_number("num_samples", self.num_samples, least=1, whole=True)
+        check_sampling(self.sampling)
+        check_callable("reward", self.reward)
+        for index, prompt in enumerate(self.prompts):
+            check_kind(f"prompts[{index}]", prompt, Prompt, "a Prompt(ids)")
         wrong = [k for k in self.ks or () if not 1 <= k <= self.num_samples]
         if wrong:
             raise ConfigError(
@@ -60,7 +64,7 @@ class EvalDataset:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Figures of all data sets, and the groups behind them."""
+    """Metrics of all data sets, and their groups."""
 
     rollout_id: int
     metrics: dict[str, float]
@@ -68,8 +72,8 @@ class EvalResult:
 
     @property
     def line(self) -> str:
-        """The line that people search their logs for."""
-        return eval_line(self.rollout_id, self.metrics)
+        """The ``[EVAL RESULT]`` line for the log, as slime prints it."""
+        return f"[EVAL RESULT] eval {self.rollout_id}: {self.metrics}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +84,45 @@ class EvalPlan:
     before_first: bool = True
 
     def is_due(self, num_trained: int) -> bool:
-        """Whether to evaluate after so many training steps."""
+        """Whether to evaluate after ``num_trained`` training steps."""
         if num_trained == 0:
             return self.before_first
         return self.every > 0 and num_trained % self.every == 0
 
 
-def eval_line(rollout_id: int, metrics: Mapping[str, float]) -> str:
-    """``[EVAL RESULT]`` as slime prints it."""
-    return f"[EVAL RESULT] eval {rollout_id}: {dict(metrics)}"
-
-
-async def evaluated(
+async def evaluate_datasets(
     rollout_id: int,
     datasets: Mapping[str, EvalDataset],
-    engines: Engines,
+    engines: Completer,
     hooks: Hooks,
     version: int | None,
 ) -> EvalResult:
-    """Generate and judge all data sets.
+    """Generate and reward the samples of all data sets.
 
     Args:
-        version: that the engines hold; where it is not known, what the first answers say.
+        version: the weight version to evaluate; None: the one in the first replies.
 
     Raises:
-        RolloutError: the weight version changed meanwhile, and again when it was redone.
+        RolloutError: the weight version changed during every try.
     """
     pin = version
     for _ in range(_TRIES):
-        made = await asyncio.gather(
-            *(_groups(dataset, engines, hooks, pin) for dataset in datasets.values())
+        results = await asyncio.gather(
+            *(_run_dataset(dataset, engines, hooks, pin) for dataset in datasets.values())
         )
-        seen = {number for groups in made for one in all_samples(groups) for number in one.versions}
-        is_whole = all(
+        samples = [sample for groups in results for sample in all_samples(groups)]
+        seen = {number for sample in samples for number in sample.versions}
+        is_complete = all(
             len(groups) == len(dataset.prompts)
-            for groups, dataset in zip(made, datasets.values(), strict=True)
+            for groups, dataset in zip(results, datasets.values(), strict=True)
         )
-        if is_whole and len(seen) <= 1:
-            by_name = dict(zip(datasets, made, strict=True))
+        if is_complete and len(seen) <= 1:
+            by_name = dict(zip(datasets, results, strict=True))
             metrics: dict[str, float] = {}
             for name, dataset in datasets.items():
-                ks = _ks(dataset.num_samples) if dataset.ks is None else dataset.ks
+                ks = dataset.ks
+                if ks is None:
+                    ks = tuple(2**power for power in range(dataset.num_samples.bit_length()))
                 metrics |= group_metrics(name, by_name[name], ks=ks, right_from=dataset.right_from)
             return EvalResult(rollout_id, metrics, by_name)
         pin = engines.weight_version
@@ -130,12 +132,12 @@ async def evaluated(
     )
 
 
-async def _groups(
-    dataset: EvalDataset, engines: Engines, hooks: Hooks, pin: int | None
+async def _run_dataset(
+    dataset: EvalDataset, engines: Completer, hooks: Hooks, pin: int | None
 ) -> list[SampleGroup]:
     if not dataset.prompts:
         return []
-    own = replace(
+    dataset_hooks = replace(
         hooks,
         reward=dataset.reward or hooks.reward,
         group_reward=None if dataset.reward else hooks.group_reward,
@@ -143,18 +145,13 @@ async def _groups(
         group_filter=None,
         post_process=None,
     )
-    batch = Batch(len(dataset.prompts), dataset.num_samples, dataset.sampling)
+    batch = BatchPlan(len(dataset.prompts), dataset.num_samples, dataset.sampling)
     options = RolloutOptions(pin=pin, max_redone=1, max_failed_share=1.0)
-    stream = Stream(Fixed(dataset.prompts), engines, own, batch, options)
+    stream = Stream(FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options)
     try:
         return await stream.batch()
     finally:
         await stream.close()
-
-
-def eval_metrics(dataset: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """``group_metrics`` of one sample for each prompt."""
-    return group_metrics(dataset, [SampleGroup(i, [one]) for i, one in enumerate(samples)])
 
 
 def group_metrics(
@@ -164,29 +161,29 @@ def group_metrics(
     ks: Sequence[int] = (1,),
     right_from: float = 1.0,
 ) -> dict[str, float]:
-    """Mean reward, response lengths in tokens, shares of bad endings, pass@k, versions.
+    """Mean reward, response lengths in tokens, shares of failures, pass@k, weight versions.
 
-    Samples without a reward (failed, aborted) count in ``none_reward_ratio`` and nowhere else.
-    An empty data set gives zeros, and -1 for the versions, not a division by zero.
+    Samples without a reward (failed, aborted) count only in ``none_reward_ratio``.  An empty data
+    set gives zeros, and -1 for the versions.
     """
     key = f"eval/{dataset}"
     samples = list(all_samples(groups))
-    judged = [sample for sample in samples if sample.reward is not None]
-    num = max(1, len(judged))
-    versions = [number for sample in judged for number in sample.versions]
+    rewarded = [sample for sample in samples if sample.reward is not None]
+    num = max(1, len(rewarded))
+    versions = [number for sample in rewarded for number in sample.versions]
+    are_right = [group.rewards[0] >= right_from for group in groups if group.has_zero_std]
     return {
-        key: sum(sample.reward or 0.0 for sample in judged) / num,
-        **{f"{key}/response_len/{name}": x for name, x in length_figures(judged).items()},
-        f"{key}/repetition_frac": sum(is_repetitive(sample.text) for sample in judged) / num,
-        f"{key}/truncated_ratio": sum(sample.status is SampleStatus.TRUNCATED for sample in judged)
-        / num,
-        f"{key}/none_reward_ratio": (len(samples) - len(judged)) / max(1, len(samples)),
+        key: sum(sample.reward or 0.0 for sample in rewarded) / num,
+        **{f"{key}/response_len/{name}": x for name, x in length_figures(rewarded).items()},
+        f"{key}/repetition_frac": sum(is_repetitive(sample.text) for sample in rewarded) / num,
+        f"{key}/truncated_ratio": sum(s.status is SampleStatus.TRUNCATED for s in rewarded) / num,
+        f"{key}/none_reward_ratio": (len(samples) - len(rewarded)) / max(1, len(samples)),
         **{f"{key}/pass@{k}": mean_pass_at_k(groups, k, right_from) for k in ks},
-        f"{key}/zero_std/num_all_right": _num_equal(groups, right_from, is_right=True),
-        f"{key}/zero_std/num_all_wrong": _num_equal(groups, right_from, is_right=False),
+        f"{key}/zero_std/num_all_right": float(sum(are_right)),
+        f"{key}/zero_std/num_all_wrong": float(are_right.count(False)),
         f"{key}/weight_version/min": float(min(versions, default=-1)),
         f"{key}/weight_version/max": float(max(versions, default=-1)),
-        f"{key}/mixed_version_ratio": sum(len(set(one.versions)) > 1 for one in judged) / num,
+        f"{key}/mixed_version_ratio": sum(len(set(s.versions)) > 1 for s in rewarded) / num,
     }
 
 
@@ -205,19 +202,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def mean_pass_at_k(groups: Sequence[SampleGroup], k: int, right_from: float = 1.0) -> float:
-    """Mean over the prompts that have at least ``k`` judged samples; 0 if none has."""
+    """Mean over the prompts with at least ``k`` rewarded samples; 0 if there are none."""
     estimates = [
-        pass_at_k(len(rewards), sum(one >= right_from for one in rewards), k)
+        pass_at_k(len(rewards), sum(reward >= right_from for reward in rewards), k)
         for group in groups
         if len(rewards := group.rewards) >= k
     ]
     return sum(estimates) / max(1, len(estimates))
-
-
-def _num_equal(groups: Sequence[SampleGroup], right_from: float, *, is_right: bool) -> float:
-    equal = [group.rewards[0] for group in groups if group.has_zero_std]
-    return float(sum((reward >= right_from) is is_right for reward in equal))
-
-
-def _ks(num_samples: int) -> tuple[int, ...]:
-    return tuple(2**power for power in range(num_samples.bit_length()))

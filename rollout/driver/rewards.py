@@ -1,7 +1,7 @@
-"""Rewards that people expect, made of a sample's text and what its metadata says is right.
+"""Common rewards: they compare a sample's text with the right answer in its metadata.
 
-Always true: a reward made here is 0.0 or 1.0, or for ``f1`` between them; a sample without the
-metadata it is to be judged by raises, and is counted as failed rather than as wrong.
+Always true: these rewards are 0.0 or 1.0, or for ``f1`` between them.  If the metadata has no
+answer, the reward raises, so the sample counts as failed and not as wrong.
 """
 
 from __future__ import annotations
@@ -10,65 +10,65 @@ import asyncio
 import re
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 
-from rollout.driver.hooks import Reward
-from rollout.extras import extra
-from rollout.samples import Sample
+from rollout.core.optional_deps import optional_import
+from rollout.core.samples import Sample
+from rollout.driver.stream.hooks import Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BOXED = r"\boxed{"
-_SAID = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*[*_(\[]*([A-Za-z])\b", re.IGNORECASE)
-_ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
+_STATED = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*[*_(\[]*([A-Za-z])\b", re.IGNORECASE)
+_STANDALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 
 
 def normalized(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces: SQuAD's way to compare answers."""
+    """Lower case, no punctuation, no articles, single spaces: SQuAD's normalisation."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(key: str = "answer") -> Reward:
-    """Whether the text is the answer, or one of the answers, after normalisation."""
+    """Whether the text equals an answer after normalisation."""
     return lambda sample: float(
-        any(normalized(sample.text) == normalized(one) for one in _answers(sample, key))
+        any(normalized(sample.text) == normalized(answer) for answer in _answers(sample, key))
     )
 
 
 def f1(key: str = "answer") -> Reward:
-    """Harmonic mean of precision and recall over words, of the best answer."""
-    return lambda sample: max(_f1(sample.text, one) for one in _answers(sample, key))
+    """Harmonic mean of precision and recall over words, for the best answer."""
+    return lambda sample: max(_f1(sample.text, answer) for answer in _answers(sample, key))
 
 
-def _f1(said: str, right: str) -> float:
-    ours, theirs = normalized(said).split(), normalized(right).split()
-    if not ours or not theirs:
-        return float(ours == theirs)
-    common = (Counter(ours) & Counter(theirs)).total()
-    return 2 * common / (len(ours) + len(theirs))
+def _f1(text: str, answer: str) -> float:
+    words, expected = normalized(text).split(), normalized(answer).split()
+    if not words or not expected:
+        return float(words == expected)
+    common = (Counter(words) & Counter(expected)).total()
+    return 2 * common / (len(words) + len(expected))
 
 
 def multiple_choice(key: str = "answer") -> Reward:
-    r"""Whether the letter that the text settles on is the right one.
+    r"""Whether the letter that the text chooses is the right one.
 
-    It is the last in ``\boxed{}``, else the last after "answer is" and the like, else the last
-    capital that stands alone.
+    The chosen letter is the last in ``\boxed{}``, else the last after "answer is" and the like,
+    else the last standalone capital.
     """
     return lambda sample: float(
-        chosen_letter(sample.text) in {one.strip().upper() for one in _answers(sample, key)}
+        chosen_letter(sample.text) in {answer.strip().upper() for answer in _answers(sample, key)}
     )
 
 
 def chosen_letter(text: str) -> str:
-    """The choice a text makes; empty where it makes none."""
+    """The letter that a text chooses; empty if there is none."""
     inside = boxed(text)
     if inside:
         found = re.search(r"[A-Za-z]", inside.replace(r"\text", ""))
         return found[0].upper() if found else ""
-    for pattern in (_SAID, _ALONE):
+    for pattern in (_STATED, _STANDALONE):
         letters = pattern.findall(text)
         if letters:
             return str(letters[-1]).upper()
@@ -76,15 +76,15 @@ def chosen_letter(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""What stands in the last ``\boxed{...}``, braces balanced; empty where there is none."""
+    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none."""
     start = text.rfind(_BOXED)
     if start < 0:
         return ""
     depth, begin = 1, start + len(_BOXED)
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:end]
     return ""
 
 
@@ -94,20 +94,20 @@ def math(key: str = "answer") -> Reward:
     Raises:
         ConfigError: math-verify is not installed.
     """
-    with extra("data", "rewards.math needs math-verify, which is not installed"):
+    with optional_import("data", "rewards.math needs math-verify, which is not installed"):
         from math_verify import parse, verify
 
-    def judge(sample: Sample) -> float:
-        # Its own deadlines use signals, which only the main thread can have.
-        said = parse(sample.text, parsing_timeout=None)
+    def reward(sample: Sample) -> float:
+        # The timeouts of math-verify use signals, which work only in the main thread.
+        parsed = parse(sample.text, parsing_timeout=None)
         return float(
             any(
-                verify(parse(_as_math(one), parsing_timeout=None), said, timeout_seconds=None)
-                for one in _answers(sample, key)
+                verify(parse(_as_math(answer), parsing_timeout=None), parsed, timeout_seconds=None)
+                for answer in _answers(sample, key)
             )
         )
 
-    return judge
+    return reward
 
 
 def _as_math(answer: str) -> str:
@@ -115,22 +115,19 @@ def _as_math(answer: str) -> str:
 
 
 def in_thread(reward: Callable[[Sample], float]) -> Reward:
-    """A slow synchronous reward, called so that it does not hold up the driver."""
-
-    def judge(sample: Sample) -> Awaitable[float]:
-        return asyncio.to_thread(reward, sample)
-
-    return judge
+    """Call a slow synchronous reward in a thread, so that it does not block the driver."""
+    return lambda sample: asyncio.to_thread(reward, sample)
 
 
 class RemoteReward:
-    """Asks a server: POST of prompt, text, ids and metadata; ``{"reward": number}`` comes back.
+    """A reward computed by a server: POST of prompt, text, ids and metadata to ``url``.
 
-    Give ``Hooks`` its ``reward_timeout_s`` and ``reward_tries``: each call is one try.  Use as
-    an async context manager or ``close`` it.
+    The server returns ``{"reward": number}``.  Each call is one try; ``reward_timeout_s`` and
+    ``reward_tries`` of ``Hooks`` set timeout and retries.  Use it as an async context manager, or
+    call ``close``.
 
     Args:
-        max_at_once: calls; more wait.
+        max_at_once: calls at the same time; more wait.
     """
 
     def __init__(self, url: str, *, max_at_once: int = 64) -> None:
@@ -142,8 +139,8 @@ class RemoteReward:
         """The reward.
 
         Raises:
-            ValueError: the answer has none.
-            aiohttp.ClientError: there is no answer, or it is an error.
+            ValueError: the response has no reward.
+            aiohttp.ClientError: there is no response, or it is an HTTP error.
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._max_at_once)
@@ -156,10 +153,10 @@ class RemoteReward:
         }
         async with self._session.post(self._url, json=body) as response:
             response.raise_for_status()
-            answer = await response.json()
-        if not isinstance(answer, dict) or "reward" not in answer:
-            raise ValueError(f"no reward in the answer of {self._url}: {str(answer)[:200]}")
-        return float(answer["reward"])
+            reply = await response.json()
+        if not isinstance(reply, dict) or "reward" not in reply:
+            raise ValueError(f"no reward in the response of {self._url}: {str(reply)[:200]}")
+        return float(reply["reward"])
 
     async def close(self) -> None:
         if self._session is not None:
@@ -177,7 +174,7 @@ def _answers(sample: Sample, key: str) -> Sequence[str]:
     if key not in sample.metadata:
         raise KeyError(f"metadata has no {key!r}; it has {', '.join(sample.metadata) or 'nothing'}")
     value: Any = sample.metadata[key]
-    answers = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+    answers = [str(answer) for answer in value] if isinstance(value, list | tuple) else [str(value)]
     if not answers:
         raise ValueError(f"metadata {key!r} is an empty list")
     return answers

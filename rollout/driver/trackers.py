@@ -1,6 +1,6 @@
-"""The figures of each step into TensorBoard, wandb, JSON lines, or all of them.
+"""Metrics of each step to TensorBoard, wandb or JSON lines.
 
-Each is a callable for ``on_metrics``.  What writes is given, or made with an optional library.
+Each function returns a callable for ``on_metrics``.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.core.errors import ConfigError
+from rollout.core.optional_deps import optional_import
 from rollout.driver.driver import OnMetrics
-from rollout.errors import ConfigError
-from rollout.extras import extra
 
 
 def tensorboard(writer: Any) -> OnMetrics:
-    """Into a ``SummaryWriter`` of torch or tensorboardX, or a new one of the latter.
+    """Write to TensorBoard.
 
     Args:
-        writer: it, or the directory for a new one.
+        writer: a ``SummaryWriter`` of torch or tensorboardX, or a directory for a new one of the
+            latter.
 
     Raises:
         ConfigError: tensorboardX is needed and not installed.
     """
     if isinstance(writer, str | Path):
-        with extra("tracking", "tensorboardX is not installed"):
+        with optional_import("tracking", "tensorboardX is not installed"):
             from tensorboardX import SummaryWriter
         writer = SummaryWriter(str(writer))
 
@@ -37,27 +38,27 @@ def tensorboard(writer: Any) -> OnMetrics:
 
 
 def wandb(run: Any = None) -> OnMetrics:
-    """Into a wandb run, or the one that ``wandb.init`` has begun.
+    """Write to a wandb run; None: the run of ``wandb.init``.
 
     Raises:
-        ConfigError: wandb is needed and not installed, or has not been begun.
+        ConfigError: wandb is needed and not installed, or ``wandb.init`` was not called.
     """
     if run is None:
-        with extra("tracking", "wandb is not installed"):
+        with optional_import("tracking", "wandb is not installed"):
             import wandb as library
         run = library.run
         if run is None:
             raise ConfigError("wandb has no run: call wandb.init first, or pass the run")
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
-        # Not as wandb's own step, which must not go back: rollouts and evaluations share numbers.
+        # Not as wandb's step, which must only rise: rollouts and evaluations have the same numbers.
         run.log({**metrics, "rollout/step": step})
 
     return write
 
 
 def json_lines(path: Path | str) -> OnMetrics:
-    """One JSON object a step, appended to a file."""
+    """Append one JSON object per step to a file."""
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         with Path(path).open("a") as lines:
@@ -67,7 +68,7 @@ def json_lines(path: Path | str) -> OnMetrics:
 
 
 def every(*trackers: OnMetrics) -> OnMetrics:
-    """Into each of these."""
+    """Write to each of these trackers."""
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for tracker in trackers:

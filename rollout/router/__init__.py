@@ -1,36 +1,27 @@
-"""The one door to a server's engines: HTTP in, a chosen engine, HTTP out.
+"""The HTTP entrance to a server's engines: request in, an engine is chosen, reply out.
 
-gate.py, membership.py    who is let in, and to whom              (pure)
-headers.py, stamp.py      what is changed in a message            (pure)
-message.py, answers.py    a request read; what we answer ourselves
-protocol.py, turns.py     the client's connection; its requests take turns
-client_side.py            one request as its client sees it
-exchange.py               the same on its way to an engine, and to another
-failover.py               a request that goes on elsewhere, by token
-tokens.py, openai_*.py    its tokens so far                       (pure)
-recorded_chat.py          a chat whose turn is recorded           (pure)
-pairs.py                  prefill and decode engines
-keys.py, limits.py        who may ask; how many may
-metrics.py, recordings.py what is counted; what is kept on request
-upstream.py               one connection to an engine
-pool.py                   the kept ones, and new ones
-proxy.py                  what all exchanges share
-app.py, control.py        what can be read over HTTP; what the router asks engines
-listening.py, host.py     a port; all of it in a thread of its own
+One folder per role; each imports only from those above it:
+
+gate/         which requests are admitted, and to which engine (pure)
+http/         messages: heads, bodies, JSON; connections to engines
+transcripts/  the tokens of a request so far, over several engines (pure)
+proxy/        one request from its client to an engine and back; failover, metrics
+
+host.py               the router in its own thread: start, steer, stop
+control_api.py        what can be read and aborted over HTTP
+engine_queries.py     what the router requests from engines itself
 """
 
 from __future__ import annotations
 
-from rollout.router.gate import ConnectionFailure, GateState
+from rollout.router.gate.gate import ConnectionFailure, GateState
 from rollout.router.host import RouterHost
-from rollout.router.settings import RouterSettings
-from rollout.routing import Member, MemberState
+from rollout.rules.routing import Backend, BackendState
 
 __all__ = [
+    "Backend",
+    "BackendState",
     "ConnectionFailure",
     "GateState",
-    "Member",
-    "MemberState",
     "RouterHost",
-    "RouterSettings",
 ]

@@ -1,1 +1,1 @@
-"""For tests of what is built on this library: shipped, and held to the real thing by its tests."""
+"""Test doubles for code that uses this library; its tests compare them with the real thing."""

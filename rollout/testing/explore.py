@@ -1,18 +1,18 @@
-"""A deterministic explorer: real asyncio code under every order of events within a bound.
+"""A deterministic explorer: runs real asyncio code under every order of events within a bound.
 
-Give it a *scenario*: something that starts tasks on the loop it is handed and, whenever all code
-has run as far as it can, says how many things could happen next (an answer, an error, a death, a
-cancelled command, a deadline ...) and lets one of them happen.  Number 0 is the ordinary course.
-A *schedule* is the list of moments at which something else happened: short, printable, and
-enough to repeat the run exactly.
+It explores a *scenario*, an object that starts tasks on a given loop.  Whenever no code can run,
+the scenario reports how many events can happen next (a reply, an error, a death, a cancelled
+command, a deadline ...) and lets one of them happen.  Option 0 is the usual event.  A *schedule*
+lists the decisions at which another event happened; it is short, printable, and repeats the run
+exactly.
 
     search = Search(make_scenario)
     for failure in search.enumerate(max_deviations=2): print(failure)
     replay(make_scenario, failure.schedule)
 
-Always true: a run is a function of its schedule alone (no real clock, socket, thread or random
-number); ``enumerate`` runs every schedule with at most ``max_deviations`` entries exactly once,
-save those that only prolong a failure.
+Always true: a run depends only on its schedule (no real clock, socket, thread or random number).
+``enumerate`` runs every schedule with at most ``max_deviations`` entries exactly once, except
+extensions of a schedule that failed.
 """
 
 from __future__ import annotations
@@ -21,57 +21,44 @@ import asyncio
 import heapq
 import random
 from asyncio import events
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, starmap
 from typing import Any, Protocol, cast
 
 Schedule = Mapping[int, int]
-"""Decision number -> the option taken there; 0 everywhere else."""
+"""Decision number -> the option taken there; option 0 at all other decisions."""
 
 _MAX_STEPS = 100_000
 
 
 class Violation(AssertionError):
-    """Something that must never happen has happened."""
+    """An invariant is broken."""
 
 
 class Scenario(Protocol):
-    """What is explored.  One object per run."""
+    """What is explored; a new object for each run."""
 
     def start(self, loop: ExploredLoop) -> None:
         """Start the tasks."""
-        ...
 
     def num_options(self) -> int:
-        """How many things could happen now that no code can run; 0: the run is over."""
-        ...
+        """How many events can happen, now that no code can run; 0 ends the run."""
 
     def take(self, option: int) -> str:
-        """Let one of them happen, and say in words what it was."""
-        ...
+        """Let one event happen; returns its description."""
 
     def check(self) -> None:
-        """Called after each event has been digested.
-
-        Raises:
-            Violation: an invariant is broken.
-        """
-        ...
+        """Raise ``Violation`` if an invariant is broken; called after an event's code has run."""
 
     def finish(self) -> None:
-        """Called at the end of the run, to check what must hold then.
-
-        Raises:
-            Violation: as above.
-        """
-        ...
+        """Raise ``Violation`` if something is broken that must hold at the end of a run."""
 
 
 class ExploredLoop:
-    """An event loop without selector and clock; ``pass_time`` is an event like any other.
+    """An event loop without a selector and a clock; time passes only in ``pass_time``.
 
-    What asyncio's tasks, futures, locks and timeouts ask of their loop, and nothing else.
+    It has only the methods that asyncio's tasks, futures, locks and timeouts use.
     """
 
     def __init__(self) -> None:
@@ -115,7 +102,7 @@ class ExploredLoop:
         return asyncio.Task(coro, loop=cast(Any, self), name=name or "task")
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """At once, in this thread: a thread of its own would make runs differ."""
+        """Runs ``func`` now, in this thread; another thread would make runs differ."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -127,7 +114,7 @@ class ExploredLoop:
         self.lost_errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def start_at(self, now_s: float) -> None:
-        """Let the clock begin at this time."""
+        """Set the clock."""
         self._now = now_s
 
     # -- how it is driven -------------------------------------------------------------------
@@ -137,44 +124,46 @@ class ExploredLoop:
         return len(self._ready)
 
     def run_ready(self, index: int = 0) -> None:
-        """Run one thing that is ready: the oldest, or another one before its turn."""
-        handle = self._ready.pop(index)
-        if handle.callback is not None:
-            handle.callback(*handle.args)
+        """Run one callback that is ready: the oldest, or another one before its turn."""
+        self._ready.pop(index).run()
 
     def run_all(self, *, until_choice: bool) -> None:
-        """Run whatever is ready, in order; ``until_choice``: while only one thing is.
+        """Run all callbacks that are ready, in order.
+
+        Args:
+            until_choice: stop as soon as more than one is ready.
 
         Raises:
-            Violation: it does not come to an end.
+            Violation: the callbacks do not end.
         """
-        ready = self._ready
         for _ in range(_MAX_STEPS):
-            if not ready or (until_choice and len(ready) > 1):
+            if not self._ready or (until_choice and len(self._ready) > 1):
                 return
-            handle = ready.pop(0)
-            if handle.callback is not None:
-                handle.callback(*handle.args)
+            self.run_ready()
         raise Violation("the code runs for ever without waiting for anything")
 
     def next_timer_s(self) -> float | None:
-        """When the next timer is due; None if there is none."""
+        """The time of the next timer; None if there is none."""
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def pass_time(self) -> float:
-        """Advance to the next timer and make all that are due then ready; the time."""
+        """Advance the clock to the next timer and make all timers of that time ready.
+
+        Returns:
+            The new time.
+        """
         when = self.next_timer_s()
         if when is None:
-            raise Violation("time cannot pass: nothing waits for it")
+            raise Violation("time cannot pass: there is no timer")
         self._now = max(self._now, when)
         while (when := self.next_timer_s()) is not None and when <= self._now:
             self._ready.append(heapq.heappop(self._timers)[2])
         return self._now
 
     def abandon(self) -> None:
-        """Drop everything that was under way."""
+        """Cancel all tasks."""
         for _ in range(100):
             alive = [task for task in asyncio.all_tasks(cast(Any, self)) if not task.done()]
             if not alive:
@@ -185,7 +174,7 @@ class ExploredLoop:
                 self.run_ready()
 
     def clear(self) -> None:
-        """Forget what is left, so that a finished run holds no cycles."""
+        """Drop all callbacks and timers, so that a finished run has no reference cycles."""
         self._ready.clear()
         self._timers.clear()
 
@@ -197,6 +186,13 @@ class _Handle:
         self.callback = callback
         self.args = args
 
+    def run(self) -> None:
+        if self.callback is not None:
+            self.callback(*self.args)
+        # Since 3.12 a failed task's traceback keeps this frame.  With ``self`` in it the task would
+        # keep itself alive, and an error that is never retrieved would not be reported.
+        del self
+
     def cancel(self) -> None:
         self.callback = None
         self.args = ()
@@ -207,12 +203,12 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run.
+    """The record of one run.
 
     Attributes:
-        num_options: at each decision, how many options there were.
-        story: the events that were not the ordinary course, in words.
-        violation: what was broken; empty if nothing was.
+        num_options: the number of options at each decision.
+        story: descriptions of the events other than option 0.
+        violation: the broken invariant; empty if none was.
     """
 
     schedule: dict[int, int]
@@ -234,8 +230,8 @@ def run(scenario: Scenario, choose: Choose, *, by_turns: bool = False) -> Run:
     """One run under ``choose``.
 
     Args:
-        by_turns: whether the order of what is ready, and events that come before it has run, are
-            choices too.
+        by_turns: the order of ready callbacks, and events before they have run, are decisions
+            too.
     """
     loop = ExploredLoop()
     taken: dict[int, int] = {}
@@ -261,17 +257,17 @@ def run(scenario: Scenario, choose: Choose, *, by_turns: bool = False) -> Run:
                 taken[decision] = option
             if option < num_ready:
                 if option:
-                    story.append(f"{decision}: what was ready as number {option} ran first")
+                    story.append(f"{decision}: ready callback number {option} ran first")
                 loop.run_ready(option)
             else:
-                told = scenario.take(option - num_ready)
+                event = scenario.take(option - num_ready)
                 if option:
-                    story.append(f"{decision}: {told}")
+                    story.append(f"{decision}: {event}")
         else:
             raise Violation("the run does not end")
         scenario.finish()
         if loop.lost_errors:
-            raise Violation(f"an error nobody looked at: {loop.lost_errors[0]}")
+            raise Violation(f"an error was never retrieved: {loop.lost_errors[0]}")
     except Violation as error:
         violation = str(error)
         loop.abandon()
@@ -282,7 +278,7 @@ def run(scenario: Scenario, choose: Choose, *, by_turns: bool = False) -> Run:
 
 
 def following(schedule: Schedule) -> Choose:
-    """The choices of a schedule; an option that is not there is the ordinary course."""
+    """The decisions of a schedule; an option that does not exist is replaced by 0."""
 
     def choose(decision: int, count: int) -> int:
         option = schedule.get(decision, 0)
@@ -291,20 +287,16 @@ def following(schedule: Schedule) -> Choose:
     return choose
 
 
-def replay(make: Callable[[], Scenario], schedule: Schedule, *, by_turns: bool = False) -> Run:
+def replay(make: Callable[[], Scenario], schedule: Schedule) -> Run:
     """Run a schedule again."""
-    return run(make(), following(schedule), by_turns=by_turns)
+    return run(make(), following(schedule))
 
 
 class Search:
-    """Runs of one scenario.
-
-    Args:
-        make: makes the scenario of each run.
-        by_turns: as for ``run``.
+    """Runs a scenario under many schedules.
 
     Attributes:
-        num_runs: schedules run so far, all distinct.
+        num_runs: number of distinct schedules that were run.
     """
 
     def __init__(self, make: Callable[[], Scenario], *, by_turns: bool = False) -> None:
@@ -313,10 +305,10 @@ class Search:
         self.num_runs = 0
 
     def enumerate(self, max_deviations: int, *, max_runs: int | None = None) -> Iterator[Run]:
-        """Every run with at most ``max_deviations`` departures from the ordinary course.
+        """Every run with at most ``max_deviations`` decisions other than option 0.
 
-        Runs with fewer departures come first, so the first failure is a short one; what follows
-        a failure in the same run is not looked at.
+        Runs with fewer deviations come first, so the first failure has a short schedule.  A
+        schedule that failed is not extended.
         """
         layer: Iterable[dict[int, int]] = [{}]
         for depth in range(max_deviations + 1):
@@ -331,7 +323,7 @@ class Search:
             layer = chain.from_iterable(starmap(_one_more, parents))
 
     def walk(self, num_runs: int, *, seed: int, rate: float = 0.1) -> Iterator[Run]:
-        """Random runs: at each decision something unusual happens with probability ``rate``."""
+        """Random runs: each decision is other than option 0 with probability ``rate``."""
         seen: set[tuple[tuple[int, int], ...]] = set()
         for number in range(num_runs):
             source = random.Random(f"{seed}/{number}")
@@ -348,26 +340,25 @@ class Search:
             yield done
 
     def shrink(self, failed: Run) -> Run:
-        """The same failure with as few departures as can be left."""
-        smallest = failed
-        is_smaller = True
-        while is_smaller:
-            is_smaller = False
-            for decision in list(smallest.schedule):
-                fewer = {at: to for at, to in smallest.schedule.items() if at != decision}
+        """A failing run with as few deviations as possible, made by removing some of ``failed``."""
+        smallest: Run | None = failed
+        while smallest:
+            failed, smallest = smallest, None
+            for decision in failed.schedule:
+                fewer = {at: to for at, to in failed.schedule.items() if at != decision}
                 again = run(self._make(), following(fewer), by_turns=self._by_turns)
                 if again.violation:
-                    smallest, is_smaller = again, True
+                    smallest = again
                     break
-        return smallest
+        return failed
 
     def _run(self, choose: Choose) -> Run:
         self.num_runs += 1
         return run(self._make(), choose, by_turns=self._by_turns)
 
 
-def _one_more(schedule: Schedule, num_options: list[int]) -> Generator[dict[int, int], None, None]:
-    """The schedules with one departure more, after the last there is."""
+def _one_more(schedule: Schedule, num_options: list[int]) -> Iterator[dict[int, int]]:
+    """The schedules with one deviation more, after the last one."""
     first = max(schedule, default=-1) + 1
     for decision in range(first, len(num_options)):
         for option in range(1, num_options[decision]):

@@ -1,13 +1,13 @@
 """Actors of the stub ``ray``, all in this process.
 
 Always true:
-- every actor has a thread and an event loop of its own, so one that blocks stops nobody else;
+- every actor has its own thread and event loop, so an actor that blocks does not block others;
 - calls of an async actor that were made together start in an order shuffled by the seed.
 
-Not here: concurrency limits, restarts, and the counting of handles: an actor lives until it or its
-creator is killed, or at shutdown.  Two things end less abruptly than Ray's SIGKILL: coroutines of a
-killed actor are cancelled (nothing they call any more is heard), and a thread that it started
-itself lives on.
+Not supported: concurrency limits, restarts, and reference counting of handles: an actor lives until
+it or its creator is killed, or until shutdown.  Two things differ from Ray's SIGKILL: coroutines of
+a killed actor are cancelled (their further calls have no effect), and a thread that it started
+keeps running.
 """
 
 from __future__ import annotations
@@ -22,30 +22,37 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.testing.stub_errors import ActorDiedError, TaskCancelledError, formatted
-from rollout.testing.stub_refs import CURRENT, ObjectRef, Owner, Parcel
+from rollout.testing.stub_refs import (
+    CURRENT,
+    ActorDiedError,
+    ObjectRef,
+    Owner,
+    Pickled,
+    TaskCancelledError,
+    formatted,
+)
 
-# Calls that arrive within it count as made together.
+# Calls that arrive within this time count as made together.
 _TOGETHER_S = 0.001
 _END_S = 5.0
 
-Placed = tuple[str, tuple[int, ...]]
-"""Where something runs: node id and GPU ids."""
-PLACE: contextvars.ContextVar[Placed | None] = contextvars.ContextVar("place", default=None)
+Location = tuple[str, tuple[int, ...]]
+"""Node id and GPU ids of an actor or a task."""
+PLACE: contextvars.ContextVar[Location | None] = contextvars.ContextVar("place", default=None)
 
 
 @dataclass(eq=False)
-class Call:
-    """One call on its way."""
+class ActorCall:
+    """One call of a method of an actor."""
 
     method: str
-    parcel: Parcel
+    pickled: Pickled
     ref: ObjectRef = field(default_factory=ObjectRef)
     task: asyncio.Task[None] | None = None
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Knows its sockets, so that they can be closed as the system closes a dead process's."""
+    """A loop that can close all its sockets, as the system does for a dead process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,24 +74,24 @@ class Actor(Owner):
     """One actor: its object, its thread, its calls.
 
     Args:
-        options: of the call of ``ray.remote``.
-        seed: of the order in which its calls start.
-        forget: told when it has died.
+        options: the options of ``ray.remote``.
+        seed: seed of the order in which its calls start.
+        forget: called when it has died.
     """
 
     def __init__(
         self,
         kind: type,
-        parcel: Parcel,
+        pickled: Pickled,
         options: Mapping[str, Any],
         *,
         full_name: tuple[str, str] | None,
-        place: Placed,
+        place: Location,
         seed: str,
         forget: Callable[[Actor], None],
     ) -> None:
         self.full_name = full_name
-        self.told = kind.__name__
+        self.label = kind.__name__
         self.kind = kind
         self.creator = None if options.get("lifetime") == "detached" else CURRENT.get()
         self.group = getattr(options.get("scheduling_strategy"), "placement_group", None)
@@ -92,69 +99,67 @@ class Actor(Owner):
         self.instance: Any = None
         self.place = place
         self._forget = forget
-        self._is_async = any(inspect.iscoroutinefunction(one) for one in vars(kind).values())
+        self._is_async = bool(inspect.getmembers(kind, inspect.iscoroutinefunction))
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._inbox: list[Call] = []
-        self._unsettled: set[Call] = set()
+        self._inbox: list[ActorCall] = []
+        self._pending: set[ActorCall] = set()
         self._loop = _Loop()
         self._arrived = asyncio.Event()
         self._context = contextvars.Context()
         self._context.run(CURRENT.set, self)
         self._context.run(PLACE.set, place)
-        self._thread = threading.Thread(target=self._run, args=(parcel,), name=self.told)
+        self._thread = threading.Thread(target=self._run, args=(pickled,), name=self.label)
         self._thread.daemon = True
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, call: Call) -> ObjectRef:
+    def submit(self, call: ActorCall) -> ObjectRef:
         caller = CURRENT.get()
         with self._lock:
             if died := self.died or (caller.died if caller else ""):
                 call.ref.fail(_died(died))
                 return call.ref
-            self._unsettled.add(call)
+            self._pending.add(call)
             self._inbox.append(call)
             call.ref.cancel = lambda: self._on_loop(self._cancel, call)
             self._on_loop(self._arrived.set)
         return call.ref
 
-    def die(self, because: str) -> None:
-        """End it and, before this returns, settle whatever still waits for it."""
+    def die(self, reason: str) -> None:
+        """End the actor; before this returns, all its pending calls have failed."""
         with self._lock:
             if self.died:
                 return
-            self.died = because
-            unsettled, self._unsettled = self._unsettled, set()
-        for call in unsettled:
-            call.ref.fail(_died(because))
+            self.died = reason
+            pending, self._pending = self._pending, set()
+        for call in pending:
+            call.ref.fail(_died(reason))
         self._on_loop(self._end)
         self._forget(self)
 
     def join(self) -> None:
-        """Wait until its thread has ended."""
+        """Wait for the end of its thread."""
         self._thread.join(_END_S)
 
     def _on_loop(self, act: Callable[..., None], *args: Any) -> None:
         with suppress(RuntimeError):  # it has ended, and its loop is closed
             self._loop.call_soon_threadsafe(act, *args, context=self._context)
 
-    def _run(self, parcel: Parcel) -> None:
-        self._serving = self._loop.create_task(self._serve(parcel), context=self._context.copy())
+    def _run(self, pickled: Pickled) -> None:
+        self._serving = self._loop.create_task(self._serve(pickled), context=self._context.copy())
         self._loop.run_forever()
         self._loop.close()
         self.instance = None
 
-    async def _serve(self, parcel: Parcel) -> None:
+    async def _serve(self, pickled: Pickled) -> None:
         try:
-            args, kwargs = await _opened(parcel)
+            args, kwargs = await opened(pickled)
             self.instance = self.kind(*args, **kwargs)
         except Exception as error:
-            self.die(
-                f"The actor died because of an error raised in its creation task, "
-                f"{formatted(error)}"
-            )
+            reason = "The actor died because of an error raised in its creation task"
+            self.die(f"{reason}, {formatted(error)}")
             return
         while True:
             await self._arrived.wait()
@@ -168,26 +173,26 @@ class Actor(Owner):
                 if not self._is_async:
                     await call.task
 
-    async def _carry_out(self, call: Call) -> None:
+    async def _carry_out(self, call: ActorCall) -> None:
         try:
-            args, kwargs = await _opened(call.parcel)
-            answer = getattr(self.instance, call.method)(*args, **kwargs)
-            call.ref.settle(Parcel(await answer if inspect.isawaitable(answer) else answer).open)
+            args, kwargs = await opened(call.pickled)
+            result = getattr(self.instance, call.method)(*args, **kwargs)
+            call.ref.resolve(Pickled(await result if inspect.isawaitable(result) else result).load)
         except asyncio.CancelledError:
-            call.ref.fail_in_task(TaskCancelledError(f"{self.told}.{call.method} was cancelled"))
-        except BaseException as error:  # whatever it is, the caller gets it
+            call.ref.fail_in_task(TaskCancelledError(f"{self.label}.{call.method} was cancelled"))
+        except BaseException as error:  # every error goes to the caller
             call.ref.fail_in_task(error)
         finally:
-            self._unsettled.discard(call)
+            self._pending.discard(call)
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: ActorCall) -> None:
         if call.task is not None:
             if self._is_async:  # a synchronous method that runs cannot be cancelled
                 call.task.cancel()
         elif call in self._inbox:
             self._inbox.remove(call)
-            self._unsettled.discard(call)
-            call.ref.fail(TaskCancelledError(f"{self.told}.{call.method} was cancelled"))
+            self._pending.discard(call)
+            call.ref.fail(TaskCancelledError(f"{self.label}.{call.method} was cancelled"))
 
     def _end(self) -> None:
         async def end() -> None:
@@ -203,19 +208,19 @@ class Actor(Owner):
         self._ending = self._loop.create_task(end())
 
 
-def _died(because: str) -> ActorDiedError:
-    if "creation task" in because:
-        return ActorDiedError(because)
-    return ActorDiedError(f"The actor died unexpectedly before finishing this task.\n{because}")
+def _died(reason: str) -> ActorDiedError:
+    if "creation task" in reason:
+        return ActorDiedError(reason)
+    return ActorDiedError(f"The actor died unexpectedly before finishing this task.\n{reason}")
 
 
-async def _opened(parcel: Parcel) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments; references among them give way to their values, nested ones stay."""
-    args, kwargs = parcel.open()
-    for index, one in enumerate(args):
-        if isinstance(one, ObjectRef):
-            args[index] = await one
-    for name, one in kwargs.items():
-        if isinstance(one, ObjectRef):
-            kwargs[name] = await one
+async def opened(pickled: Pickled) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments; top-level references are replaced by their values, nested ones are kept."""
+    args, kwargs = pickled.load()
+    for index, value in enumerate(args):
+        if isinstance(value, ObjectRef):
+            args[index] = await value
+    for name, value in kwargs.items():
+        if isinstance(value, ObjectRef):
+            kwargs[name] = await value
     return args, kwargs

@@ -1,30 +1,31 @@
-"""The cluster of the stub ``ray``: its nodes, what is placed on them, its actors by name.
+"""The cluster of the stub ``ray``: its nodes, placement groups, and actors by name.
 
-Always true: bundles of a group that wait for a place get one all together, or none does.
+Always true: the waiting bundles of a placement group are all granted together, or none is.
 
-Not here: resources of actors outside a placement group.
+Not supported: resources of actors outside a placement group.
 """
 
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.testing.stub_actors import Actor, Placed
-from rollout.testing.stub_errors import ActorAlreadyExistsError
-from rollout.testing.stub_refs import Live, Parcel
+from rollout.testing.stub_actors import Actor, Location
+from rollout.testing.stub_refs import ActorAlreadyExistsError, PassedAsIs, Pickled
 
 
-class PlacementGroup(Live):
+class PlacementGroup(PassedAsIs):
     """Bundles, granted all together or pending."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
-        self.bundle_specs = [dict(one) for one in bundles]
+        self.bundle_specs = [dict(bundle) for bundle in bundles]
         self.strategy = strategy
-        self.places: list[Placed] = []
+        self.id = secrets.token_bytes(14)
+        self.places: list[Location] = []
         self.granted = threading.Event()
 
     def wait(self, timeout_seconds: float = 30) -> bool:
@@ -33,7 +34,7 @@ class PlacementGroup(Live):
 
 @dataclass
 class Node:
-    """One machine: what it has in all, what is free."""
+    """One machine with its total and its free resources."""
 
     node_id: str
     resources: dict[str, float]
@@ -43,11 +44,11 @@ class Node:
 
 
 class Cluster:
-    """What one ``ray.init`` started.
+    """The cluster that one ``ray.init`` started.
 
     Attributes:
-        actors: all that live.
-        nodes: all there ever were.
+        actors: all live actors.
+        nodes: all nodes, including lost ones.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, float]], seed: int, namespace: str) -> None:
@@ -59,11 +60,11 @@ class Cluster:
         self._ended: list[Actor] = []
         self._groups: list[PlacementGroup] = []
         self.nodes: list[Node] = []
-        for one in nodes:
-            self.add_node(one)
+        for resources in nodes:
+            self.add_node(resources)
 
     def add_node(self, resources: Mapping[str, float]) -> str:
-        """One more machine; bundles that wait for a place may get theirs there."""
+        """Add a machine; waiting bundles may be granted on it.  Returns its node id."""
         num_gpus = int(resources.get("GPU", 0))
         node = Node(
             f"{len(self.nodes):x}".rjust(56, "0"),
@@ -77,32 +78,34 @@ class Cluster:
         return node.node_id
 
     def lose_node(self, node_id: str) -> None:
-        """A machine is gone, with its actors; Ray gives its bundles another place, or none yet."""
+        """Remove a machine with its actors; its bundles wait for another node with room."""
         with self._lock:
-            node = next(one for one in self.nodes if one.node_id == node_id)
+            node = next(node for node in self.nodes if node.node_id == node_id)
             node.is_alive = False
-            lost = [one for one in self.actors if one.place[0] == node_id]
+            lost = [actor for actor in self.actors if actor.place[0] == node_id]
             for group in self._groups:
-                group.places = [("", ()) if one[0] == node_id else one for one in group.places]
+                group.places = [
+                    ("", ()) if place[0] == node_id else place for place in group.places
+                ]
             self._grant()
         for actor in lost:
             actor.die("The actor died because its node has died.")
 
     def is_alive(self, node_id: str) -> bool:
-        return any(one.node_id == node_id and one.is_alive for one in self.nodes)
+        return any(node.node_id == node_id and node.is_alive for node in self.nodes)
 
-    def create(self, kind: type, parcel: Parcel, options: Mapping[str, Any]) -> Actor:
+    def create(self, kind: type, pickled: Pickled, options: Mapping[str, Any]) -> Actor:
         with self._lock:
-            name = self.full_name(options)
-            if name and self.find(*name):
+            name, namespace = options.get("name"), options.get("namespace") or self.namespace
+            if name and self.find(namespace, name):
                 raise ActorAlreadyExistsError(
-                    f"The name {name[1]} (namespace={name[0]}) is already taken."
+                    f"The name {name} (namespace={namespace}) is already taken."
                 )
             actor = Actor(
                 kind,
-                parcel,
+                pickled,
                 options,
-                full_name=name,
+                full_name=(namespace, name) if name else None,
                 place=self.place(options),
                 seed=f"{self.seed}/{len(self.actors)}",
                 forget=self.forget,
@@ -111,34 +114,31 @@ class Cluster:
             actor.start()
         return actor
 
-    def full_name(self, options: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Namespace and name, if it has one."""
-        name = options.get("name")
-        return (options.get("namespace") or self.namespace, name) if name else None
-
     def find(self, namespace: str, name: str) -> Actor | None:
         with self._lock:
-            return next((one for one in self.actors if one.full_name == (namespace, name)), None)
+            return next(
+                (actor for actor in self.actors if actor.full_name == (namespace, name)), None
+            )
 
     def forget(self, actor: Actor) -> None:
         with self._lock:
             if actor in self.actors:
                 self.actors.remove(actor)
                 self._ended.append(actor)
-            orphans = [one for one in self.actors if one.creator is actor]
-        for one in orphans:
-            one.die("The actor is dead because its owner has died.")
+            orphans = [other for other in self.actors if other.creator is actor]
+        for orphan in orphans:
+            orphan.die("The actor is dead because its owner has died.")
 
     def shutdown(self) -> None:
-        for one in list(self.actors):
-            one.die("The driver has exited.")
-        for one in self._ended:
-            one.join()
+        for actor in list(self.actors):
+            actor.die("The driver has exited.")
+        for actor in self._ended:
+            actor.join()
 
     # -- placement --------------------------------------------------------------------------
 
-    def place(self, options: Mapping[str, Any]) -> Placed:
-        """Where an actor or a task with these options runs."""
+    def place(self, options: Mapping[str, Any]) -> Location:
+        """The location of an actor or a task with these options."""
         strategy = options.get("scheduling_strategy")
         group = getattr(strategy, "placement_group", None)
         if group is not None:
@@ -154,20 +154,29 @@ class Cluster:
         return group
 
     def release(self, group: PlacementGroup) -> None:
-        """Free its bundles, for groups that wait; its actors die with it."""
+        """Free its bundles for waiting groups; its actors die."""
         with self._lock:
             self._groups.remove(group)
             for (node_id, gpu_ids), bundle in zip(group.places, group.bundle_specs, strict=False):
-                if not node_id:  # it lost its place
+                if not node_id:  # its node was lost
                     continue
-                node = next(one for one in self.nodes if one.node_id == node_id)
+                node = next(node for node in self.nodes if node.node_id == node_id)
                 node.free_gpu_ids.extend(gpu_ids)
                 for name, amount in bundle.items():
                     node.free[name] += amount
             self._grant()
-            lost = [one for one in self.actors if one.group is group]
+            lost = [actor for actor in self.actors if actor.group is group]
         for actor in lost:
             actor.die("Its placement group was removed.")
+
+    def bundle_resources(self, share_of_actor: float) -> dict[str, float]:
+        """Ray's own resource of each placement group: 1000 per bundle, less what actors use."""
+        with self._lock:
+            return {
+                f"bundle_group_{group.id.hex()}": 1000.0 * len(group.bundle_specs)
+                - share_of_actor * sum(actor.group is group for actor in self.actors)
+                for group in self._groups
+            }
 
     def _grant(self) -> None:
         for group in self._groups:
@@ -176,9 +185,9 @@ class Cluster:
                 group.places = places
                 group.granted.set()
 
-    def _try_place(self, group: PlacementGroup) -> list[Placed] | None:
-        """Where its bundles are, those without a place given one; None if not all can be."""
-        before = [(dict(one.free), list(one.free_gpu_ids)) for one in self.nodes]
+    def _try_place(self, group: PlacementGroup) -> list[Location] | None:
+        """Locations for all its bundles; None if not all waiting bundles fit."""
+        before = [(dict(node.free), list(node.free_gpu_ids)) for node in self.nodes]
         places = list(group.places) or [("", ())] * len(group.bundle_specs)
         for index, bundle in enumerate(group.bundle_specs):
             if places[index][0]:
@@ -186,8 +195,8 @@ class Cluster:
             used = [node_id for node_id, _ in places] if group.strategy == "PACK" else []
             node = self._node_for(bundle, used)
             if node is None:
-                for one, (free, gpu_ids) in zip(self.nodes, before, strict=True):
-                    one.free, one.free_gpu_ids = free, gpu_ids
+                for changed, (free, gpu_ids) in zip(self.nodes, before, strict=True):
+                    changed.free, changed.free_gpu_ids = free, gpu_ids
                 return None
             for name, amount in bundle.items():
                 node.free[name] -= amount
@@ -196,12 +205,12 @@ class Cluster:
         return places
 
     def _node_for(self, bundle: Mapping[str, float], used: Sequence[str]) -> Node | None:
-        """Any node with room, one of ``used`` if it can be: Ray promises no more."""
+        """A random node with room, from ``used`` if possible: Ray guarantees no more."""
         fitting = [
-            one
-            for one in self.nodes
-            if one.is_alive
-            and all(one.free.get(name, 0.0) >= amount for name, amount in bundle.items())
+            node
+            for node in self.nodes
+            if node.is_alive
+            and all(node.free.get(name, 0.0) >= amount for name, amount in bundle.items())
         ]
-        preferred = [one for one in fitting if one.node_id in used] or fitting
+        preferred = [node for node in fitting if node.node_id in used] or fitting
         return self._random.choice(preferred) if preferred else None

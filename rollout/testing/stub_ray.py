@@ -1,45 +1,45 @@
 """A stub of the module ``ray``, so that code written for Ray runs in millisecond tests.
 
     with stub_ray.installed() as stub:
-        from rollout.actors.launch import launch_ray
+        from rollout.runtime.ray.launch import launch_ray
         ...
 
-Inside the block ``import ray`` gives the stub, and ``rollout.actors`` is imported anew upon it;
-afterwards both are as they were.  It keeps Ray's failure semantics, not its speed or its whole
-interface: ``stub_refs``, ``stub_actors`` and ``stub_cluster`` say which.  The tests of
-``rollout.actors`` run over stub and real Ray alike, which is what keeps it honest.
+Inside the block, ``import ray`` imports the stub, and ``rollout.runtime.ray`` is imported again
+with it.  After the block both are restored.  The stub has Ray's failure semantics, but not its
+speed or its whole interface: see ``stub_refs``, ``stub_actors`` and ``stub_cluster``.  The tests of
+``rollout.runtime.ray`` run with the stub and with real Ray, so the two cannot drift apart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import gc
 import inspect
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rollout.testing import stub_errors
-from rollout.testing.stub_actors import PLACE, Actor, Call
+from rollout.testing import stub_refs
+from rollout.testing.stub_actors import PLACE, Actor, ActorCall, opened
 from rollout.testing.stub_cluster import Cluster, PlacementGroup
-from rollout.testing.stub_refs import CURRENT, Live, ObjectRef, Parcel
+from rollout.testing.stub_refs import ObjectRef, PassedAsIs, Pickled
 
 
 @contextmanager
 def installed(
     nodes: Sequence[Mapping[str, float]] = ({"CPU": 64.0},), *, seed: int = 0
 ) -> Iterator[StubRay]:
-    """Put the stub where ``import`` finds it; at the end, stop it and restore what was there.
+    """Replace the module ``ray`` by the stub; at the end, stop the stub and restore the module.
 
     Args:
-        nodes: resources of each machine, resource -> amount.
-        seed: of the order in which calls start, and of what is placed where.
+        nodes: the resources of each machine, resource -> amount.
+        seed: seed of the order in which calls start, and of placement.
     """
     stub = StubRay(nodes, seed)
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_bound_to_ray(name)}
@@ -51,44 +51,46 @@ def installed(
         for name in [name for name in sys.modules if _is_bound_to_ray(name)]:
             del sys.modules[name]
         sys.modules.update(hidden)
-        rollout = sys.modules["rollout"]
-        if "rollout.actors" in hidden:
-            rollout.actors = hidden["rollout.actors"]  # type: ignore[attr-defined]
-        elif hasattr(rollout, "actors"):
-            del rollout.actors
+        runtime = sys.modules["rollout.runtime"]
+        if "rollout.runtime.ray" in hidden:
+            runtime.ray = hidden["rollout.runtime.ray"]  # type: ignore[attr-defined]
+        elif hasattr(runtime, "ray"):
+            del runtime.ray
+
+
+# What each actor in a placement group takes of its group's own resource.
+_SHARE_OF_ACTOR = 0.001
 
 
 def _is_bound_to_ray(module: str) -> bool:
-    return module.split(".")[0] == "ray" or module.split(".")[:2] == ["rollout", "actors"]
+    return module.split(".")[0] == "ray" or module.split(".")[:3] == ["rollout", "runtime", "ray"]
 
 
 class StubRay:
-    """The functions of the module, and what tests may look at."""
+    """The functions of the module ``ray``, and a few for tests."""
 
     def __init__(self, nodes: Sequence[Mapping[str, float]], seed: int) -> None:
         self._nodes = nodes
         self._seed = seed
         self._cluster: Cluster | None = None
-        self.init_options: dict[str, Any] = {}
 
     # For tests
 
     @property
     def cluster(self) -> Cluster:
         if self._cluster is None:
-            raise RuntimeError("ray is not initialized: the stub does not do that by itself")
+            raise RuntimeError("ray is not initialized: call ray.init() first")
         return self._cluster
 
     def live_actors(self) -> list[str]:
-        """Class names of the actors that live."""
-        return [one.kind.__name__ for one in self._cluster.actors] if self._cluster else []
+        """Class names of the live actors."""
+        return [actor.kind.__name__ for actor in self._cluster.actors] if self._cluster else []
 
     # ray
 
     def init(self, address: str | None = None, namespace: str = "default", **options: Any) -> None:
         if self._cluster is not None:
             raise RuntimeError("Maybe you called ray.init twice by accident?")
-        self.init_options = {"address": address, "namespace": namespace, **options}
         self._cluster = Cluster(self._nodes, self._seed, namespace)
 
     def is_initialized(self) -> bool:
@@ -99,7 +101,7 @@ class StubRay:
             return
         self._cluster.shutdown()
         self._cluster = None
-        # What a killed process held open the system closes without a word.
+        # The system closes the sockets of a killed process without a warning.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
@@ -111,30 +113,27 @@ class StubRay:
 
     def put(self, value: Any) -> ObjectRef:
         ref = ObjectRef()
-        ref.settle(Parcel(value).open)
+        ref.resolve(Pickled(value).load)
         return ref
 
     def get(self, refs: Any, *, timeout: float | None = None) -> Any:
-        """Of a list, all answers; the first failure is raised while the others run on."""
+        """The result, or a list of results; after an error, the other calls continue."""
         if isinstance(refs, ObjectRef):
             future = refs.future()
             if not concurrent.futures.wait([future], timeout).done:
-                raise stub_errors.GetTimeoutError("Get timed out: some object(s) not ready.")
+                raise stub_refs.GetTimeoutError("Get timed out: some object(s) not ready.")
             return future.result()
         return [self.get(ref, timeout=timeout) for ref in refs]
 
     def wait(
         self, refs: Sequence[ObjectRef], *, num_returns: int = 1, timeout: float | None = None
     ) -> tuple[list[ObjectRef], list[ObjectRef]]:
-        deadline = None if timeout is None else time.monotonic() + timeout
         futures = {ref.future(): ref for ref in refs}
-        waiting = set(futures)
-        while len(futures) - len(waiting) < min(num_returns, len(refs)):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, waiting = concurrent.futures.wait(waiting, left, "FIRST_COMPLETED")
-            if not done:
-                break
-        ready = [ref for future, ref in futures.items() if future not in waiting][:num_returns]
+        with suppress(TimeoutError):
+            completed = concurrent.futures.as_completed(futures, timeout)
+            for _ in zip(range(num_returns), completed, strict=False):
+                pass
+        ready = [ref for future, ref in futures.items() if future.done()][:num_returns]
         return ready, [ref for ref in refs if ref not in ready]
 
     def kill(self, actor: ActorHandle, *, no_restart: bool = True) -> None:
@@ -153,31 +152,30 @@ class StubRay:
         # Nodes of a simulated cluster share one address.
         return [
             {
-                "NodeID": one.node_id,
-                "Alive": one.is_alive,
+                "NodeID": node.node_id,
+                "Alive": node.is_alive,
                 "NodeManagerAddress": "127.0.0.1",
-                "Resources": dict(one.resources),
+                "Resources": dict(node.resources),
             }
-            for one in self.cluster.nodes
+            for node in self.cluster.nodes
         ]
 
     def cluster_resources(self) -> dict[str, float]:
-        return _sum([one.resources for one in self.cluster.nodes if one.is_alive])
+        own = _sum([node.resources for node in self.cluster.nodes if node.is_alive])
+        return own | self.cluster.bundle_resources(0.0)
 
     def available_resources(self) -> dict[str, float]:
-        return _sum([one.free for one in self.cluster.nodes if one.is_alive])
+        own = _sum([node.free for node in self.cluster.nodes if node.is_alive])
+        return own | self.cluster.bundle_resources(_SHARE_OF_ACTOR)
 
     def get_gpu_ids(self) -> list[int]:
         place = PLACE.get()
         return list(place[1]) if place else []
 
     def get_runtime_context(self) -> RuntimeContext:
-        place, actor = PLACE.get(), CURRENT.get()
-        return RuntimeContext(
-            place[0] if place else self.cluster.nodes[0].node_id,
-            self.cluster.namespace,
-            actor.full_name[1] if actor and actor.full_name else None,
-        )
+        place = PLACE.get()
+        node_id = place[0] if place else self.cluster.nodes[0].node_id
+        return RuntimeContext(node_id, self.cluster.namespace)
 
     # ray.util.placement_group
 
@@ -195,12 +193,10 @@ class StubRay:
             "bundles_to_node_id": {
                 index: node_id for index, (node_id, _) in enumerate(group.places)
             },
-            "strategy": group.strategy,
-            "state": _state_of(group),
         }
 
     def modules(self) -> dict[str, ModuleType]:
-        """The stub as modules, by name."""
+        """The modules that replace those of Ray, by name."""
         of_groups = ("placement_group", "remove_placement_group", "placement_group_table")
         of_tests = ("cluster", "live_actors", "modules")
         strategies = (PlacementGroupSchedulingStrategy, NodeAffinitySchedulingStrategy)
@@ -212,12 +208,14 @@ class StubRay:
             }
             | {"ObjectRef": ObjectRef},
             "ray.exceptions": {
-                name: one for name, one in vars(stub_errors).items() if isinstance(one, type)
+                name: error
+                for name, error in vars(stub_refs).items()
+                if isinstance(error, type) and issubclass(error, stub_refs.RayError)
             },
             "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
             "ray.util.placement_group": {name: getattr(self, name) for name in of_groups}
             | {"PlacementGroup": PlacementGroup},
-            "ray.util.scheduling_strategies": {one.__name__: one for one in strategies},
+            "ray.util.scheduling_strategies": {kind.__name__: kind for kind in strategies},
         }
         modules = {name: ModuleType(name, __doc__) for name in contents}
         for name, module in modules.items():
@@ -225,29 +223,25 @@ class StubRay:
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(modules[parent], child, module)
-        # In Ray too, the function hides the module of its name.
+        # As in Ray, the function hides the module of the same name.
         vars(modules["ray.util"]).update(contents["ray.util.placement_group"])
         return modules
 
 
 @dataclass(frozen=True)
 class RuntimeContext:
-    """Where the caller runs."""
+    """The node and namespace of the caller."""
 
     node_id: str
     namespace: str
-    actor_name: str | None
 
     def get_node_id(self) -> str:
         return self.node_id
 
-    def get_actor_name(self) -> str | None:
-        return self.actor_name
-
 
 @dataclass(frozen=True)
 class PlacementGroupSchedulingStrategy:
-    """Run in that bundle."""
+    """Run in a bundle of a placement group."""
 
     placement_group: PlacementGroup
     placement_group_bundle_index: int = -1
@@ -256,14 +250,14 @@ class PlacementGroupSchedulingStrategy:
 
 @dataclass(frozen=True)
 class NodeAffinitySchedulingStrategy:
-    """Run on that node."""
+    """Run on a node."""
 
     node_id: str
     soft: bool
 
 
-class _Remote(Live):
-    """A class or a function made remote."""
+class _Remote(PassedAsIs):
+    """A remote class or function."""
 
     def __init__(self, ray: StubRay, target: Any, options: Mapping[str, Any]) -> None:
         self._ray = ray
@@ -276,30 +270,29 @@ class _Remote(Live):
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         cluster = self._ray.cluster
         inspect.signature(self._target).bind(*args, **kwargs)
-        parcel = Parcel((list(args), kwargs))
+        pickled = Pickled((list(args), kwargs))
         if isinstance(self._target, type):
-            return ActorHandle(cluster.create(self._target, parcel, self._options))
+            return ActorHandle(cluster.create(self._target, pickled, self._options))
         ref = ObjectRef()
         place = cluster.place(self._options)
         if not cluster.is_alive(place[0]):
-            ref.fail(stub_errors.TaskUnschedulableError("The node doesn't exist any more."))
+            ref.fail(stub_refs.TaskUnschedulableError("The node doesn't exist any more."))
             return ref
 
         def run() -> None:
             PLACE.set(place)
             try:
-                given, named = parcel.open()
-                given = [self._ray.get(one) if isinstance(one, ObjectRef) else one for one in given]
-                ref.settle(Parcel(self._target(*given, **named)).open)
-            except BaseException as error:  # whatever it is, the caller gets it
+                given, named = asyncio.run(opened(pickled))
+                ref.resolve(Pickled(self._target(*given, **named)).load)
+            except BaseException as error:  # every error goes to the caller
                 ref.fail_in_task(error)
 
         threading.Thread(target=run, name=self._target.__name__, daemon=True).start()
         return ref
 
 
-class ActorHandle(Live):
-    """An actor from outside."""
+class ActorHandle(PassedAsIs):
+    """The handle of an actor."""
 
     def __init__(self, actor: Actor) -> None:
         self.stub_actor = actor
@@ -314,23 +307,12 @@ class _Method:
         self._name = name
         self._signature = inspect.signature(function)
 
-    def options(self, **options: Any) -> _Method:
-        return self
-
     def remote(self, *args: Any, **kwargs: Any) -> ObjectRef:
         self._signature.bind(None, *args, **kwargs)
-        return self._actor.submit(Call(self._name, Parcel((list(args), kwargs))))
-
-
-def _state_of(group: PlacementGroup) -> str:
-    if not group.granted.is_set():
-        return "PENDING"
-    return "CREATED" if all(node_id for node_id, _ in group.places) else "RESCHEDULING"
+        return self._actor.submit(ActorCall(self._name, Pickled((list(args), kwargs))))
 
 
 def _sum(all_resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for resources in all_resources:
-        for name, amount in resources.items():
-            total[name] = total.get(name, 0.0) + amount
-    return {name: amount for name, amount in total.items() if amount}
+    names = {name for resources in all_resources for name in resources}
+    totals = {name: sum(resources.get(name, 0.0) for resources in all_resources) for name in names}
+    return {name: amount for name, amount in totals.items() if amount}

@@ -1,1 +1,1 @@
-"""New weights for engines: what a push contains, and how it reaches them."""
+"""Weights of engines: their format, pushes from the trainer, transports, and the DRAM store."""

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import rollout
-from rollout.driver.options import RolloutOptions
-from rollout.driver.sources import PromptData
-from rollout.samples import all_samples
+from rollout.core.samples import all_samples
+from rollout.driver.data.prompt_data import PromptData
+from rollout.driver.stream.options import RolloutOptions
 from tests.support.contract import CPU_OPTIONS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -36,7 +36,7 @@ HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3, 
 
 
 class Killer:
-    """Ends or freezes an engine of the server now and then, until told to stop."""
+    """Ends or freezes an engine of the server now and then, until stopped."""
 
     def __init__(self, policy: rollout.ServerHandle, seed: int) -> None:
         self._policy = policy
@@ -57,7 +57,7 @@ class Killer:
     def _run(self) -> None:
         while not self._ends.wait(self._random.uniform(1.0, 4.0)):
             (group,) = self._policy.status().result(30).groups
-            alive = [one.pid for one in group.engines if one.pid and not one.fenced_because]
+            alive = [one.pid for one in group.engines if one.pid and not one.fence_reason]
             if len(alive) < 2:
                 continue
             pid = self._random.choice(alive)
@@ -74,7 +74,7 @@ class Killer:
 
 @pytest.fixture
 def policy(kind: str, tmp_path: Path):
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     python = "sglang-cpu" if kind == "sglang" else ""
     engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.local import launch_local
-from rollout.types import EngineStatus
+from rollout.core.types import EngineStatus
+from rollout.runtime.local import launch_local
 from tests.support.contract import CPU_OPTIONS
 from tests.support.fault_proxy import FAULTS, ProxiedLauncher, tree_of
 from tests.support.load import Load
@@ -123,7 +123,7 @@ def policy(
 
 
 class Remains:
-    """What is left of an engine and of what it holds."""
+    """The processes and files of an engine that remain."""
 
     def __init__(self, engine: EngineStatus) -> None:
         assert engine.pid is not None
@@ -212,4 +212,4 @@ def check(load: Load, policy: RealPolicy, *versions: int) -> None:
 
 def is_back(policy: RealPolicy) -> bool:
     """Recovery has started it again; it lacks what was pushed."""
-    return not any(one.fenced_because for one in policy.engines())
+    return not any(one.fence_reason for one in policy.engines())

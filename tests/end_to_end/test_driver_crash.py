@@ -1,11 +1,11 @@
-"""The driver is killed at several moments; ``rollout attach`` says what is left and what to do."""
+"""The driver is killed at several moments; ``rollout attach`` lists what runs, and cleans up."""
 
 import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,37 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from engines.identity import identify, is_running
-from engines.ports import reserve_port
-from rollout.cli import app
-from rollout.journal import read
+import rollout
+from engines.process.guard import TOKEN_VARIABLE
+from engines.process.process_identity import identify, is_running
+from engines.process.tcp_ports import reserve_port
+from rollout.cli.main import app
+from rollout.config import RolloutConfig
+from rollout.control.server.journal import read
 from tests.support.builders import write_checkpoint
 from tests.support.processes import Program, program, wait_until
 from tests.support.served_fakes import TIMEOUT_S, ServedEngine
 
-# Launches, waits until it is told, offloads, and if it is told that too, pushes.
+# Launches, waits for a command, offloads, and on others pushes and stops.  Each engine of its own
+# holds shared memory as SGLang does.
 DRIVER = """
-import json, sys, time
+import dataclasses, json, sys, time
 from pathlib import Path
+import engines.launch
 import rollout
+from engines.sglang.environment import CLEANUP
 from tests.support.builders import push
 
 folder = Path(sys.argv[1])
+make = engines.launch._KINDS["fake"]
+
+def with_file(spec, endpoint, inherited):
+    start = make(spec, endpoint, inherited)
+    hold = 'exec 7> /dev/shm/sglang_loads_rr-test-$$.shm; exec "$@"'
+    command = ["sh", "-c", hold, "sh", *start.command]
+    return dataclasses.replace(start, command=command, cleanup=CLEANUP)
+
+engines.launch._KINDS["fake"] = with_file
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[2]))
 deployment = rollout.launch(config, backend=sys.argv[3])
 policy = deployment["policy"]
@@ -44,6 +59,9 @@ print("offloaded", flush=True)
 wait_for("push")
 policy.onload_push(push(1)).result()
 print("pushed", flush=True)
+wait_for("stop")
+print("stopping", flush=True)
+deployment.stop()
 time.sleep(600)
 """
 
@@ -51,10 +69,19 @@ time.sleep(600)
 class Crash:
     """A driver with one engine of its own and one that was attached."""
 
-    def __init__(self, folder: Path, driver: Program, url: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        driver: Program,
+        attached: ServedEngine,
+        config: dict[str, Any],
+        backend: str,
+    ) -> None:
         self.folder = folder
         self.driver = driver
-        self.attached = ServedEngine(url)
+        self.config = config
+        self.backend = backend
+        self.attached = attached
         self.run = folder / "run"
 
     def tell(self, what: str) -> None:
@@ -63,6 +90,30 @@ class Crash:
     def kill(self) -> None:
         self.driver.process.kill()
         self.driver.process.wait(10)
+
+    def kill_with_guards(self) -> None:
+        """The driver and the guards; a guard that is stopped does not see the driver end."""
+        killed = []
+        for pid in self.driver.descendants("engines.fake"):
+            with suppress(psutil.NoSuchProcess):  # it ends, because the driver stops
+                engine = psutil.Process(pid)
+                guard = psutil.Process(engine.ppid())
+                assert guard.name() == "engine-guard"
+                guard.suspend()
+                killed += [engine, guard]
+        self.kill()
+        for process in reversed(killed):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert wait_until(lambda: not any(map(runs, killed)), TIMEOUT_S)
+
+    def own_files(self) -> list[Path]:
+        """The shared memory of the engine that the driver has launched."""
+        files = []
+        for pid in self.driver.descendants("engines.fake"):
+            token = psutil.Process(pid).environ()[TOKEN_VARIABLE]
+            files += [f"rollout-engine-{token}.json", f"sglang_loads_rr-test-{pid}.shm"]
+        return [Path("/dev/shm", name) for name in files]
 
     def own(self) -> Any:
         record = read(self.run / "policy" / "journal.json")
@@ -80,6 +131,12 @@ class Crash:
         return {one["group"]: one for one in server["engines"]}
 
 
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @pytest.fixture
 def crash(tmp_path: Path) -> Iterator[Crash]:
     with driven(tmp_path, "local") as found:
@@ -87,7 +144,10 @@ def crash(tmp_path: Path) -> Iterator[Crash]:
 
 
 @contextmanager
-def driven(tmp_path: Path, backend: str) -> Iterator[Crash]:
+def driven(
+    tmp_path: Path, backend: str, *, is_up: bool = True, page: bool = False
+) -> Iterator[Crash]:
+    """A driver; ``is_up``: only when it serves, else held while it starts."""
     with reserve_port() as reserved:
         port = reserved.port
     with program("-m", "engines.fake", "--port", str(port)) as engine:
@@ -100,26 +160,23 @@ def driven(tmp_path: Path, backend: str) -> Iterator[Crash]:
         server = {
             "model_path": write_checkpoint(tmp_path),
             "groups": groups,
-            "page": {"enabled": False},
+            "page": {"enabled": page},
+            "weights": {"shared_memory_path": str(tmp_path)},
         }
         config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
+        attached = ServedEngine(url)
+        if not is_up:
+            attached.hold("is_ready")
         with program("-c", DRIVER, str(tmp_path), json.dumps(config), backend) as driver:
-            driver.wait_for("up", 2 * TIMEOUT_S)
-            found = Crash(tmp_path, driver, url)
+            if is_up:
+                driver.wait_for("up", 2 * TIMEOUT_S)
+            else:
+                attached.wait_entered("is_ready")
+                assert wait_until(lambda: driver.descendants("engines.fake"), TIMEOUT_S)
             try:
-                yield found
+                yield Crash(tmp_path, driver, attached, config, backend)
             finally:
-                found.attached.close()
-
-
-@contextmanager
-def stopped_at(crash: Crash, operation: str) -> Iterator[None]:
-    """The driver waits for the attached engine's answer to ``operation``, and is killed there."""
-    crash.attached.hold(operation)
-    yield
-    crash.attached.wait_entered(operation)
-    crash.kill()
-    crash.attached.open(operation)
+                attached.close()
 
 
 def own_has_ended(crash: Crash) -> bool:
@@ -151,75 +208,125 @@ def test_killed_while_it_serves_an_engine_whose_guard_fails_too_is_ended_by_clea
     assert ended["ended"] == ["own-0 (1 processes)"]
     assert not is_running(own)
     assert not is_running(guard)
-    # Who launched the other one is to end it.
-    left = crash.engines("--adopt")
+    # The run has not launched the other one, so it goes on.
+    left = crash.engines()
     assert left["theirs"]["is_ready"]
     assert crash.attach("--clean-up")["ended"] == []
 
 
-def test_killed_when_offloaded_nothing_is_made_to_serve(crash: Crash) -> None:
+def test_killed_when_offloaded_an_attached_engine_is_listed_as_it_is(crash: Crash) -> None:
     crash.tell("offload")
     crash.driver.wait_for("offloaded", TIMEOUT_S)
     crash.kill()
     assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-    told = crash.attach("--adopt")
-    assert told["adopted"] == []
-    (server,) = told["servers"]
+    (server,) = crash.attach()["servers"]
     assert (server["phases"], server["gate"], server["driver_is"]) == (
         {"own": "offloaded", "theirs": "offloaded"},
         "holding",
         "ended",
     )
-    theirs = crash.engines()["theirs"]
-    assert "its memory is released" in theirs["why_not_usable"]
-    assert not theirs["is_ready"]
+    assert not crash.engines()["theirs"]["is_ready"]
 
 
-@pytest.mark.chaos
-def test_killed_in_a_pause_an_attached_engine_can_be_adopted(crash: Crash) -> None:
-    with stopped_at(crash, "pause_generation"):
-        crash.tell("offload")
-    assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-    (server,) = crash.attach()["servers"]
-    assert server["doing"] == "pause"
-    assert wait_until(lambda: not crash.engines()["theirs"]["is_ready"], TIMEOUT_S)
-    told = crash.attach("--adopt")
-    assert told["adopted"] == [crash.engines()["theirs"]["url"]]
-    assert crash.engines()["theirs"]["is_ready"]
+def serving(crash: Crash) -> None: ...
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize(
-    ("operation", "doing"),
-    [
-        ("release_memory_occupation", "release"),
-        ("resume_memory_occupation", "resume_weights"),
-        ("update_weights_from_tensor", "update_weights"),
-    ],
-)
-def test_killed_in_the_middle_of_what_cannot_be_repeated_nothing_is_adopted(
-    crash: Crash, operation: str, doing: str
-) -> None:
-    with stopped_at(crash, operation):
+def starting(crash: Crash) -> None:
+    """The attached engine is not ready yet; the guard of the other has noted its files."""
+    (record,) = (path for path in crash.own_files() if path.suffix == ".json")
+    assert wait_until(lambda: "sglang_loads" in record.read_text(), TIMEOUT_S)
+
+
+def offloaded(crash: Crash) -> None:
+    crash.tell("offload")
+    crash.driver.wait_for("offloaded", TIMEOUT_S)
+
+
+def stopping(crash: Crash) -> None:
+    for command, done in (("offload", "offloaded"), ("push", "pushed"), ("stop", "stopping")):
+        crash.tell(command)
+        crash.driver.wait_for(done, TIMEOUT_S)
+
+
+def held_in(operation: str) -> Callable[[Crash], None]:
+    """The driver waits for the attached engine's reply to ``operation``."""
+
+    def hold(crash: Crash) -> None:
+        crash.attached.hold(operation)
         crash.tell("offload")
         crash.tell("push")
-    assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-    told = crash.attach("--adopt")
-    assert told["adopted"] == []
-    (server,) = told["servers"]
-    assert server["doing"] == doing
-    assert f"in the middle of {doing}" in crash.engines()["theirs"]["why_not_usable"]
+        crash.attached.wait_entered(operation)
+
+    return hold
 
 
-def test_people_are_told_in_words(crash: Crash) -> None:
+def resuming_kv(crash: Crash) -> None:
+    held_in("update_weights_from_tensor")(crash)
+    crash.attached.hold("resume_memory_occupation")
+    crash.attached.open("update_weights_from_tensor")
+    crash.attached.wait_entered("resume_memory_occupation")
+
+
+# Phase -> how it is reached, and the command that the journal names.
+PHASES: dict[str, tuple[Callable[[Crash], None], str]] = {
+    "starting": (starting, ""),
+    "serving": (serving, ""),
+    "pause": (held_in("pause_generation"), "pause"),
+    "flush": (held_in("flush_cache"), "flush"),
+    "release": (held_in("release_memory_occupation"), "release"),
+    "offloaded": (offloaded, ""),
+    "resume weights": (held_in("resume_memory_occupation"), "resume_weights"),
+    "push": (held_in("update_weights_from_tensor"), "update_weights"),
+    "resume kv": (resuming_kv, "resume_kv"),
+    "continue": (held_in("continue_generation"), "continue"),
+    "stopping": (stopping, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_driver_and_guards_killed_in_any_phase_leave_nothing_after_the_next_launch(
+    phase: str, tmp_path: Path
+) -> None:
+    reach, doing = PHASES[phase]
+    with driven(tmp_path, "local", is_up=phase != "starting", page=True) as crash:
+        reach(crash)
+        files = crash.own_files()
+        # It may have ended its engine before the kill.
+        assert phase == "stopping" or (all(path.exists() for path in files) and len(files) == 2)
+        crash.kill_with_guards()
+        (server,) = crash.attach()["servers"]
+        assert (server["driver_is"], server["doing"]) == ("ended", doing)
+        the_next_launch_clears(crash, files)
+
+
+def the_next_launch_clears(crash: Crash, files: list[Path]) -> None:
+    """Launch the same run again, without the attached engine, which may be paused."""
+    pushed = crash.folder / f"rollout-push-{crash.driver.process.pid}-1.00-0"
+    pushed.mkdir()
+    folder = crash.run / "policy"
+    for name in ("journal.json", "control.json"):
+        (folder / f".{name}.part").touch()  # as if it was killed while it wrote
+    groups = {"own": crash.config["servers"]["policy"]["groups"]["own"]}
+    policy = {**crash.config["servers"]["policy"], "groups": groups}
+    config = RolloutConfig.from_dict({**crash.config, "servers": {"policy": policy}})
+    with rollout.launch(config, backend=crash.backend):
+        assert not any(path.exists() for path in files)
+        assert not pushed.exists()
+        assert not crash.driver.descendants()
+    assert not list(folder.glob(".*"))
+    assert not (folder / "control.json").exists()
+    assert read(folder / "journal.json").is_ended
+
+
+def test_people_read_it_in_words(crash: Crash) -> None:
     os.kill(crash.driver.process.pid, signal.SIGKILL)
     crash.driver.process.wait(10)
     assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-    done = CliRunner().invoke(app, ["attach", str(crash.run), "--adopt"])
+    done = CliRunner().invoke(app, ["attach", str(crash.run)])
     assert done.exit_code == 0, done.output
     assert "server policy of run run, launched by local" in done.output
     assert "own serving, theirs serving; gate open, weight version 0" in done.output
-    assert "engine: {kind: attached, urls: [http://127.0.0.1:" in done.output
 
 
 @pytest.mark.ray
@@ -240,4 +347,4 @@ def test_over_ray_too_the_engines_end_with_the_driver_and_the_journal_stays(
             assert (server["backend"], server["driver_is"]) == ("ray", "ended")
             assert server["driver"]["pid"] == crash.driver.process.pid
             assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-            assert crash.attach("--adopt")["adopted"] == [crash.engines()["theirs"]["url"]]
+            assert crash.engines()["theirs"]["is_ready"]

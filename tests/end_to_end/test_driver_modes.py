@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 import rollout
+from rollout.core.samples import Sample, all_samples
+from rollout.driver.client.session import Session
+from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.evaluation import EvalDataset
-from rollout.driver.hooks import Hooks
-from rollout.driver.options import RolloutOptions
-from rollout.driver.session import Session
-from rollout.driver.sources import PromptData
-from rollout.samples import Sample, all_samples
+from rollout.driver.stream.hooks import Hooks
+from rollout.driver.stream.options import RolloutOptions
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(240)]
 SAMPLING = rollout.SamplingParams(max_new_tokens=48, ignore_eos=True)
@@ -19,7 +19,7 @@ SIZES = {"num_groups": 4, "group_size": 2, "sampling": SAMPLING}
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.ServerHandle]:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     folder = tmp_path_factory.mktemp("modes")
     options = {"max-total-tokens": 8192, "log-level": "warning"}
@@ -43,7 +43,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.ServerH
 def weights(policy: rollout.ServerHandle, tmp_path_factory: pytest.TempPathFactory):
     from transformers import AutoModelForCausalLM
 
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     path = make_tiny_model(tmp_path_factory.mktemp("same") / "model")
     return AutoModelForCausalLM.from_pretrained(path, dtype="float32")

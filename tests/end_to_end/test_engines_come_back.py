@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from rollout import RolloutConfig, launch
-from rollout.handle import DeploymentHandle, ServerHandle
-from rollout.types import EngineStatus
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
@@ -24,7 +24,7 @@ HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
@@ -83,7 +83,7 @@ def routed(policy: ServerHandle, engine_id: str) -> str:
 
 
 class Load:
-    """Requests one after another, until told to end: which engine answered, at which version."""
+    """Requests one after another, until stopped: which engine replied, at which version."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
@@ -61,6 +61,7 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     assert f"servers.policy.model_path: there is no directory '{tmp_path}/nowhere'" in said
 
 
+@pytest.mark.torch
 def test_a_taken_router_port_is_named_before_any_engine_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -70,6 +71,7 @@ def test_a_taken_router_port_is_named_before_any_engine_starts(tmp_path: Path) -
     assert not list(tmp_path.glob("logs/**/*.log")), "no engine has written a log"
 
 
+@pytest.mark.torch
 def test_too_few_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     path = config(tmp_path, fake_checkpoint(tmp_path), num_engines=4, engine={"gpus": 4})
@@ -94,7 +96,7 @@ def test_an_engine_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: P
 
 def test_an_option_the_library_sets_itself_is_refused_by_name(tmp_path: Path) -> None:
     path = config(tmp_path, fake_checkpoint(tmp_path), engine={"options": {"port": 1}})
-    said = refused("serve", path, status=1)
+    said = refused("serve", path, status=2)
     assert "options that cannot be set here: port (chosen at launch)" in said
 
 

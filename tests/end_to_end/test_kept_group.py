@@ -1,4 +1,4 @@
-"""The group of a broadcast is kept while its engines are the same, and made anew otherwise."""
+"""The group of a broadcast is kept while its engines are the same, and made again otherwise."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
 from rollout import RolloutConfig, launch
-from rollout.errors import RolloutError
-from rollout.handle import ServerHandle
-from rollout.types import EngineStatus
+from rollout.core.errors import RolloutError
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support.processes import wait_until
 
@@ -71,7 +71,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
         for engine in engines(policy):
             found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
             assert found == {name: wanted[name] for name in found}
-        kept = policy._pushes._kept
+        kept = policy._push_builder._kept
         assert kept is not None
         return kept.name
 
@@ -80,7 +80,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
 
 def engines(policy: ServerHandle) -> list[EngineStatus]:
     (group,) = policy.status().result(30).groups
-    return [one for one in group.engines if not one.fenced_because]
+    return [one for one in group.engines if not one.fence_reason]
 
 
 def asked(engine: EngineStatus, question: str) -> Any:
@@ -109,7 +109,7 @@ def test_the_group_of_one_push_is_that_of_the_next(
 def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:
-    """It is pushed to as soon as it is dead, when nobody has noticed, and again as another."""
+    """A push right after its death, before that is noticed, and another after its restart."""
     name = push()
     dead = engines(policy)[1]
     assert dead.pid is not None
@@ -132,7 +132,7 @@ def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
 def test_an_engine_that_stands_still_between_two_pushes_is_left_behind(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:
-    """Its connections stand, so nothing but a deadline tells."""
+    """Its connections stay open, so only a deadline shows it."""
     name = push()
     stopped = engines(policy)[1]
     assert stopped.pid is not None
@@ -189,8 +189,8 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 
     with pytest.raises(RolloutError, match="out of memory"):
         policy.sync_weights(weights, name_map=breaks_off).result(60)
-    assert policy._pushes._kept is not None
-    assert policy._pushes._kept.name == ""
+    assert policy._push_builder._kept is not None
+    assert policy._push_builder._kept.name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
 
@@ -232,5 +232,5 @@ def test_with_the_trainers_end_the_engines_end_is_gone(
     assert groups(policy) == [[name], [name]]
     policy.close()
     assert wait_until(lambda: groups(policy) == [[], []], 10)
-    assert not [one for one in threading.enumerate() if one.name.startswith("feed-")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("push-stream-")]
     assert push() != name

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.client import EngineClient
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
+from engines.http.client import EngineClient
 from engines.protocol import SamplingParams
 from rollout import RolloutConfig, launch
-from rollout.errors import WeightMismatch
-from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.core.errors import WeightMismatch
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.weights.tensors import bytes_fingerprint
 from rollout.weights.tensors.adapters import merged
 from tests.support.processes import wait_until
@@ -149,7 +149,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
         return (
             engine.pid != killed.pid
             and not engine.is_stale
-            and not engine.fenced_because
+            and not engine.fence_reason
             and engine.weight_version == policy.weight_version
         )
 

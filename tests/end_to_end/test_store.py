@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from rollout import RolloutConfig, launch
-from rollout.handle import DeploymentHandle, ServerHandle
-from rollout.types import EngineStatus, StoreStatus
+from rollout.core.types import EngineStatus, StoreStatus
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", request.param)
 

@@ -36,7 +36,7 @@ def state(url: str) -> str:
 
 
 def kill_agent() -> None:
-    """The process that keeps the store of the node; whoever takes its place goes on with it."""
+    """The process that keeps the store of the node; its successor continues with the same store."""
     agents = [one for one in psutil.process_iter() if is_our_agent(one)]
     assert len(agents) == 1
     agents[0].kill()
@@ -96,7 +96,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
 def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
     ray_cluster: RayWorld, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(tmp_path / "model")
     address = ray_cluster.ray.get_runtime_context().gcs_address

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rollout import LifecycleError, RolloutConfig, ServerHandle, launch
-from rollout.handle import DeploymentHandle
+from rollout.runtime.handle import DeploymentHandle
 from tests.support.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.embedded
@@ -31,7 +31,7 @@ def example() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 

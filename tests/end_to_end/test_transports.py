@@ -1,4 +1,4 @@
-"""Every way a push can take, to real engines of two groups, and what is left of it afterwards."""
+"""Every transport of a push, to real engines of two groups, and its leftovers afterwards."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.client import EngineClient
-from engines.embedded.tiny import make_tiny_model
-from engines.errors import EngineRejected
+from engines.embedded.tiny_model import make_tiny_model
+from engines.http.client import EngineClient
+from engines.protocol.errors import EngineRejected
 from rollout import RolloutConfig, launch
-from rollout.errors import ConfigError, WeightMismatch, WeightsUnavailable
-from rollout.handle import DeploymentHandle, ServerHandle
-from rollout.weights.manifest import read_checkpoint_manifest
-from rollout.weights.push import WeightPush
+from rollout.core.errors import ConfigError, WeightMismatch, WeightsUnavailable
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors import bytes_fingerprint
-from rollout.weights.tensors.broadcast import BroadcastRoot
-from rollout.weights.transports.by_broadcast import leave_group
-from rollout.weights.transports.by_path import ByPath
+from rollout.weights.tensors.broadcast_root import BroadcastRoot
+from rollout.weights.transports.carriers import ByPath, leave_group
 
 pytestmark = pytest.mark.embedded
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk"]
@@ -72,9 +71,7 @@ def with_settings(deployment: DeploymentHandle, shm: Path, **weights: Any) -> Se
     config = deployment.config.servers["policy"]
     settings = {"bucket_bytes": 100_000, "shared_memory_path": str(shm), **weights}
     changed = config.weights.model_validate({**config.weights.model_dump(), **settings})
-    return ServerHandle(
-        "policy", config.model_copy(update={"weights": changed}), policy._target, policy._caller
-    )
+    return ServerHandle("policy", config.model_copy(update={"weights": changed}), policy._caller)
 
 
 def held(deployment: DeploymentHandle) -> list[dict[str, str]]:
@@ -142,7 +139,7 @@ def test_a_window_pushes_a_copy_that_outlives_the_trainers_tensors(
         for value in weights.values():
             value.zero_()
     assert held(deployment) == [{name: wanted[name] for name in one} for one in held(deployment)]
-    with pytest.raises(ConfigError, match="reads the tensors while engines take them"):
+    with pytest.raises(ConfigError, match="reads the tensors while engines load them"):
         with_settings(deployment, shm, transport="distributed").make_push(weights)
     policy.close()
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engines.client import EngineClient
-from engines.embedded.tiny import make_tiny_model
+from engines.embedded.tiny_model import make_tiny_model
+from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from rollout import RolloutConfig
-from rollout.errors import PhaseFailed
-from rollout.handle import ServerHandle
-from rollout.local import launch_local
+from rollout.core.errors import PhaseFailed
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
 from rollout.weights.tensors import canary_logprobs
 
 pytestmark = pytest.mark.embedded
@@ -84,7 +84,7 @@ def test_the_only_engine_that_took_half_a_push_is_fenced_with_the_first_wrong_te
         assert told.value.phase == "verify"
         (engine,) = server.status().result(30).groups[0].engines
         assert engine.state == "fenced"
-        first = engine.fenced_because.split("'")[1]
+        first = engine.fence_reason.split("'")[1]
         assert first in tensors
 
 
@@ -143,4 +143,4 @@ def test_a_canary_alone_finds_weights_that_came_back_as_garbage(
         assert told.value.phase == "continue"
         status = server.status().result(30)
         assert status.gate == "closed"
-        assert "when the weights were the same" in status.groups[0].engines[0].fenced_because
+        assert "when the weights were the same" in status.groups[0].engines[0].fence_reason

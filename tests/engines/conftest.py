@@ -22,7 +22,7 @@ KINDS = [
 
 @pytest.fixture(scope="session")
 def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     root = tmp_path_factory.mktemp("contract")
     first, second = (make_tiny_model(root / f"model-{seed}", seed=seed) for seed in (0, 1))

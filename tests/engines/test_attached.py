@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.attached import attach
-from engines.errors import EngineNotReady
-from engines.launch import EngineSpec, LocalLauncher
-from engines.ports import reserve_port
+from engines.fake import FakeEngine
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.launch import EngineSpec, LocalLauncher, attach
+from engines.process.tcp_ports import reserve_port
+from engines.protocol.errors import EngineNotReady
 from tests.support.contract import CPU_OPTIONS, Bench, Models, client
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,7 +77,7 @@ async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
             with pytest.raises(rollout.RolloutError):
                 push_into_another_update(policy)
             (group,) = policy.status().result().groups
-            assert group.engines[0].fenced_because
+            assert group.engines[0].fence_reason
 
     def push_into_another_update(policy: Any) -> None:
         asyncio.run(begin_another_update())
@@ -129,3 +130,24 @@ async def test_an_engine_that_is_not_there_is_an_error_in_time() -> None:
         EngineNotReady, match=r"theirs-0 at http.* not ready after 0.8 s: .*connect"
     ):
         await attach(spec)
+
+
+async def test_a_launch_that_waits_for_a_paused_engine_says_so_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, False, True])
+
+    async def is_ready(self: FakeEngine) -> bool:
+        return next(answers)
+
+    monkeypatch.setattr(FakeEngine, "is_ready", is_ready)
+    monkeypatch.setattr("engines.launch._PROBE_INTERVAL_S", 0.001)
+    theirs = await HttpFakeLauncher().launch(EngineSpec("theirs-0", "fake", "/nowhere", "/nowhere"))
+    url = theirs.endpoint.url
+    try:
+        spec = EngineSpec("theirs-0", "attached", "", "", url=url, start_timeout_s=20)
+        assert (await attach(spec)).endpoint.url == url
+    finally:
+        await theirs.kill()
+    assert caplog.text.count("theirs-0: waits up to 20 s for it: it answers 503") == 1
+    assert f"if it is paused and its weights are whole, send POST {url}/continue" in caplog.text

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
-from rollout.router.gate import Gate, GateState
-from rollout.routing import Member
+from engines.fake import FakeTensor
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS, fingerprint_of
+from rollout.control.engine.state import EngineState
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import RolloutError, WeightMismatch
+from rollout.router.gate.gate import Gate, GateState
+from rollout.rules.routing import Backend
 from tests.explore.settings import BUDGET_S, LOCK_S, Settings
 from tests.explore.steered import CONTROL, UPDATES, Parts, Pending, SteeredEngine, SteeredProcess
 
+PUSHED = DEFAULT_TENSORS[-1]
 # From the deadline of a phase to its error: kill, log tail, look at the groups, router.
 _SLACK_S = 80.0
 # From the launch of an engine until it is one of the others.
 _START_S = 600.0
 # A push shares its budget out; a pause is tried twice.
-# A canary has what is left of the continue before it.
+# A canary has the rest of the budget of the continue before it.
 _LEAST_S = dict.fromkeys(UPDATES, 5.0) | {"pause_generation": BUDGET_S / 2, "canary": 0.0}
 
 
@@ -30,7 +37,7 @@ class Invariants:
     Attributes:
         violation: the first that was found; empty for none.
         now: the world's time.
-        told: errors and reports that the training loop got.
+        reported: errors and reports that the training loop got.
         struck: engine id -> the first command that failed on it.
         hanging: engine id -> the call of it that hangs.
     """
@@ -40,7 +47,7 @@ class Invariants:
         self.settings = settings
         self.violation = ""
         self.now = 0.0
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.struck: dict[str, str] = {}
         self.hanging: dict[str, str] = {}
         self._pending: list[Pending] = []
@@ -54,7 +61,7 @@ class Invariants:
         self.violation = self.violation or what
 
     def _left_to_serve(self) -> Iterable[SteeredProcess]:
-        """Engines that nobody has fenced, ended, lent or lost, nor started again just now."""
+        """Engines that were not fenced, ended, removed or lost, and not restarted just now."""
         for engine_id, one in self.parts.launcher.processes.items():
             if one.num_kills or one.is_stopped or one.engine.is_dead:
                 continue
@@ -72,8 +79,8 @@ class Invariants:
             if self._server_of(engine.engine_id) == self._server_of(asked.engine_id):
                 versions.add(engine._version)
             member = self.parts.member(engine.engine_id)
-            if engine.weights.lost and member is not None and member.owes_canary:
-                continue  # which it can tell only when it has gone on, with the gate shut
+            if engine.weights.lost and member is not None and member.needs_logprob_check:
+                continue  # its check needs an engine that generates, with the gate shut
             if why := _unfit(engine):
                 self.violate(f"I2: {asked.engine_id} continues while {engine.engine_id} {why}")
         if len(versions) > 1:
@@ -86,12 +93,14 @@ class Invariants:
 
     def _server_of(self, engine_id: str) -> str:
         group = engine_id.rpartition("-")[0]
-        return next(name for name, one in self.parts.servers.items() if group in one._view.groups)
+        return next(
+            name for name, one in self.parts.servers.items() if group in one._registry.groups
+        )
 
-    def check_may_route(self, members: list[Member]) -> None:
-        """I6: nobody gets requests who is not in a group, or is not proved."""
+    def check_may_route(self, members: list[Backend]) -> None:
+        """I6: only engines that are in a group and verified get requests."""
         if self._is_stopping:
-            return  # nobody is in a group any more
+            return  # no engine is in a group any more
         for one in members:
             member = self.parts.member(one.engine_id)
             if member is None:
@@ -100,7 +109,9 @@ class Invariants:
                 self.violate(f"I6: {one.engine_id} is in routing, and stale")
 
     def check_may_open(self, gate: Gate, version: int | None) -> None:
-        """I2 and I6: whoever gets requests from now on is fit for them."""
+        """I2, I6 and I8: there are engines that get requests from now on, and all may serve."""
+        name = next(name for name, one in self.parts.routers.items() if one.gate is gate)
+        self._check_one_serves(self.parts.servers[name], "the gate opens")
         for member in gate.members.choosable.members:
             engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
             if engine.struck_in:
@@ -113,11 +124,32 @@ class Invariants:
                 self.violate(f"I2: the gate opens while {engine.engine_id} is paused")
             if why := _unfit(engine):
                 self.violate(f"I2: the gate opens while {engine.engine_id} {why}")
+            if version and engine.weights.digests[PUSHED.name] != _digest(version):
+                self.violate(f"I2: {engine.engine_id} does not hold what was pushed as {version}")
             if version is not None and engine._version != str(version):
                 self.violate(
                     f"I2: the gate opens for version {version}; {engine.engine_id} holds "
                     f"{engine._version}"
                 )
+
+    def _check_one_serves(self, server: RolloutServer, when: str) -> None:
+        """I8: no command opens the gate over engines of which none was verified."""
+        if not self._is_stopping and not list(self._verified(server)):
+            self.violate(f"I8: {when}, and no engine is verified")
+
+    def _verified(self, server: RolloutServer) -> Iterable[EngineState]:
+        """Its engines that are not known to be dead, and hold the published weights."""
+        for name in server._registry.groups:
+            for member in self.parts.groups[name]._engines.members():
+                if not (member.fence_reason or member.is_stale):
+                    yield member
+
+    def check_refused(self, error: RolloutError) -> None:
+        """I9: a version may be pushed again as long as no engine that serves holds it."""
+        server = self.parts.server
+        is_refused = isinstance(error, WeightMismatch) and "not newer" in str(error)
+        if is_refused and server.weight_version and not list(self._verified(server)):
+            self.violate(f"I9: no engine holds weight version {server.weight_version}: {error}")
 
     def check_barrier(self, asked: SteeredEngine, operation: str) -> None:
         """No engine is further than one phase ahead of another."""
@@ -135,7 +167,7 @@ class Invariants:
             )
 
     def check_given_up(self, engine: SteeredEngine, operation: str, since: float) -> None:
-        """I5: nobody's call is cut for a sibling's sake.  I4: nor is it waited for too long."""
+        """I5: no call is cancelled because of another engine.  I4: no wait exceeds its budget."""
         elapsed = self.now - since
         # One that starts, or is given its weights, has a deadline for all of that together.
         is_coming = self.is_coming(engine)
@@ -150,29 +182,32 @@ class Invariants:
         if command in ("offload", "all offload"):
             self._is_dark = True
             self._check_released("offload is done, and")
-        if command in ("onload", "update", "serve") and not self._is_stopping:
+        if command in ("onload", "update", "serve", "continue") and not self._is_stopping:
             gate = self.parts.router.gate
-            if gate.state is not GateState.OPEN:
-                self.violate(f"{command} is done and the gate is {gate.state}")
+            self._check_one_serves(self.parts.server, f"{command} is done")
+            if gate.wanted is not GateState.OPEN:
+                self.violate(f"{command} is done and the gate is {gate.wanted}")
         if command == "all onload" and not self._is_stopping:
             for name, router in self.parts.routers.items():
-                if router.gate.state is not GateState.OPEN:
-                    self.violate(f"{command} is done and the gate of {name} is {router.gate.state}")
+                if router.gate.wanted is not GateState.OPEN:
+                    self.violate(
+                        f"{command} is done and the gate of {name} is {router.gate.wanted}"
+                    )
 
     def _check_released(self, when: str) -> None:
         """I7: from here until the next command the memory is the trainer's."""
         for engine_id in self.parts.offloading:
             if self.parts.member(engine_id) is None:
-                continue  # lent: it was measured when it left
+                continue  # removed: it was measured when it left
             held = self.parts.launcher.processes[engine_id].engine.resident_bytes
             if held:
                 self.violate(f"I7: {when} {engine_id} holds {held} bytes")
 
     def _check_returned(self, command: str, started: float) -> None:
         """What holds after a command, however it ended."""
-        # A group that was too late for its server goes on by itself: the server has said so.
+        # A group that was too late for its server goes on by itself: the server has reported it.
         has_given_up = self.settings.has_actors and (
-            self._is_cancelled or any("took longer than" in told for told in self.told)
+            self._is_cancelled or any("took longer than" in text for text in self.reported)
         )
         under_way = {one.owner: one.operation for one in self._pending} | self.hanging
         for owner, operation in under_way.items():
@@ -188,7 +223,7 @@ class Invariants:
             return  # a command that still runs may yet do it
         if not (self._is_cancelled or self._is_stopping):
             for engine_id, operation in self.struck.items():
-                if not any(engine_id in told for told in self.told + self._shown_fenced()):
+                if not any(engine_id in text for text in self.reported + self._shown_fenced()):
                     self.violate(f"I4: {engine_id} failed {operation}; nobody was told")
         if gate.state is GateState.OPEN:
             for member in gate.members.choosable.members:
@@ -197,16 +232,21 @@ class Invariants:
                     self.violate(f"I6: {engine.engine_id} failed {engine.struck_in}, and serves")
 
     def _shown_fenced(self) -> list[str]:
-        """What a look at the groups, and recovery, tell of engines that failed before."""
+        """Why engines that failed before are fenced, by the status of groups and recovery."""
         shown = [
-            member.fenced_because
+            member.fence_reason
             for group in self.parts.groups.values()
-            for member in group._roster.members()
+            for member in group._engines.members()
         ]
         for server in self.parts.servers.values():
-            for engines in server._recovery._record.snapshot().values():
-                shown += [one.because for one in engines.values()]
+            for engines in server._recovery.tracker.snapshot().values():
+                shown += [one.reason for one in engines.values()]
         return shown
+
+
+@cache
+def _digest(version: int) -> str:
+    return fingerprint_of(FakeTensor(PUSHED.shape, version))
 
 
 def _unfit(engine: SteeredEngine) -> str:
@@ -216,4 +256,4 @@ def _unfit(engine: SteeredEngine) -> str:
         return "has lost its weights"
     if engine.is_updating:
         return "is being updated"
-    return "" if engine.is_proved else "has not been verified"
+    return "" if engine.is_verified else "has not been verified"

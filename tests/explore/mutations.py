@@ -9,24 +9,29 @@ from typing import Any
 
 import pytest
 
-from engines.errors import EngineUnreachable
 from engines.protocol import MemoryTag
-from rollout import fanout, gatekeeper, group_commands, lifecycle, memory
-from rollout.deployment import Deployment
-from rollout.gatekeeper import Gatekeeper
-from rollout.group_commands import GroupCommands
-from rollout.hearing import Hearing
-from rollout.lending import Lending
-from rollout.lifecycle import Command, Phase
-from rollout.repair import Repair
-from rollout.roster import Roster
-from rollout.routing import MemberState
-from rollout.server import RolloutServer
-from rollout.server_group import ServerGroup
-from rollout.settling import Fate
-from rollout.steps import Steps
-from rollout.types import StepReport
-from tests.explore.plans import BY_CANARY
+from engines.protocol.errors import EngineUnreachable
+from rollout.control.deployment import Deployment
+from rollout.control.engine import memory
+from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.memory import CallOutcome, EngineMemory
+from rollout.control.group import server_group
+from rollout.control.group.command_runner import CommandRunner
+from rollout.control.group.engine_set import EngineSet
+from rollout.control.group.scaling import EngineScaling
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.recovery.actions import RecoveryActions
+from rollout.control.server import gate_control, phase_runner
+from rollout.control.server.gate_control import GateControl
+from rollout.control.server.phase_runner import PhaseRunner
+from rollout.control.server.server import RolloutServer
+from rollout.core import fanout
+from rollout.core.types import StepReport
+from rollout.rules import lifecycle
+from rollout.rules.lifecycle import Command, Phase
+from rollout.rules.routing import BackendState
+from rollout.weights.push.push_version import LastPush
+from tests.explore.plans import BY_CANARY, PHASES
 from tests.explore.search import Explorer, State
 from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
@@ -55,7 +60,7 @@ class Mutation:
     recover: bool = False
     frozen: dict[str, dict[str, Any]] | None = None
     update: str = "full"
-    tells_released: bool = False
+    reports_released: bool = False
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
@@ -64,7 +69,7 @@ class Mutation:
             recover=self.recover,
             frozen=self.frozen,
             update=self.update,
-            tells_released=self.tells_released,
+            reports_released=self.reports_released,
         )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
@@ -80,26 +85,27 @@ class Mutation:
 
 
 def _skip_the_barrier(patch: pytest.MonkeyPatch) -> None:
-    async def advance(self: Steps, *commands: Command) -> Any:
+    async def advance(self: PhaseRunner, *commands: Command) -> Any:
         if commands[0] is not Command.PAUSE:
             return await advanced(self, *commands)
         await self._gate.shut("holding", "paused", "pause")
         self._order += 3
 
         async def all_at_once(name: str) -> None:
-            group = self._view.groups[name]
-            await group.pause(self._order - 2)
-            await group.flush(self._order - 1)
-            if self._view.traits[name].needs_offload:
-                self._view.phases[name] = Phase((await group.release(self._order)).phase)
+            group = self._registry.groups[name]
+            await group.run(Command.PAUSE, self._order - 2)
+            await group.run(Command.FLUSH, self._order - 1)
+            if self._registry.traits[name].needs_offload:
+                released = await group.run(Command.RELEASE, self._order)
+                self._registry.phases[name] = Phase(released.phase)
             else:
-                self._view.phases[name] = Phase.FLUSHED
+                self._registry.phases[name] = Phase.FLUSHED
 
-        await asyncio.gather(*(all_at_once(name) for name in self._view.groups))
+        await asyncio.gather(*(all_at_once(name) for name in self._registry.groups))
         return await advanced(self)
 
-    advanced = Steps.advance
-    patch.setattr(Steps, "advance", advance)
+    advanced = PhaseRunner.advance
+    patch.setattr(PhaseRunner, "advance", advance)
 
 
 def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
@@ -126,50 +132,48 @@ def _retry_what_was_lost(patch: pytest.MonkeyPatch) -> None:
     async def fan_out(asks: Any, **more: Any) -> Any:
         return await fanout.fan_out({one: again(ask) for one, ask in asks.items()}, **more)
 
-    patch.setattr(group_commands, "fan_out", fan_out)
+    patch.setattr(server_group, "fan_out", fan_out)
 
 
 def _open_before_verify(patch: pytest.MonkeyPatch) -> None:
-    async def verify(self: Steps, names: Any) -> Any:
-        await self.open_gate()
-        return await verified(self, names)
+    async def run_command(self: PhaseRunner, command: Command, *how: Any) -> Any:
+        if command is Command.VERIFY:
+            await self.open_gate()
+        return await ran(self, command, *how)
 
-    verified = Steps.verify
-    patch.setattr(Steps, "verify", verify)
+    ran = PhaseRunner.run
+    patch.setattr(PhaseRunner, "run", run_command)
 
 
 def _forget_to_fence(patch: pytest.MonkeyPatch) -> None:
-    async def fence(self: Roster, failures: Any) -> None:
+    async def fence(self: EngineSet, failures: Any) -> None:
         """It will be well again."""
 
-    patch.setattr(Roster, "fence", fence)
+    patch.setattr(EngineSet, "fence", fence)
 
 
 def _release_under_requests(patch: pytest.MonkeyPatch) -> None:
-    async def carry_out(self: GroupCommands, command: Command, *how: Any, **more: Any) -> Any:
+    async def carry_out(self: ServerGroup, command: Command, *how: Any) -> Any:
         if command in (Command.PAUSE, Command.FLUSH):
-            self.phase = lifecycle.next_phase(self.phase, command, self._traits)
-            return self._report(command, {}, 0.0)
-        return await carried_out(self, command, *how, **more)
+            self._commands.phase = self._commands.target(command)
+            return self._commands.report(command, {}, 0.0)
+        return await carried_out(self, command, *how)
 
-    carried_out = GroupCommands._carry_out
-    patch.setattr(GroupCommands, "_carry_out", carry_out)
+    carried_out = ServerGroup._carry_out
+    patch.setattr(ServerGroup, "_carry_out", carry_out)
 
 
 def _resume_twice(patch: pytest.MonkeyPatch) -> None:
-    async def resume_kv(self: ServerGroup, order: int | None = None) -> Any:
-        async def resume(member: Any) -> None:
-            if member.released:
-                await member.engine.resume_memory_occupation(tuple(MemoryTag))
-                member.released.clear()
+    async def resume_kv(self: EngineMemory, member: Any) -> None:
+        if member.released:
+            await member.engine.resume_memory_occupation(tuple(MemoryTag))
+            member.released.clear()
 
-        return await self._commands.command(Command.RESUME_KV, resume, 60.0, order)
-
-    patch.setattr(ServerGroup, "resume_kv", resume_kv)
+    patch.setattr(EngineMemory, "resume_kv", resume_kv)
 
 
 def _cancel_siblings(patch: pytest.MonkeyPatch) -> None:
-    async def settle(tasks: Any) -> None:
+    async def wait_all(tasks: Any) -> None:
         waiting = set(tasks)
         if not waiting:
             return
@@ -181,7 +185,7 @@ def _cancel_siblings(patch: pytest.MonkeyPatch) -> None:
         if waiting:
             await asyncio.wait(waiting)
 
-    patch.setattr(fanout, "settle", settle)
+    patch.setattr(fanout, "wait_all", wait_all)
 
 
 def _is_well(task: asyncio.Task[Any]) -> bool:
@@ -189,47 +193,45 @@ def _is_well(task: asyncio.Task[Any]) -> bool:
 
 
 def _open_with_an_older_version(patch: pytest.MonkeyPatch) -> None:
-    async def open_gate(self: Gatekeeper, weight_version: int) -> None:
+    async def open_gate(self: GateControl, weight_version: int) -> None:
         await opened(self, weight_version - 1)
 
-    opened = Gatekeeper.open
-    patch.setattr(Gatekeeper, "open", open_gate)
+    opened = GateControl.open
+    patch.setattr(GateControl, "open", open_gate)
 
 
 def _route_to_the_fenced(patch: pytest.MonkeyPatch) -> None:
     def member(*known: Any) -> Any:
-        return replace(made(*known), state=MemberState.SERVING)
+        return replace(made(*known), state=BackendState.SERVING)
 
-    made = gatekeeper.member
-    patch.setattr(gatekeeper, "member", member)
+    made = gate_control.member
+    patch.setattr(gate_control, "member", member)
 
 
 def _ignore_the_order(patch: pytest.MonkeyPatch) -> None:
-    def check_order(self: GroupCommands, order: int | None) -> None:
+    def check_order(self: CommandRunner, order: int | None) -> None:
         """Whatever comes is done."""
 
-    patch.setattr(GroupCommands, "_check_order", check_order)
+    patch.setattr(CommandRunner, "_check_order", check_order)
 
 
 def _believe_without_asking(patch: pytest.MonkeyPatch) -> None:
-    async def verify(self: ServerGroup, version: int, order: int | None = None) -> Any:
-        async def trust(member: Any) -> None:
-            member.prove(None)
+    async def trust(member: Any, version: int) -> None:
+        member.mark_verified(None)
 
-        return await self._commands.command(Command.VERIFY, trust, 60.0, order)
-
-    patch.setattr(ServerGroup, "verify", verify)
+    patch.setattr(server_group, "collect_fingerprints", trust)
+    patch.setattr(server_group, "verify_group", lambda answers, *known: answers)
 
 
 def _trust_a_kill(patch: pytest.MonkeyPatch) -> None:
-    async def confirm_gone(self: Roster) -> None:
+    async def confirm_gone(self: EngineSet) -> None:
         """A kill that was tried has surely worked."""
 
-    patch.setattr(Roster, "confirm_gone", confirm_gone)
+    patch.setattr(EngineSet, "confirm_gone", confirm_gone)
 
 
 def _stay_behind_the_engines(patch: pytest.MonkeyPatch) -> None:
-    async def conclude(self: GroupCommands, *what: Any) -> Any:
+    async def conclude(self: CommandRunner, *what: Any) -> Any:
         before = self.phase
         try:
             return await concluded(self, *what)
@@ -237,22 +239,22 @@ def _stay_behind_the_engines(patch: pytest.MonkeyPatch) -> None:
             self.phase = before
             raise
 
-    concluded = GroupCommands.conclude
-    patch.setattr(GroupCommands, "conclude", conclude)
+    concluded = CommandRunner.conclude
+    patch.setattr(CommandRunner, "conclude", conclude)
 
 
 def _leave_when_cancelled(patch: pytest.MonkeyPatch) -> None:
-    async def settle(tasks: Any) -> None:
+    async def wait_all(tasks: Any) -> None:
         waiting = set(tasks)
         if waiting:
             await asyncio.wait(waiting)
 
-    patch.setattr(fanout, "settle", settle)
+    patch.setattr(fanout, "wait_all", wait_all)
 
 
 def _let_the_late_go(patch: pytest.MonkeyPatch) -> None:
     async def conclude(
-        self: GroupCommands, command: Any, target: Any, answers: Any, started: float
+        self: CommandRunner, command: Any, target: Any, answers: Any, started: float
     ) -> Any:
         kept = {
             one: answer
@@ -261,43 +263,43 @@ def _let_the_late_go(patch: pytest.MonkeyPatch) -> None:
         }
         return await concluded(self, command, target, kept, started)
 
-    concluded = GroupCommands.conclude
-    patch.setattr(GroupCommands, "conclude", conclude)
+    concluded = CommandRunner.conclude
+    patch.setattr(CommandRunner, "conclude", conclude)
 
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     async def fan_out(asks: Any, *, operation: str, budget_s: float) -> Any:
         return await fanout.fan_out(asks, operation=operation, budget_s=1e9)
 
-    patch.setattr(group_commands, "fan_out", fan_out)
+    patch.setattr(server_group, "fan_out", fan_out)
 
 
 def _serve_the_stale(patch: pytest.MonkeyPatch) -> None:
     def member(worker_type: Any, engine: Any, out: Any) -> Any:
         return made(worker_type, replace(engine, is_stale=False), out)
 
-    made = gatekeeper.member
-    patch.setattr(gatekeeper, "member", member)
+    made = gate_control.member
+    patch.setattr(gate_control, "member", member)
 
 
 def _forget_who_was_on_the_way(patch: pytest.MonkeyPatch) -> None:
-    def has_died(self: Repair, group: str, engine_id: str, what: str, error: Any) -> None:
+    def mark_dead(self: RecoveryActions, group: str, engine_id: str, what: str, error: Any) -> None:
         if isinstance(error, Exception):
-            told(self, group, engine_id, what, error)
+            marked(self, group, engine_id, what, error)
 
-    told = Repair._has_died
-    patch.setattr(Repair, "_has_died", has_died)
+    marked = RecoveryActions._mark_dead
+    patch.setattr(RecoveryActions, "_mark_dead", mark_dead)
 
 
 def _lend_a_busy_engine(patch: pytest.MonkeyPatch) -> None:
-    async def drain(self: Lending, member: Any) -> None:
+    async def drain(self: EngineScaling, member: Any) -> None:
         """It will be idle soon."""
 
-    async def at_once(self: Gatekeeper, timeout_s: float, engine_id: str = "") -> str:
+    async def at_once(self: GateControl, timeout_s: float, engine_id: str = "") -> str:
         return ""
 
-    patch.setattr(Lending, "_drain", drain)
-    patch.setattr(Gatekeeper, "drain", at_once)
+    patch.setattr(EngineScaling, "_drain", drain)
+    patch.setattr(GateControl, "drain", at_once)
 
 
 def _one_server_after_the_other(patch: pytest.MonkeyPatch) -> None:
@@ -311,48 +313,93 @@ def _one_server_after_the_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def _believe_the_canary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hearing, "review", lambda self, answers, members: answers)
+    patch.setattr(LogprobCheck, "verify_replies", lambda self, answers, members: answers)
 
 
 def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hearing, "is_due", lambda self, members: False)
+    patch.setattr(LogprobCheck, "any_pending", lambda self, members: False)
 
 
-def _guess(fate: Fate) -> Callable[[pytest.MonkeyPatch], None]:
+def _guess(outcome: CallOutcome) -> Callable[[pytest.MonkeyPatch], None]:
     def seed(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(memory, "fate_of_release", lambda *about: fate)
-        patch.setattr(memory, "fate_of_resume", lambda *about: fate)
+        patch.setattr(memory, "release_outcome", lambda *about: outcome)
+        patch.setattr(memory, "resume_outcome", lambda *about: outcome)
 
     return seed
 
 
+def _continue_over_engines_without_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gate_control, "why_none_serves", lambda *about: "")
+
+
+def _refuse_a_version_for_good(patch: pytest.MonkeyPatch) -> None:
+    def why_not_newer(version: int, manifest: Any, last: LastPush, engines: Any) -> str:
+        return "" if version > last.version else f"{version} is not newer than {last.version}"
+
+    patch.setattr(phase_runner, "why_not_newer", why_not_newer)
+
+
+def _let_no_push_into_an_onload(patch: pytest.MonkeyPatch) -> None:
+    late = (Phase.VERIFIED, Phase.KV_ONLOADED)
+    rows = [
+        row
+        for row in lifecycle.TABLE
+        if not (row.command is Command.UPDATE_WEIGHTS and row.phase in late)
+    ]
+    patch.setattr(lifecycle, "TABLE", tuple(rows))
+
+
+_ALL_DIE: dict[str, Any] = {
+    "begin": ("offload", *PHASES[3:7]),
+    "commands": ("continue", "recover", "again", "recover"),
+    "settings": {"injections": ("kill all",), "outcomes": ORDER_ONLY, "num_requests": 0},
+    "recover": True,
+}
 _LOST = ("offload", "resume_weights", "lose shared-0", "verify", "resume_kv")
 
 MUTATIONS = (
     Mutation(
+        "continue over engines without weights",
+        _continue_over_engines_without_weights,
+        "I8: the gate opens, and no engine is verified",
+        **_ALL_DIE,
+    ),
+    Mutation(
+        "refuse a version for good",
+        _refuse_a_version_for_good,
+        "I9: no engine holds weight version",
+        **_ALL_DIE,
+    ),
+    Mutation(
+        "let no push into an onload",
+        _let_no_push_into_an_onload,
+        "goes on",
+        **_ALL_DIE,
+    ),
+    Mutation(
         "guess that a lost release was not done",
-        _guess(Fate.NOT_DONE),
+        _guess(CallOutcome.NOT_DONE),
         "release of a tag twice",
         ("release",),
         ("pause", "flush"),
-        tells_released=True,
+        reports_released=True,
     ),
     Mutation(
         "guess that a lost release was done",
-        _guess(Fate.DONE),
+        _guess(CallOutcome.DONE),
         "I7: offload is done, and shared-. holds|goes on",
         ("offload",),
         ("pause", "flush"),
-        tells_released=True,
+        reports_released=True,
         settings={"outcomes": OUTCOMES},
     ),
     Mutation(
         "guess that a lost resume was not done",
-        _guess(Fate.NOT_DONE),
+        _guess(CallOutcome.NOT_DONE),
         "resume of a tag that is not released",
         ("resume_weights",),
         ("offload",),
-        tells_released=True,
+        reports_released=True,
     ),
     Mutation(
         "believe whatever a canary tells",

@@ -71,6 +71,24 @@ def _each_phase(
             return
 
 
+def _all_die(groups: dict[str, dict[str, Any]] | None, settings: Settings, deviations: int) -> Any:
+    """All engines die at some point of a command, and come back without weights."""
+
+    def search(explorer: Explorer) -> None:
+        start = after(serving(groups, recover=True), "update")
+        places = [("update", start), ("offload", start), ("onload", after(start, "offload"))]
+        for number, phase in enumerate(PHASES):
+            places.append((phase, after(start, *PHASES[:number]) if number else start))
+        for command, frozen in places:
+            commands = (command, "recover", "again", "recover")
+            one = Settings(commands, settings.injections, settings.outcomes, num_requests=0)
+            explorer.explore(State(frozen), one, max_deviations=deviations)
+            if explorer.is_over:
+                return
+
+    return search
+
+
 def _command(
     *commands: str,
     begin: tuple[str, ...] = (),
@@ -82,7 +100,7 @@ def _command(
     update: str = "full",
     recover: bool = False,
     frozen: dict[str, dict[str, Any]] | None = None,
-    tells_released: bool = False,
+    reports_released: bool = False,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
@@ -92,7 +110,7 @@ def _command(
             update=update,
             recover=recover,
             frozen=frozen,
-            tells_released=tells_released,
+            reports_released=reports_released,
         )
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
@@ -105,7 +123,7 @@ def _command(
 
 
 _RAISE = {"on_failure": "raise"}
-# So long that garbage, which is another in each run, does not by chance tell what weights tell.
+# So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
 BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
 _FEW = {"outcomes": FEW_OUTCOMES}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
@@ -166,7 +184,7 @@ DEFAULT: tuple[Plan, ...] = (
         _command(
             "offload",
             "onload",
-            tells_released=True,
+            reports_released=True,
             injections=("cancel", "stop", *_DEATHS),
         ),
     ),
@@ -177,7 +195,7 @@ DEFAULT: tuple[Plan, ...] = (
             "release",
             begin=("pause", "flush"),
             deviations=2,
-            tells_released=True,
+            reports_released=True,
             injections=("cancel", "kill shared-0"),
         ),
     ),
@@ -237,6 +255,17 @@ DEFAULT: tuple[Plan, ...] = (
             launch_outcomes=2,
             injections=("cancel", "recover", "stop", *_DEATHS),
         ),
+    ),
+    Plan(
+        "all die",
+        "four outcomes of every call, a death of all engines: any 1 in each command of a step; the "
+        "engines come back without weights, and the command is repeated",
+        _all_die({"shared": {"num_engines": 2}}, Settings((), ("kill all",), FEW_OUTCOMES), 1),
+    ),
+    Plan(
+        "a group dies, or all",
+        "a death of one group, or of all, at any time of each command of a step: any 1",
+        _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1),
     ),
     Plan(
         "remove and add",
@@ -333,6 +362,11 @@ DEFAULT: tuple[Plan, ...] = (
 
 # `make explore`: hours.
 DEEP: tuple[Plan, ...] = (
+    Plan(
+        "a group dies, or all",
+        "a death of one group, and of all, at any time of each command of a step: any 2",
+        _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 2),
+    ),
     Plan(
         "a step by phases",
         "four outcomes of every call and six events from outside, any 3 in a whole step",

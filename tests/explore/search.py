@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.config import WeightUpdate
-from rollout.router.gate import GateState
+from rollout.router.gate.gate import GateState
 from rollout.testing.explore import Run, Search, following, run
 from tests.explore.settings import Settings
 from tests.explore.snapshots import freeze, thaw
@@ -21,7 +21,9 @@ from tests.explore.world import World
 _AND_ON = ("offload", "onload", "serve", "offload", "onload")
 _AND_ON_FROZEN = ("offload", "serve", "offload", "serve")
 _AND_ON_ALL = ("all offload", "all onload", "all serve", "all offload", "all onload")
-_AND_ON_RECOVERING = ("recover", "offload", "onload", "serve", "recover", *_AND_ON, "recover")
+# What died comes back; then the command that failed, the push that failed, and another step.
+_AND_BACK = ("recover", "again", "recover", "onload same", "offload", "onload same", "recover")
+_AND_ON_RECOVERING = (*_AND_BACK, "offload", "onload", "serve", "recover", *_AND_ON, "recover")
 
 
 def _has_gone_on(outcomes: list[tuple[str, str]]) -> bool:
@@ -180,23 +182,23 @@ class Explorer:
 def _did_go_on(world: World) -> str:
     """Why the training loop could not go on, although it had engines; empty if it could."""
     parts = world.parts
-    if parts.server._endpoint is None:
+    if not parts.server._router.url:
         return ""  # stopped
     for group in parts.groups.values():
-        left = [one for one in group._roster.unfenced() if not _is_dead(world, one.engine_id)]
+        left = [one for one in group._engines.unfenced() if not _is_dead(world, one.engine_id)]
         if len(left) < max(1, group._commands.min_engines()):
             return ""
     is_over = world.settings.is_over
     if is_over is None or not is_over(world.outcomes):
-        return f"nothing goes on from here: {world.outcomes} {world.told}"
+        return f"nothing goes on from here: {world.outcomes} {world.reported}"
     for name, router in parts.routers.items():
         if router.gate.state is not GateState.OPEN:
             return f"the gate of {name} stays {router.gate.state}"
     if is_over is _has_recovered:
         for group in parts.groups.values():
-            for one in group._roster.members():
-                if one.fenced_because or _is_dead(world, one.engine_id):
-                    return f"{one.engine_id} is not brought back: {one.fenced_because}"
+            for one in group._engines.members():
+                if one.fence_reason or _is_dead(world, one.engine_id):
+                    return f"{one.engine_id} is not brought back: {one.fence_reason}"
     return ""
 
 

@@ -20,17 +20,17 @@ from rollout.config import (
     ServerConfig,
     WeightsConfig,
 )
-from rollout.deployment import Deployment
-from rollout.health_record import GroupTerms
-from rollout.lifecycle import Traits
-from rollout.policy import ReleasePolicy
-from rollout.routing import Member
-from rollout.server import RolloutServer
-from rollout.server_group import GroupSettings, ServerGroup
+from rollout.control.deployment import Deployment
+from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.recovery.health_tracker import GroupTerms
+from rollout.control.server.server import RolloutServer
+from rollout.core.types import EngineSlot, GroupStatus
+from rollout.observability.timeline.recorder import Timeline
+from rollout.rules.lifecycle import GroupTraits
+from rollout.rules.release_policy import ReleasePolicy
+from rollout.rules.routing import Backend
 from rollout.testing.explore import ExploredLoop, Violation, following, run
-from rollout.timeline.recorder import Timeline
-from rollout.types import EngineSlot, GroupStatus
-from rollout.weights.manifest import Manifest
+from rollout.weights.format.manifest import Manifest
 from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
 from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter
 from tests.explore.world import World
@@ -73,12 +73,12 @@ _CONSTANT = (
     HealthConfig,
     LifecycleConfig,
     Manifest,
-    Member,
+    Backend,
     ReleasePolicy,
     RouterConfig,
     ServerConfig,
     TensorInfo,
-    Traits,
+    GroupTraits,
     WeightsConfig,
     WeightsReport,
 )
@@ -129,16 +129,16 @@ def serving(
     update: str = "full",
     recover: bool = False,
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
-    tells_released: bool = False,
+    reports_released: bool = False,
 ) -> bytes:
     """A server that has just started, with the gate open.
 
     Args:
         recover: dead engines are replaced when somebody says ``recover``.
         frozen: groups of a second server, whose model is never updated.
-        tells_released: engines say what they hold, so that a lost release can be settled.
+        reports_released: engines report what they hold, so that a lost release can be checked.
     """
-    launcher = Launcher(tells_released)
+    launcher = Launcher(reports_released)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
     if frozen is not None:
@@ -166,7 +166,7 @@ def _add_server(
             "groups": groups,
             "lifecycle": {**_LIFECYCLE, **lifecycle},
             "weights": {"update": update},
-            # No pause between restarts: whoever asks for one has waited long enough.
+            # No pause between restarts: the plan decides when a restart happens.
             "health": {"recover": recover, "probe_interval_s": 1e6, "backoff_s": 1e-18},
         }
     )
@@ -214,7 +214,7 @@ def after(frozen: bytes, *commands: str) -> bytes:
 
 
 class _Start:
-    """All servers start; their recovery goes on only when it is told to."""
+    """All servers start; their recovery runs only as a command of the plan."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

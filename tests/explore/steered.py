@@ -10,20 +10,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engines.errors import EngineUnreachable
 from engines.fake import FakeEngine, faults
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
-from engines.fake.weights import DEFAULT_TENSORS
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag
-from rollout.deployment import Deployment
-from rollout.errors import PhaseTimeout, RolloutError
-from rollout.hearing import RID_PREFIX
-from rollout.member import Member as RosterMember
-from rollout.router.gate import Gate, GateState
-from rollout.routing import Member
-from rollout.server import RolloutServer
-from rollout.server_group import ServerGroup
+from engines.protocol.errors import EngineUnreachable
+from rollout.control.deployment import Deployment
+from rollout.control.engine.logprob_check import RID_PREFIX
+from rollout.control.engine.state import EngineState
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import PhaseTimeout, RolloutError
+from rollout.router.gate.gate import Gate, GateState
+from rollout.rules.routing import Backend
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -54,29 +55,31 @@ class SteeredEngine(FakeEngine):
     """A fake engine that knows which of its calls and deaths must not happen.
 
     Attributes:
-        is_proved: it was asked for its version after its weights were last touched.
+        is_verified: its version was queried after the last change of its weights.
         is_flushed: it was flushed after it was last paused.
         struck_in: the first command that failed on it; such an engine must be fenced.
-        lost_tags: what it was last asked to release or resume, if it tells what it holds: then a
-            lost answer can be settled.
+        lost_tags: the tags of its last release or resume, if it reports what it holds: then the
+            outcome of a lost reply can be checked.
     """
 
     world: World | None = None
-    is_proved = True
+    is_verified = True
     is_flushed = False
     struck_in = ""
     lost_tags: frozenset[MemoryTag] | None = None
 
-    def die(self, because: str) -> None:
-        if self.world is not None and not because.startswith(("killed", "stopped", "a planned")):
-            self.world.violate(f"I1/I3: a call of ours ended {self.engine_id}: {because}")
-        super().die(because)
+    def die(self, reason: str) -> None:
+        if self.world is not None and not reason.startswith(("killed", "stopped", "a planned")):
+            self.world.violate(f"I1/I3: a call of ours ended {self.engine_id}: {reason}")
+        super().die(reason)
 
-    def _admit(self, *request: Any) -> Any:
-        is_canary = request[2] is not None and request[2].startswith(RID_PREFIX)
-        if self.world is not None and not is_canary and (self.weights.lost or not self.is_proved):
-            self.world.violate(f"I1: {self.engine_id} generates with weights nobody has verified")
-        return super()._admit(*request)
+    def _admit(self, request: FakeRequest) -> None:
+        is_canary = request.rid.startswith(RID_PREFIX)
+        if self.world is not None and not is_canary and (self.weights.lost or not self.is_verified):
+            self.world.violate(
+                f"I1: {self.engine_id} generates with weights that were not verified"
+            )
+        super()._admit(request)
 
     def _struck(self, operation: str) -> None:
         self.struck_in = self.struck_in or operation
@@ -87,7 +90,7 @@ class SteeredEngine(FakeEngine):
         if operation == "server_info":
             self._is_looked_at()
         world = self.world
-        asked, operation = operation, told_apart(operation, arguments)
+        asked, operation = operation, operation_name(operation, arguments)
         if world is None or operation not in CONTROL:
             return await super()._arrive(asked, arguments)
         since = world.now
@@ -96,10 +99,10 @@ class SteeredEngine(FakeEngine):
         elif operation in ("flush_cache", "release_memory_occupation"):
             world.check_barrier(self, operation)
         elif operation in UPDATES or MemoryTag.WEIGHTS in arguments.get("tags", ()):
-            self.is_proved = False
+            self.is_verified = False
         try:
             if operation in _SETTLED:
-                self.lost_tags = frozenset(arguments["tags"]) if self._tells_released else None
+                self.lost_tags = frozenset(arguments["tags"]) if self._reports_released else None
             fault = await super()._arrive(asked, arguments)
         except asyncio.CancelledError:
             if not world.is_coming(self):
@@ -112,17 +115,17 @@ class SteeredEngine(FakeEngine):
         if fault is not None:
             self._struck(operation)
         elif operation == self.struck_in and operation in _SETTLED:
-            self._is_well()  # it was asked again, and knew of nothing
+            self._is_well()  # the call was repeated: the first was not executed
         elif operation == "weight_version":
-            self.is_proved = True
+            self.is_verified = True
         elif operation in ("flush_cache", "pause_generation"):
             self.is_flushed = operation == "flush_cache"
-            if self.struck_in == "pause_generation":  # it was asked again, and is well
+            if self.struck_in == "pause_generation":  # the call was repeated, and succeeded
                 self._is_well()
         return fault
 
     def _is_looked_at(self) -> None:
-        """A call that was lost and done is settled by a look at what is held."""
+        """A report of what is held resolves a call that was done and whose reply was lost."""
         if self.struck_in in _SETTLED and self.lost_tags is not None:
             is_release = self.struck_in == "release_memory_occupation"
             if (
@@ -194,7 +197,7 @@ class SteeredRouter:
             self.world.check_may_open(self.gate, version)
         self.gate.set_state(GateState(state), reason=reason, phase=phase, weight_version=version)
 
-    async def set_members(self, epoch: int, members: list[Member]) -> bool:
+    async def set_members(self, epoch: int, members: list[Backend]) -> bool:
         if self.world is not None:
             self.world.check_may_route(members)
         await self._ask("members", lambda: self.gate.set_members(epoch, members))
@@ -250,15 +253,20 @@ class Delayed:
         call = getattr(self._group, method)
         if method == "status" or self.world is None or not self.world.settings.has_actors:
             return call
-        return lambda *args: self._later(method, lambda: call(*args))
 
-    def _later(self, method: str, call: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
+        def later(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+            what = str(args[0]) if method == "run" else method
+            return self._later(what, lambda: call(*args, **kwargs))
+
+        return later
+
+    def _later(self, what: str, call: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         assert self.world is not None
         world = self.world
 
         async def deliver() -> Any:
-            if await world.happens(self._name, method, 2):
-                await world.happens_late(self._name, method)
+            if await world.happens(self._name, what, 2):
+                await world.happens_late(self._name, what)
             return await call()
 
         task = asyncio.get_running_loop().create_task(deliver())
@@ -269,8 +277,8 @@ class Delayed:
 class Launcher:
     """Launches steered engines."""
 
-    def __init__(self, tells_released: bool = False) -> None:
-        self.tells_released = tells_released
+    def __init__(self, reports_released: bool = False) -> None:
+        self.reports_released = reports_released
         self.processes: dict[str, SteeredProcess] = {}
         self.all: list[SteeredProcess] = []
         self.world: World | None = None
@@ -290,7 +298,7 @@ class Launcher:
             memory_saver=spec.memory_saver,
             weights_cpu_backup=spec.weights_cpu_backup,
             token_s=_REQUEST_S,
-            tells_released=self.tells_released,
+            reports_released=self.reports_released,
         )
         process = SteeredProcess(engine, len(self.all) + 1)
         self.processes[spec.engine_id] = process
@@ -305,7 +313,11 @@ class Launcher:
 
 @dataclass
 class Parts:
-    """What lasts from run to run; pickled between commands, when nothing is under way."""
+    """What lasts from run to run; pickled between commands, when nothing is under way.
+
+    Attributes:
+        failed: the command of a step that failed last, and the version that it would push.
+    """
 
     servers: dict[str, RolloutServer]
     groups: dict[str, ServerGroup]
@@ -315,6 +327,7 @@ class Parts:
     offloading: frozenset[str]
     deployment: Deployment
     now_s: float = 1000.0
+    failed: tuple[str, int] | None = None
 
     @property
     def server(self) -> RolloutServer:
@@ -325,10 +338,10 @@ class Parts:
     def router(self) -> SteeredRouter:
         return next(iter(self.routers.values()))
 
-    def member(self, engine_id: str) -> RosterMember | None:
-        """What its group knows of an engine; None of one that is lent."""
-        roster = self.groups[engine_id.rpartition("-")[0]]._roster
-        return roster.get(engine_id)
+    def member(self, engine_id: str) -> EngineState | None:
+        """The state of an engine in its group; None if it was removed."""
+        engines = self.groups[engine_id.rpartition("-")[0]]._engines
+        return engines._members.get(engine_id)
 
 
 class Pending:
@@ -343,7 +356,7 @@ class Pending:
         self.future = future
 
 
-def told_apart(operation: str, arguments: Any) -> str:
+def operation_name(operation: str, arguments: Any) -> str:
     """A canary is no request: it is a call of ours, and anything may become of it."""
     rid = arguments.get("rid") if operation == "generate" else None
     return "canary" if rid is not None and rid.startswith(RID_PREFIX) else operation
@@ -354,4 +367,4 @@ def _no_clock() -> float:
 
 
 def _pass_over(*event: Any) -> None:
-    """Nobody listens."""
+    """Ignore the event."""

@@ -10,21 +10,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engines.errors import EngineUnreachable
 from engines.fake import FakeTensor, faults, pack_tensors
-from engines.fake.weights import DEFAULT_TENSORS
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.protocol import SamplingParams
-from rollout.errors import RolloutError
-from rollout.lifecycle import Command
-from rollout.router.gate import Refusal, Waiter
-from rollout.server import RolloutServer
+from engines.protocol.errors import EngineUnreachable
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import RolloutError
+from rollout.core.types import StepReport
+from rollout.router.gate.gate import Refusal, Waiter
+from rollout.rules.lifecycle import Command
 from rollout.testing.explore import ExploredLoop, Violation
-from rollout.types import StepReport
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.push import WeightPush
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
 from tests.explore.invariants import Invariants
 from tests.explore.settings import Settings
-from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, told_apart
+from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, operation_name
 
 _CLIENT_S = 3000.0
 _HOLD_S = 600.0
@@ -160,12 +160,14 @@ class World(Invariants):
         self._late.append(Pending(owner, operation, 1, future))
         await future
 
-    def _director(self, engine_id: str) -> Callable[[faults.Call], Awaitable[faults.Fault | None]]:
+    def _director(
+        self, engine_id: str
+    ) -> Callable[[faults.RecordedCall], Awaitable[faults.Fault | None]]:
         outcomes = self.settings.outcomes
         num_outcomes = len(outcomes)
 
-        async def direct(call: faults.Call) -> faults.Fault | None:
-            operation = told_apart(call.operation, call.arguments)
+        async def direct(call: faults.RecordedCall) -> faults.Fault | None:
+            operation = operation_name(call.operation, call.arguments)
             if operation in CONTROL:
                 return outcomes[await self.happens(engine_id, operation, num_outcomes)][1]
             if call.operation == "generate":
@@ -195,14 +197,14 @@ class World(Invariants):
                 if name.startswith("main"):
                     task.cancel()
         elif what.startswith("kill "):
-            self.parts.launcher.processes[what.removeprefix("kill ")].engine.die("killed -9")
+            self._end_engines(what.removeprefix("kill "))
         else:
             self._begin(what, f"other {what}")
         return f"meanwhile: {what}"
 
     def _begin(self, command: str, name: str) -> asyncio.Task[Any]:
         self._num_commands += 1
-        # Recovery and lending go on beside an offload, and take nothing of what it gave away.
+        # Recovery and removals run beside an offload, and use no memory that it has released.
         self._is_dark &= command.partition(" ")[0] in _BESIDE
         self._is_stopping |= command == "stop"
         task = self._loop.create_task(self._command(command, name))
@@ -218,17 +220,18 @@ class World(Invariants):
                 return
 
     async def _command(self, command: str, name: str) -> None:
-        server = self.parts.server
-        started = self.now
-        if command in ("onload", "update", "update_weights"):
-            call = {
-                "onload": server.onload,
-                "update": server.update_and_continue,
-                "update_weights": server.update_weights,
-            }[command]
-            work: Awaitable[Any] = call(push(server.weight_version + 1))
+        parts, server, started = self.parts, self.parts.server, self.now
+        version = server.weight_version + 1
+        if command == "again":
+            if parts.failed is None:
+                return
+            command, version = parts.failed
+        elif command == "onload same":
+            command, version = "onload", server.weight_version
+        if command in _PUSHES:
+            work: Awaitable[Any] = _PUSHES[command](server, push(version))
         elif command in _OF_ALL:
-            work = _OF_ALL[command](self.parts)
+            work = _OF_ALL[command](parts)
         elif command.startswith("kill "):
             work = self._kill(command.removeprefix("kill "))
         elif command.startswith("lose "):
@@ -243,27 +246,43 @@ class World(Invariants):
                 self._is_dark &= command.partition(" ")[0] in _BESIDE
         except asyncio.CancelledError:
             self.outcomes.append((command, "cancelled"))
+            self._has_failed(command, version)
         except RolloutError as error:
             notes = " ".join(getattr(error, "__notes__", ()))
-            self.told.append(f"{error} {notes}")
+            self.reported.append(f"{error} {notes}")
             self.outcomes.append((command, type(error).__name__))
+            self._has_failed(command, version)
+            self.check_refused(error)
         except BaseException as error:
             self.violate(f"{command} ended with {type(error).__name__}: {error}")
         else:
             self.outcomes.append((command, "done"))
+            if parts.failed is not None and parts.failed[0] == command:
+                parts.failed = None
             for report in done.values() if isinstance(done, dict) else [done]:
                 if isinstance(report, StepReport):
-                    self.told.extend(one.failure for one in _failures(report))
+                    self.reported.extend(one.failure for one in _failures(report))
             self._check_done(command)
         finally:
             self._running.pop(name, None)
         self._check_returned(command, started)
 
-    async def _kill(self, engine_id: str) -> None:
-        self.parts.launcher.processes[engine_id].engine.die("killed -9")
+    def _has_failed(self, command: str, version: int) -> None:
+        """Remember a command of a step, so that ``again`` can repeat it."""
+        if command.partition(" ")[0] not in _BESIDE:
+            self.parts.failed = command, version
+
+    def _end_engines(self, which: str) -> None:
+        """``kill -9`` of one engine, of those of a group, or of ``all``."""
+        for engine_id, process in self.parts.launcher.processes.items():
+            if which in ("all", engine_id, engine_id.rpartition("-")[0]):
+                process.engine.die("killed -9")
+
+    async def _kill(self, which: str) -> None:
+        self._end_engines(which)
 
     async def _lose(self, engine_id: str) -> None:
-        """Its weights have come back as garbage, and nobody was told."""
+        """Its weights have come back as garbage, without any report of it."""
         self.parts.launcher.processes[engine_id].engine.weights.lose()
 
     # -- requests
@@ -274,9 +293,9 @@ class World(Invariants):
 
     async def _client(self, rid: str) -> None:
         gate = self.parts.router.gate
-        not_on = ""
+        excluded_engine = ""
         for _ in range(2):
-            decision = gate.enter(rid=rid, not_on=not_on)
+            decision = gate.enter(rid=rid, excluded_engine=excluded_engine)
             if isinstance(decision, Waiter):
                 decided: asyncio.Future[Any] = self._loop.create_future()
                 decision.on_decision = decided.set_result
@@ -295,7 +314,7 @@ class World(Invariants):
                 break
             except EngineUnreachable as error:
                 gate.report_failure(decision, "generate", str(error))
-                not_on = member.engine_id
+                excluded_engine = member.engine_id
             finally:
                 gate.leave(decision)
         self._clients[rid] += 1
@@ -311,17 +330,18 @@ class World(Invariants):
                 (
                     tuple(server.phases().values()),
                     server._gate.state,
-                    server._endpoint is None,
+                    not server._router.url,
                     parts.routers[name].gate.state,
                     tuple((one.engine_id, one.state) for one in parts.routers[name].gate.members),
                     tuple(
                         (engine_id, one.state, one.num_restarts, one.is_fenced)
-                        for engines in server._recovery._record._engines.values()
+                        for engines in server._recovery.tracker._engines.values()
                         for engine_id, one in engines.items()
                     ),
                 )
                 for name, server in parts.servers.items()
             ),
+            parts.failed if parts.server._config.health.recover else None,
             tuple(
                 (
                     group._commands.phase,
@@ -330,15 +350,15 @@ class World(Invariants):
                             one.engine_id,
                             tuple(sorted(one.released)),
                             _age(one.weight_version, newest),
-                            one.is_proved,
-                            bool(one.fenced_because),
+                            one.is_verified,
+                            bool(one.fence_reason),
                             bool(one.changed),
                             one.is_stale,
-                            one.owes_canary,
+                            one.needs_logprob_check,
                         )
-                        for one in group._roster.members()
+                        for one in group._engines.members()
                     ),
-                    group._roster.lent(),
+                    group._engines.vacant_slots(),
                 )
                 for group in parts.groups.values()
             ),
@@ -362,10 +382,11 @@ class World(Invariants):
         used: list[Any] = [parts.deployment, parts.launcher]
         for server in parts.servers.values():
             recovery = server._recovery
-            used += [server._steps, server._gate, server._view, server._places, server._window]
-            used += [recovery, recovery._repair, recovery._record, server]
+            used += [server._phase_runner, server._gate, server._registry]
+            used += [server._elastic, recovery, recovery._actions, recovery.tracker, server]
         for group in parts.groups.values():
-            used += [group._commands, group._mending, group._lending, group._roster, group]
+            used += [group._commands, group._recovery, group._scaling, group._memory]
+            used += [group._engines, group]
         used += [*parts.ports.values(), *parts.routers.values()]
         for process in parts.launcher.all:
             used += [process, process.engine]
@@ -375,9 +396,9 @@ class World(Invariants):
 
 
 async def _recover(server: RolloutServer) -> None:
-    """What the background of a server does in one round: look, then mend."""
-    await server._recovery.look()
-    await server._recovery.mend()
+    """One round of the background work of a server: probe, then recover."""
+    await server._recovery.probe_once()
+    await server._recovery.recover()
 
 
 _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -393,7 +414,13 @@ _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
     for one in Command
     if one is not Command.UPDATE_WEIGHTS
 }
-_BESIDE = frozenset({"recover", "remove", "lend", "add"})
+_PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
+    # Looked up at the call: a mutation may have replaced the method.
+    "onload": lambda server, push: server.onload(push),
+    "update": lambda server, push: server.update_and_continue(push),
+    "update_weights": lambda server, push: server.update_weights(push),
+}
+_BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose"})
 
 
 def _onload_all(parts: Parts) -> Awaitable[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
-from engines.client import EngineClient
+from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 
 
@@ -25,7 +25,7 @@ class Request:
 async def asking(
     answer: Any = "", *, status: int = 200, **options: Any
 ) -> AsyncIterator[tuple[EngineClient, list[Request]]]:
-    """A client of an engine that answers everything alike, and what it was asked."""
+    """A client of an engine with one reply for everything, and the requests it got."""
     requests: list[Request] = []
     text = answer if isinstance(answer, str) else json.dumps(answer)
 

@@ -9,22 +9,31 @@ from typing import Any
 
 from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
-from engines.fake.weights import DEFAULT_TENSORS
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, WeightUpdate
-from rollout.errors import PhaseTimeout
-from rollout.routing import Member, MemberState
-from rollout.server import RolloutServer
-from rollout.server_group import GroupSettings, ServerGroup
-from rollout.types import EngineSlot
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.push import WeightPush
+from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import PhaseTimeout
+from rollout.core.types import EngineSlot
+from rollout.rules.routing import Backend, BackendState
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
 
 TENSOR_NAMES = tuple(tensor.name for tensor in DEFAULT_TENSORS)
 
 
-def slots(group: str, num: int) -> list[EngineSlot]:
-    return [EngineSlot(f"{group}-{index}", group, index) for index in range(num)]
+def slots(group: str, num: int, gpus: int = 0) -> list[EngineSlot]:
+    """Slots with so many GPUs each."""
+    return [
+        EngineSlot(
+            f"{group}-{index}",
+            group,
+            index,
+            gpu_ids=tuple(range(index * gpus, (index + 1) * gpus)),
+        )
+        for index in range(num)
+    ]
 
 
 def server_config(
@@ -69,7 +78,8 @@ def make_group(
         update=WeightUpdate(update),
         lifecycle=LifecycleConfig.model_validate(lifecycle or {}),
     )
-    made = ServerGroup(settings, slots(name, num_engines), launcher, launcher.connect)
+    gpus = settings.group.engine.gpus
+    made = ServerGroup(settings, slots(name, num_engines, gpus), launcher, launcher.connect)
     return made, launcher
 
 
@@ -103,10 +113,10 @@ def write_checkpoint(folder: Path, tensors: Sequence[TensorInfo] = DEFAULT_TENSO
 
 @dataclass
 class RecordingRouter:
-    """A ``RouterPort`` that only remembers; ``gates`` starts with how a router starts: closed."""
+    """A ``RouterHost`` that only remembers; ``gates`` starts with how a router starts: closed."""
 
     gates: list[dict[str, Any]] = field(default_factory=lambda: [{"state": "closed"}])
-    members: list[Member] = field(default_factory=list)
+    members: list[Backend] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     num_stops: int = 0
     drains: list[str] = field(default_factory=list)
@@ -126,7 +136,7 @@ class RecordingRouter:
     async def set_gate(self, state: str, **why: Any) -> None:
         self.gates.append({"state": state, **why})
 
-    async def set_members(self, epoch: int, members: list[Member]) -> None:
+    async def set_members(self, epoch: int, members: list[Backend]) -> None:
         self.epochs.append(epoch)
         self.members = members
 
@@ -148,7 +158,7 @@ class RecordingRouter:
     def fail(self, engine_id: str) -> None:
         """A request was lost: the router takes the engine out by itself."""
         self.members = [
-            replace(one, state=MemberState.DEAD) if one.engine_id == engine_id else one
+            replace(one, state=BackendState.DEAD) if one.engine_id == engine_id else one
             for one in self.members
         ]
         self.failed.append((engine_id, "connection reset"))

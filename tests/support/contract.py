@@ -1,7 +1,7 @@
 """Engines of every kind, ready for the contract suite.
 
 A test gets an engine that serves version 0 of the first model, and hands back one that does too,
-or one that is dead; whatever does not answer rightly afterwards is ended and started anew.  Where
+or one that is dead; an engine with wrong replies afterwards is ended and started again.  Where
 starting takes long, the next one is started while this one is tried to death.
 """
 
@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 import httpx
 
-from engines.client import EngineClient
-from engines.deadlines import Deadlines
-from engines.errors import EngineError, EngineRejected
 from engines.fake import FakeLauncher
-from engines.fake.engine import FakeEngine
-from engines.fake.http import HttpFakeLauncher
-from engines.fake.weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
+from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.http.call import Deadlines
+from engines.http.client import EngineClient
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
+from engines.protocol.errors import EngineError, EngineRejected
 
 T = TypeVar("T")
 

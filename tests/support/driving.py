@@ -7,11 +7,11 @@ from typing import Any
 
 from engines.fake import FakeEngine
 from engines.protocol import PauseMode, SamplingParams
+from rollout.core.samples import Sample, SampleGroup
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.driver import RolloutDriver
-from rollout.driver.prompts import Prompt
-from rollout.driver.sources import PromptData
-from rollout.samples import Sample, SampleGroup
-from rollout.testing.fake_door import FakeDoor
+from rollout.testing.fake_generation_client import FakeGenerationClient
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 
@@ -22,7 +22,7 @@ def engines(*token_s: float) -> list[FakeEngine]:
 
 
 def prompts(num: int) -> list[Prompt]:
-    """``num`` prompts that tell themselves apart."""
+    """``num`` prompts, each with its number."""
     return [Prompt((index,), {"number": index}) for index in range(1, num + 1)]
 
 
@@ -44,22 +44,22 @@ def always(value: float) -> Callable[[Sample], float]:
 @asynccontextmanager
 async def driving(
     of: Sequence[FakeEngine], reward: Any = None, **settings: Any
-) -> AsyncIterator[tuple[RolloutDriver, FakeDoor]]:
-    door = FakeDoor(of)
+) -> AsyncIterator[tuple[RolloutDriver, FakeGenerationClient]]:
+    client = FakeGenerationClient(of)
     settings = {"adapt_every_s": None, **settings}
-    async with RolloutDriver("http://nowhere", reward, door=door, **settings) as driver:
-        yield driver, door
-    assert door.num_in_flight == 0
+    async with RolloutDriver("http://nowhere", reward, client=client, **settings) as driver:
+        yield driver, client
+    assert client.num_in_flight == 0
 
 
-async def push(door: FakeDoor, version: int, seconds: float = 1.0) -> None:
-    """What a server does for new weights: shut the door, pause, update, go on, open."""
-    door.hold()
-    for engine in door.engines:
+async def push(client: FakeGenerationClient, version: int, seconds: float = 1.0) -> None:
+    """What a server does for new weights: hold requests, pause, update, continue, open."""
+    client.hold()
+    for engine in client.engines:
         await engine.pause_generation(PauseMode.ABORT)
     await asyncio.sleep(seconds)
-    for engine in door.engines:
+    for engine in client.engines:
         await engine.update_weight_version(str(version))
         await engine.continue_generation()
-    door.weight_version = version
-    door.open()
+    client.weight_version = version
+    client.open()

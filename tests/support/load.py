@@ -53,7 +53,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Load]:
-        """Asks until the block ends; what has been asked then is waited for."""
+        """Sends requests until the block ends; then waits for their replies."""
         timeout = aiohttp.ClientTimeout(total=600)
         connector = aiohttp.TCPConnector(limit=self._num_clients)
         async with aiohttp.ClientSession(

@@ -14,7 +14,7 @@ def make_plain_model(path: Path, seed: int) -> Path:
     """
     from safetensors.torch import load_file, save_file
 
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     make_tiny_model(path, seed=seed, hidden_size=32, num_layers=1)
     tensors = load_file(path / "model.safetensors")

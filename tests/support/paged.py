@@ -7,9 +7,9 @@ from collections.abc import Callable
 import httpx
 
 from rollout.config import RolloutConfig
-from rollout.handle import ServerHandle
-from rollout.run_folder import CONTROL_FILE, RunFolder
-from rollout.types import StepReport
+from rollout.config.run_dir import CONTROL_FILE, RunFolder
+from rollout.core.types import StepReport
+from rollout.runtime.handle import ServerHandle
 from tests.support import builders
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import promql_parser as promql
 
-from rollout.page.tallies import METRICS as SERVER_METRICS
-from rollout.router.metrics import METRICS as ROUTER_METRICS
+from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
+from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 # Of every sample: ``server`` is added by the page, the others by Prometheus.
@@ -25,7 +25,7 @@ def labels_of(expression: str) -> set[str]:
 
     Raises:
         ValueError: it is no PromQL.
-        AssertionError: a series that is not told, or a label that a series does not have.
+        AssertionError: a series that is not exported, or a label that a series does not have.
     """
     return _labels(promql.parse(expression))
 

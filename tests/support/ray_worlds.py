@@ -25,14 +25,14 @@ HEALTH_CHECKS = {
 
 
 class World:
-    """A running Ray, stub or not, and ``rollout.actors`` imported upon it."""
+    """A running Ray, stub or not, and ``rollout.runtime.ray`` imported upon it."""
 
     def __init__(self) -> None:
         self.ray: Any = importlib.import_module("ray")
 
     def load(self, module: str) -> Any:
-        """A module of ``rollout.actors``, bound to this world's Ray."""
-        return importlib.import_module(f"rollout.actors.{module}")
+        """A module of ``rollout.runtime.ray``, bound to this world's Ray."""
+        return importlib.import_module(f"rollout.runtime.ray.{module}")
 
     def live_actors(self) -> list[str]:
         """Class names of the actors that live."""

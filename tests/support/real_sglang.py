@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 
-from engines.client import EngineClient
-from engines.deadlines import Deadlines
+from engines.http.call import Deadlines
+from engines.http.client import EngineClient
 from engines.protocol import Endpoint, PauseMode
 from rollout.config import RolloutConfig
-from rollout.handle import ServerHandle
-from rollout.local import launch_local
-from rollout.types import EngineStatus
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
 from tests.support.contract import CPU_OPTIONS
 
 
@@ -111,7 +111,7 @@ class RealPolicy:
         return {
             one.engine_id: (one.pid, psutil.Process(one.pid).create_time())
             for one in self.engines()
-            if one.pid is not None and not one.fenced_because
+            if one.pid is not None and not one.fence_reason
         }
 
     def log_of(self, engine_id: str) -> str:
@@ -119,7 +119,7 @@ class RealPolicy:
         return log.read_text(errors="replace")
 
     def is_whole(self) -> bool:
-        """Whether every engine serves, and nothing is left out that a client was asked."""
+        """Whether every engine serves and no sabotage is pending."""
         status = self.handle.status().result(30)
         states = {engine.state for group in status.groups for engine in group.engines}
         return (status.phase, status.gate, states) == (

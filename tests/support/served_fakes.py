@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 
-from engines.errors import EngineNotReady
 from engines.fake import FakeEngine
-from engines.fake.http import HttpFakeLauncher
+from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
+from engines.protocol.errors import EngineNotReady
 from rollout.config import RolloutConfig
-from rollout.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.builders import TWO_GROUPS, write_checkpoint
 
 TIMEOUT_S = 30

@@ -1,6 +1,6 @@
 """Kill processes of the store at any byte of a write: ``python -m tests.support.store_kills``.
 
-A program of its own, because it forks: it has no threads but its own when it does.
+A separate program, because it forks: it must have no other threads then.
 """
 
 import os
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.weights.store.files import Files, Incoming, Region
-from rollout.weights.store.slots import Slots
+from rollout.weights.store.node.files import Files, MappedSegment, PendingCopy
+from rollout.weights.store.node.slots import Slots
 from tests.support.store_worlds import World, copy_one_by_one, moe_manifest
 
 MANIFEST = moe_manifest(num_layers=1, num_experts=3)
@@ -38,10 +38,10 @@ class CountedFiles(Files):
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
 
-    def put(self, region: Region, offset: int, data: memoryview) -> None:
+    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
         self._budget.spend(data, lambda some: Files.put(self, region, offset, some))
 
-    def copy(self, incoming: Sequence[Incoming]) -> list[str]:
+    def copy(self, incoming: Sequence[PendingCopy]) -> list[str]:
         return copy_one_by_one(incoming, lambda copy, data: self._budget.spend(data, copy))
 
     def write(self, path: Path, data: Any) -> None:

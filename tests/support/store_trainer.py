@@ -41,8 +41,8 @@ def main() -> None:
             assert time.monotonic() < deadline, status.store
             time.sleep(0.1)
         (group,) = status.groups
-        told = {"url": policy.url, "pid": group.engines[0].pid, "version": policy.weight_version}
-        print(json.dumps(told), flush=True)
+        state = {"url": policy.url, "pid": group.engines[0].pid, "version": policy.weight_version}
+        print(json.dumps(state), flush=True)
         sys.stdin.read()
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import WeightsUnavailable
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store.agent import AgentSettings, StoreAgent
-from rollout.weights.store.assembling import Assembled
-from rollout.weights.store.client import AgentClient
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.coordinator import Coordinator
-from rollout.weights.store.files import Files, Incoming, Region
-from rollout.weights.store.moving import Mover
-from rollout.weights.store.serving import AgentServer
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.assembly import AssembledFolder
+from rollout.weights.store.node.files import Files, MappedSegment, PendingCopy
+from rollout.weights.store.transfer.rdma import RdmaTransfer
+from rollout.weights.store.transfer.unit_client import AgentClient
+from rollout.weights.store.transfer.unit_server import AgentServer
 
 Tensors = dict[str, bytes]
 
@@ -41,20 +41,19 @@ def moe_manifest(num_layers: int = 2, num_experts: int = 5) -> Manifest:
 
 def contents(manifest: Manifest, version: int) -> Tensors:
     """Bytes of every tensor, others for every version."""
-    from rollout.weights.store.units import bytes_of
 
     return {
-        name: random.Random(f"{name} {version}").randbytes(bytes_of(spec))
+        name: random.Random(f"{name} {version}").randbytes(spec.num_bytes)
         for name, spec in manifest.tensors.items()
     }
 
 
 class Crash(BaseException):
-    """The process is gone: nobody catches this."""
+    """The process was killed: no code catches this."""
 
 
 def copy_one_by_one(
-    incoming: Sequence[Incoming], act: Callable[[Callable[[Any], None], Any], None]
+    incoming: Sequence[PendingCopy], act: Callable[[Callable[[Any], None], Any], None]
 ) -> list[str]:
     """``Files.copy`` in as many steps as there are tensors.
 
@@ -62,12 +61,12 @@ def copy_one_by_one(
         act: takes what copies the first bytes of a tensor, and all its bytes.
     """
     found: list[str] = []
-    for one in incoming:
+    for pending in incoming:
 
-        def copy(some: Any, one: Incoming = one) -> None:
-            found.extend(Files().copy([one._replace(num_bytes=len(some))]))
+        def copy(some: Any, pending: PendingCopy = pending) -> None:
+            found.extend(Files().copy([pending._replace(num_bytes=len(some))]))
 
-        source = (ctypes.c_char * one.num_bytes).from_address(one.source)
+        source = (ctypes.c_char * pending.num_bytes).from_address(pending.source)
         act(copy, memoryview(source).cast("B"))
     return found
 
@@ -105,10 +104,10 @@ class DyingFiles(Files):
     def write_at(self, path: Path, offset: int, data: Any) -> None:
         self._bytes(lambda some: Files.write_at(self, path, offset, some), data)
 
-    def put(self, region: Region, offset: int, data: memoryview) -> None:
+    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
         self._bytes(lambda some: Files.put(self, region, offset, some), data)
 
-    def copy(self, incoming: Sequence[Incoming]) -> list[str]:
+    def copy(self, incoming: Sequence[PendingCopy]) -> list[str]:
         return copy_one_by_one(incoming, self._bytes)
 
     def make_folder(self, path: Path) -> None:
@@ -137,7 +136,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """A new process in the place of the old one."""
+        """Start a new process for the same node."""
         if self.agent is None:
             self.files = DyingFiles()
             self.agent = StoreAgent(self.settings, self.files)
@@ -149,7 +148,7 @@ class Node:
             self.agent._is_closed.set()
             self.agent = None
 
-    def ways(self) -> dict[str, Any]:
+    def unit_readers(self) -> dict[str, Any]:
         return {"memory": lambda *args: self.read(*args)}
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +187,7 @@ class _Sink:
 
 
 class World:
-    """Nodes of one machine and whoever coordinates them."""
+    """Nodes on one machine, and a coordinator."""
 
     def __init__(
         self,
@@ -223,16 +222,16 @@ class World:
 
     def restore(self, version: int, node: str | None = None) -> Tensors:
         """What an engine on ``node`` would load; left out: on one that is up."""
-        node = node or next(name for name, one in self.nodes.items() if one.agent is not None)
+        node = node or next(name for name, other in self.nodes.items() if other.agent is not None)
         record = self.coordinator.record_of(version)
         assembled = self.assemble(version, node)
         try:
             return read_folder(Path(assembled.path), self.manifest)
         finally:
             self.coordinator.give_back(node, assembled.path)
-            assert record.version == version
+            assert record.write.version == version
 
-    def assemble(self, version: int, node: str = "node-0") -> Assembled:
+    def assemble(self, version: int, node: str = "node-0") -> AssembledFolder:
         return self.coordinator.assemble(self.coordinator.record_of(version), node)
 
     def restart_all(self) -> None:
@@ -274,11 +273,11 @@ class Served:
         *,
         shares_files: bool,
         same_base: bool = False,
-        mover: Callable[[str], Mover | None] = lambda _: None,
+        rdma: Callable[[str], RdmaTransfer | None] = lambda _: None,
         **options: Any,
     ) -> None:
         self.world = World(base / "coordinator", 0, **options)
-        self._mover = mover
+        self._rdma = rdma
         self.servers: dict[str, AgentServer] = {}
         self.addresses: dict[str, tuple[str, int]] = {}
         for index in range(3):
@@ -294,7 +293,7 @@ class Served:
         self.clients = clients
 
     def open(self, agent: StoreAgent) -> None:
-        server = AgentServer(agent, mover=self._mover(agent.node))
+        server = AgentServer(agent, rdma=self._rdma(agent.node))
         self.servers[agent.node] = server
         self.addresses[agent.node] = server.address
 
@@ -344,5 +343,5 @@ def slot_of(made: World, node: str) -> Path:
     """The folder of the committed slot of a node."""
     agent = made.nodes[node].agent
     assert agent is not None
-    segment = agent.record(made.coordinator.counting()).segments_of(node)[0]
-    return agent._slots.segment_path(made.coordinator.counting(), segment).parent
+    segment = agent.record(made.coordinator.current_write()).segments_of(node)[0]
+    return agent._slots.segment_path(made.coordinator.current_write(), segment).parent

@@ -55,7 +55,7 @@ class FakeEngine:
         act, into, source, length = self._under_way[batch]
         if act is Act.HANG and not self.opened.is_set():
             return 0
-        # Nobody asks after the end: the library has forgotten it by then.
+        # It is not called after the end: the library has freed the batch by then.
         del self._under_way[batch]
         if act is Act.FAIL:
             return -1

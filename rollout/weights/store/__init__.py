@@ -1,5 +1,8 @@
-"""The current policy in spare DRAM: it survives engine and trainer, and is proved before use.
+"""The published weights in spare DRAM: they survive engine and trainer.
 
-Read in this order: units, spread and layout (what goes where), records and commit (what is valid),
-slots (one node's files), writer and fetching (bytes in and out), agent (one node's door), store.
+Always true: weights are verified before use.
+
+``layout``: which tensors are where, and which write is current.  ``node``: one node's files and its
+agent.  ``transfer``: agents over the network.  Above them: ``coordinator`` (all nodes), ``store``
+(keeps pushes), ``restore`` (loads engines).
 """

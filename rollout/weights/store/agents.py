@@ -1,7 +1,6 @@
-"""Where the agents of a store are: in this process, or behind their addresses.
+"""The agents of a store: in this process, or behind addresses.
 
-Always true: whoever asks gets one agent per node that can be asked to do anything; nothing is
-started by looking.
+Always true: there is one agent per node.
 """
 
 from __future__ import annotations
@@ -12,28 +11,21 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rollout.config import StoreConfig
-from rollout.weights.store.agent import AgentSettings, StoreAgent
-from rollout.weights.store.client import Address, AgentClient
 from rollout.weights.store.coordinator import Agent, Coordinator
-from rollout.weights.store.files import Files, Regions
-
-
-class Agents(Protocol):
-    """The agents of one server's store, by node."""
-
-    def agents(self) -> Mapping[str, Agent]: ...
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.files import Files, MappedSegments
+from rollout.weights.store.transfer.unit_client import Address, AgentClient
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What all of one server's store share.
+    """Settings of one server's store, equal on all nodes.
 
     Attributes:
-        run: of this server in this life: what another life has stored is never read.
-        token: shown by whoever calls an agent from another process.
+        run: identifies this run of the server: weights of another run are never read.
+        token: needed to call an agent from another process.
     """
 
     config: StoreConfig
@@ -42,11 +34,11 @@ class StoreTerms:
 
     @classmethod
     def of(cls, config: StoreConfig, run_id: str, server: str) -> StoreTerms:
-        """Terms of a new life of a server."""
+        """Terms of a new run of a server."""
         return cls(config, f"{run_id}.{server}.{uuid.uuid4().hex[:8]}", uuid.uuid4().hex)
 
     def settings(self, node: str) -> AgentSettings:
-        """Of the agent on one node."""
+        """Settings of the agent on one node."""
         return AgentSettings(
             node=node,
             base=str(Path(self.config.path) / f"rollout-store-{os.getuid()}"),
@@ -58,7 +50,7 @@ class StoreTerms:
         )
 
     def coordinator(self, agents: Agents) -> Coordinator:
-        """Whoever reads or writes; opens the agents."""
+        """A reader and writer of the store; starts the agents or their clients."""
         return Coordinator(
             self.run,
             agents.agents(),
@@ -69,7 +61,7 @@ class StoreTerms:
 
 
 class LocalAgents:
-    """Agents in this process, begun when they are first asked for."""
+    """Agents in this process, started at first use."""
 
     def __init__(self, terms: StoreTerms, nodes: Sequence[str]) -> None:
         self._terms = terms
@@ -90,15 +82,18 @@ class RemoteAgents:
     """Agents behind addresses.
 
     Attributes:
-        addresses: node -> who knows where its agent listens now.
+        addresses: node -> function that returns the current address of its agent.
     """
 
     addresses: Mapping[str, Callable[[], Address]]
     token: str
 
     def agents(self) -> Mapping[str, Agent]:
-        regions = Regions(Files())
+        mapped_files = MappedSegments(Files())
         return {
-            node: AgentClient(node, find, self.token, regions=regions)
+            node: AgentClient(node, find, self.token, mapped_files=mapped_files)
             for node, find in self.addresses.items()
         }
+
+
+Agents = LocalAgents | RemoteAgents

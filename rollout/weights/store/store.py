@@ -1,8 +1,8 @@
-"""The store of one server: what was pushed is kept, in the background, latest first.
+"""The store of one server: writes pushes in the background, the latest first.
 
-Always true: a push never waits for the store; at most one push waits to be kept, the latest; after
-so many failures in a row the store has switched itself off and says why; ``stop`` gives all memory
-back; nothing here ever raises into the server.
+Always true: a push never waits for the store; at most one push waits to be written, the latest;
+after ``max_failures`` failures in a row the store switches itself off and reports why; ``stop``
+frees all memory; no error of the store reaches the server.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from engines.protocol.plain_text import describe
 from rollout.config import WeightUpdate
-from rollout.errors import WeightsUnavailable
-from rollout.fanout import describe, settle
-from rollout.types import StoreStatus
-from rollout.weights.push import WeightPush
+from rollout.core.errors import WeightsUnavailable
+from rollout.core.fanout import wait_all
+from rollout.core.types import StoreStatus
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.agents import Agents, StoreTerms
-from rollout.weights.store.commit import Write
-from rollout.weights.store.contents import tensors_of
 from rollout.weights.store.coordinator import Coordinator
-from rollout.weights.store.records import Record
-from rollout.weights.store.writer import FAILURES, Content
+from rollout.weights.store.layout.commit import Write
+from rollout.weights.store.layout.record import StoreRecord
+from rollout.weights.store.node.writer import AGENT_ERRORS, TensorContent
+from rollout.weights.store.push_reader import tensors_of
 
 logger = logging.getLogger(__name__)
 
-# The rest of the machine goes first: nobody waits for the store.
+# Other processes have priority: nothing waits for the store.
 _NICENESS = 10
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -41,7 +42,7 @@ class WeightStore:
     """Keeps what a server has published.
 
     Args:
-        update: what a push brings that does not say so itself.
+        update: the contents of a push that does not declare them.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class WeightStore:
         self._num_failures = 0
         self._num_dropped = 0
         self._write_s = 0.0
-        self._because = ""
+        self._reason = ""
         self._is_off = False
 
     # -- start and stop ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to keep what is offered."""
+        """Start to write the offered pushes."""
         if self._tasks:
             return
         try:
             self._coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
-        except FAILURES as error:
-            self._is_off, self._because = True, f"could not begin: {describe(error)}"
-            logger.error("store: %s", self._because)
+        except AGENT_ERRORS as error:
+            self._is_off, self._reason = True, f"could not begin: {describe(error)}"
+            logger.error("store: %s", self._reason)
             return
         self._tasks = [
             asyncio.create_task(self._write_offered(), name="store:write"),
@@ -82,25 +83,25 @@ class WeightStore:
         ]
 
     async def stop(self) -> None:
-        """End, and give the memory back on every node that can be reached."""
+        """Stop, and free the memory on every reachable node."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
-        await settle(tasks)
+        await wait_all(tasks)
         if self._coordinator is None:
             return
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await asyncio.to_thread(self._coordinator.close)
-        except Exception as error:  # the leases end by themselves
-            logger.error("store: its memory is given back when its lease ends: %s", describe(error))
+        except Exception as error:  # the leases expire
+            logger.error("store: its memory is freed when its lease expires: %s", describe(error))
 
-    # -- what was pushed --------------------------------------------------------------------
+    # -- pushes ----------------------------------------------------------------------------
 
     def offer(self, push: WeightPush) -> None:
-        """Keep this push when there is time, unless a later one comes first.
+        """Write this push when the store is free, unless a later one comes first.
 
-        One that brings an adapter only is passed over: it is the base under it that is kept.
+        Partial pushes and adapters are ignored: the store keeps full weights.
         """
         is_whole = push.contents_under(self._update) is WeightUpdate.FULL
         if self._is_off or not self._tasks or not is_whole:
@@ -112,7 +113,7 @@ class WeightStore:
         self._wake.set()
 
     async def is_idle(self) -> None:
-        """Returns when nothing is being written or waits to be."""
+        """Returns when no push is being written or waits."""
         await self._idle.wait()
 
     async def _write_offered(self) -> None:
@@ -131,7 +132,7 @@ class WeightStore:
         try:
             async with limit:
                 record = await self._in_thread(push)
-        except Exception as error:  # serving must never notice
+        except Exception as error:  # it must not reach the server
             why = (
                 f"it took longer than {self._config.write_timeout_s:g} s"
                 if limit.expired()
@@ -140,33 +141,33 @@ class WeightStore:
             self._has_failed(f"weight version {push.version} is not kept: {why}")
             return
         self._write_s = asyncio.get_running_loop().time() - started
-        self._kept, self._num_failures, self._because = record.write, 0, ""
+        self._kept, self._num_failures, self._reason = record.write, 0, ""
         logger.info("store: %s kept in %.2f s", record.write, self._write_s)
 
-    async def _in_thread(self, push: WeightPush) -> Record:
-        """A write blocks, so it has a thread; the buckets it asks for come from this loop."""
+    async def _in_thread(self, push: WeightPush) -> StoreRecord:
+        """Write in a thread, because it blocks; buckets are awaited on this loop."""
         assert self._coordinator is not None
         coordinator = self._coordinator
-        buckets = _Buckets(push.buckets, asyncio.get_running_loop())
+        buckets = _AwaitedBuckets(push.buckets, asyncio.get_running_loop())
         fingerprints = push.manifest.fingerprints
 
-        def write() -> Record:
+        def write() -> StoreRecord:
             with suppress(OSError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             return coordinator.write(push.version, push.manifest, buckets.in_turn(), fingerprints)
 
         return await _in_own_thread(write, buckets.give_up)
 
-    def _has_failed(self, because: str) -> None:
+    def _has_failed(self, reason: str) -> None:
         self._num_failures += 1
-        self._because = because
-        logger.warning("store: %s", because)
+        self._reason = reason
+        logger.warning("store: %s", reason)
         if self._num_failures >= self._config.max_failures:
             self._is_off, self._next = True, None
-            self._because = f"switched off after {self._num_failures} failures; last: {because}"
-            logger.error("store: %s", self._because)
+            self._reason = f"switched off after {self._num_failures} failures; last: {reason}"
+            logger.error("store: %s", self._reason)
 
-    # -- the rest -----------------------------------------------------------------------------
+    # -- lease, status-------------------------------------------------------------------------
 
     async def _keep_lease(self) -> None:
         assert self._coordinator is not None
@@ -177,13 +178,13 @@ class WeightStore:
                 logger.warning("store: lease of node %s is not renewed: %s", node, why)
 
     async def status(self) -> StoreStatus:
-        """What it is doing; asks the nodes how much they hold."""
+        """State of the store, with the bytes on each node."""
         nodes: dict[str, int] = {}
         if self._coordinator is not None and self._tasks:
             nodes = await asyncio.to_thread(self._coordinator.num_bytes)
         return StoreStatus(
             is_on=not self._is_off and bool(self._tasks),
-            because=self._because,
+            reason=self._reason,
             version=self._kept.version if self._kept else None,
             is_writing=not self._idle.is_set(),
             node_bytes=nodes,
@@ -192,8 +193,8 @@ class WeightStore:
         )
 
 
-class _Buckets:
-    """The buckets of a push for a thread, each awaited on the loop when its turn comes."""
+class _AwaitedBuckets:
+    """The buckets of a push for a thread, awaited one by one on the loop."""
 
     def __init__(self, buckets: Sequence[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._buckets = buckets
@@ -201,13 +202,13 @@ class _Buckets:
         self._awaited: Future[Any] | None = None
         self._is_over = False
 
-    def in_turn(self) -> Iterator[Iterator[tuple[str, Content]]]:
+    def in_turn(self) -> Iterator[Iterator[tuple[str, TensorContent]]]:
         if not self._buckets:
-            raise WeightsUnavailable("this push leaves no copy of its tensors to be kept")
+            raise WeightsUnavailable("this push has no copy of its tensors that could be kept")
         for bucket in self._buckets:
             yield self._tensors(self._ready(bucket))
 
-    def _tensors(self, payload: Any) -> Iterator[tuple[str, Content]]:
+    def _tensors(self, payload: Any) -> Iterator[tuple[str, TensorContent]]:
         for name, content in tensors_of(payload):
             self._check()
             yield name, content
@@ -221,10 +222,10 @@ class _Buckets:
 
     def _check(self) -> None:
         if self._is_over:
-            raise WeightsUnavailable("the write was given up")
+            raise WeightsUnavailable("the write was cancelled")
 
     def give_up(self) -> None:
-        """The thread is to end soon."""
+        """Make the thread end soon."""
         self._is_over = True
         if self._awaited is not None:
             self._awaited.cancel()
@@ -235,9 +236,9 @@ async def _await(bucket: Awaitable[Any]) -> Any:
 
 
 async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> T:
-    """Run ``work`` in a new thread, for the niceness of one in a pool would stay with it.
+    """Run ``work`` in a new thread: a pool's thread would keep the niceness.
 
-    When it is cancelled it waits for the thread to end: two writes would be one too many.
+    When cancelled it waits for the thread to end, so that two writes never overlap.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -256,5 +257,5 @@ async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> 
     except asyncio.CancelledError:
         give_up()
         await asyncio.wait([done])
-        done.exception()  # looked at, or asyncio would log it as forgotten
+        done.exception()  # retrieved, or asyncio would log it
         raise

@@ -1,22 +1,25 @@
-"""The tensor side of a push: from a trainer's tensors to buckets on their way.
+"""From a trainer's tensors to a push.
 
-The only package of ``rollout/weights`` that imports torch.  It runs in the trainer's process;
-what leaves it is bytes, files or a broadcast, never tensors in Ray's serializer, which is twenty
-times slower.
+The only package of ``rollout/weights`` that imports torch.  It runs in the trainer's process and
+emits bytes, files or broadcasts; never tensors in Ray's serializer, which is twenty times slower.
 """
 
 from __future__ import annotations
 
-from engines.embedded.fingerprint import bytes_fingerprint, device_fingerprint
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.config import Transport, WeightsConfig
-from rollout.weights.manifest import Manifest
-from rollout.weights.push import WeightPush
-from rollout.weights.slots import SlotPool
-from rollout.weights.tensors.broadcasting import KeptGroup
-from rollout.weights.tensors.canary import canary_logprobs
-from rollout.weights.tensors.planning import NameMap, Plans
-from rollout.weights.tensors.sending import Outgoing, Sender
-from rollout.weights.tensors.sources import NamedTensors, Weights, take_part
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.shm_buffers import ShmBufferPool
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.tensors.broadcast_sender import KeptGroup
+from rollout.weights.tensors.push_plan import NameMap, PushPlanCache
+from rollout.weights.tensors.sender import OutgoingPush, PushSender
+from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights, take_part
 
 
 def make_push(
@@ -29,31 +32,50 @@ def make_push(
 ) -> WeightPush:
     """A push by value of a copy of these tensors, in buckets of about ``bucket_bytes``.
 
-    A tensor under a name the model does not have is left out when it is the same memory as one
-    it does have (a tied ``lm_head.weight`` in a ``state_dict``).
+    A tensor whose name the model does not have is omitted if it shares memory with one that the
+    model has (a tied ``lm_head.weight`` in a ``state_dict``).
 
     Args:
         named_tensors: under their checkpoint names, on any device; DTensors are gathered.
-        expected: the model's manifest, to recognise tied tensors; None keeps every name.
+        expected: the model's manifest, to find tied tensors; None keeps every name.
 
     Raises:
         WeightMismatch: a value is not a tensor, or a name occurs twice.
     """
-    weights = Weights(
+    weights = TrainerWeights(
         named_tensors, bucket_bytes=bucket_bytes, expected=expected, name_map=name_map
     )
-    sender = Sender(WeightsConfig(bucket_bytes=bucket_bytes), SlotPool())
+    sender = PushSender(WeightsConfig(bucket_bytes=bucket_bytes), ShmBufferPool())
     return sender.send(weights, version, Transport.TENSOR, may_stream=False).push
+
+
+def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probabilities of each prompt's tokens after the first, for ``ServerHandle.expect``.
+
+    Args:
+        model: called with ids of shape ``[1, tokens]``, as in transformers; returns logits, or an
+            object with ``logits``.
+    """
+    logprobs = []
+    for prompt in prompts:
+        device = next(model.parameters()).device
+        tokens = torch.tensor([list(prompt)], device=device)
+        with torch.no_grad():
+            output = model(tokens)
+        logits = getattr(output, "logits", output)[0, :-1].float()
+        chosen = logits.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)
+        logprobs.append(chosen.tolist())
+    return logprobs
 
 
 __all__ = [
     "KeptGroup",
     "NameMap",
     "NamedTensors",
-    "Outgoing",
-    "Plans",
-    "Sender",
-    "Weights",
+    "OutgoingPush",
+    "PushPlanCache",
+    "PushSender",
+    "TrainerWeights",
     "bytes_fingerprint",
     "canary_logprobs",
     "device_fingerprint",

@@ -1,7 +1,7 @@
-"""LoRA adapters as pushes, merged into the base, and the base compared with the checkpoint.
+"""LoRA adapters: pushed, merged into the base; and whether the base differs from the checkpoint.
 
-Always true: an adapter's tensors stand in a push's manifest as ``lora:<adapter>:<tensor>``, as
-engines report them, so they are never taken for weights of the base.
+Always true: a push's manifest names an adapter's tensors ``lora:<adapter>:<tensor>``, as engines
+do, so that they are never confused with the base's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from engines.embedded.fingerprint import bytes_fingerprint
+from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from rollout.config import WeightUpdate
-from rollout.weights.adapter import prefixed
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.push import WeightPush
+from rollout.weights.format.lora_check import prefixed
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.payload import adapter_payload
-from rollout.weights.tensors.planning import specs_of
-from rollout.weights.tensors.sources import NamedTensors, Weights
-from rollout.weights.transports.as_adapter import AsAdapter
+from rollout.weights.tensors.push_plan import specs_of
+from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights
+from rollout.weights.transports.carriers import AsAdapter
 
 
 def make_adapter_push(
@@ -31,9 +31,9 @@ def make_adapter_push(
 
     Args:
         named_tensors: under PEFT's names (``base_model.model....lora_A.weight``).
-        config: PEFT's ``adapter_config.json``; ``r`` and ``lora_alpha`` at the least.
+        config: PEFT's ``adapter_config.json``; at least ``r`` and ``lora_alpha``.
     """
-    weights = Weights(named_tensors, bucket_bytes=1 << 62)
+    weights = TrainerWeights(named_tensors, bucket_bytes=1 << 62)
     pairs = [pair for bucket, _ in weights.gathered() for pair in bucket]
     manifest = Manifest(
         {
@@ -65,7 +65,7 @@ def merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The base with the adapter added to it, one tensor at a time; neither is changed.
 
-    Push this as full weights where an engine serves no adapters, or must not pay for them.
+    Push this as full weights where an engine does not serve adapters, or their cost matters.
     """
     rank = int(config["r"])
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -78,7 +78,7 @@ def merged(
         if pair is None:
             yield name, tensor
         else:
-            # In float32: in bfloat16 a small change would be rounded away before it is added.
+            # In float32: bfloat16 would round small changes away before the sum.
             delta = pair["B"].detach().float() @ pair["A"].detach().float()
             yield name, (tensor.detach().float() + scale * delta).to(tensor.dtype)
 
@@ -86,14 +86,14 @@ def merged(
 def differs_from_checkpoint(
     named_tensors: NamedTensors, model_path: str | Path, expected: Manifest | None
 ) -> bool:
-    """Whether a trainer's base is other than what engines load from ``model_path``.
+    """Whether a trainer's base differs from what engines load from ``model_path``.
 
-    Compared by fingerprints, tensor by tensor, so that neither is whole in memory twice; a tensor
-    of another dtype counts as different.
+    It compares fingerprints, one tensor at a time, to save memory.  A tensor of another dtype is
+    different.
     """
     from safetensors import safe_open
 
-    weights = Weights(named_tensors, bucket_bytes=1 << 28, expected=expected)
+    weights = TrainerWeights(named_tensors, bucket_bytes=1 << 28, expected=expected)
     files: dict[str, Any] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         handle: Any = safe_open(file, framework="pt")

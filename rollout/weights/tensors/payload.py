@@ -1,7 +1,7 @@
-"""Tensors as the bytes that SGLang's ``update_weights_from_tensor`` and its LoRA twin read.
+"""Encodes tensors for SGLang's ``update_weights_from_tensor`` and its LoRA equivalent.
 
-Always true: what is made holds no tensor's memory: not a view's whole storage, nor anything that
-changes when the trainer's tensor does; CUDA IPC handles are the one exception, and say so.
+Always true: a payload is a copy: it holds no view's whole storage, and does not change with the
+trainer's tensor.  CUDA IPC handles are the one exception.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.multiprocessing  # registers how tensors become handles
 
-from engines.embedded.fingerprint import as_bytes
+from engines.embedded.weights.torch_fingerprint import as_bytes
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass
 class FlattenedTensorMetadata:
-    """Where one tensor lies in a flattened bucket; named after SGLang's class of these fields,
-    whose name the pickle bears."""
+    """Where one tensor is in a flattened bucket. The pickle has the name of SGLang's class, which
+    has these fields."""
 
     name: str
     shape: torch.Size
@@ -42,7 +42,7 @@ _SGLANG_NAME = b"csglang.srt.weight_sync.tensor_bucket\nFlattenedTensorMetadata\
 
 
 class _HandlePickler(pickle.Pickler):
-    """Puts handles in the place of the memory of CUDA tensors, as torch's processes do."""
+    """Pickles CUDA tensors as handles, as torch's processes do."""
 
     dispatch_table = copyreg.dispatch_table | ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
@@ -50,8 +50,8 @@ class _HandlePickler(pickle.Pickler):
 def flattened_bucket(pairs: Pairs) -> bytes:
     """One bucket as one tensor of bytes on the CPU, ``load_format="flattened_bucket"``.
 
-    The pickle is put together by hand around the tensors' bytes: a pickler would copy them three
-    times into memory that is new each time.
+    The pickle is built by hand around the tensors' bytes: a pickler would copy them three times,
+    each time into new memory.
     """
     metadata, ordered = _laid_out(pairs)
     contents = [_host_bytes(tensor) for tensor in ordered]
@@ -80,8 +80,8 @@ def flattened_bucket(pairs: Pairs) -> bytes:
 
 
 def _ops(value: Any) -> bytes:
-    """What puts ``value`` on a pickle machine's stack; remembered by none, as another part of the
-    same pickle counts what it remembers from the beginning."""
+    """The opcodes that push ``value`` on the pickle stack. They do not use the memo: another part
+    of the same pickle numbers its memo from 0."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 3)
     pickler.fast = True
@@ -90,7 +90,7 @@ def _ops(value: Any) -> bytes:
 
 
 def _storage_head(num_bytes: int) -> bytes:
-    """What ``torch.save`` writes in a pickle before the bytes of a storage of uint8."""
+    """What ``torch.save`` writes before the bytes of a uint8 storage."""
     identity = ("storage", torch.ByteStorage, "0", "cpu", num_bytes, None)
     machine = {
         "protocol_version": 1001,
@@ -110,11 +110,11 @@ def _storage_head(num_bytes: int) -> bytes:
 
 
 def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
-    """The same as a CUDA IPC handle, and the tensor behind it: keep that until the engine has
-    read it.  Not run where this was written, for want of a GPU."""
+    """The same as a CUDA IPC handle, with its tensor: keep that until the engine has read it.
+    Not tested on a GPU."""
     device = pairs[0][1].device
     metadata, ordered = _laid_out(pairs)
-    flat = torch.empty(sum(one.nbytes for one in ordered), dtype=torch.uint8, device=device)
+    flat = torch.empty(sum(tensor.nbytes for tensor in ordered), dtype=torch.uint8, device=device)
     for place, tensor in zip(metadata, ordered, strict=True):
         flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
     stream = io.BytesIO()
@@ -123,7 +123,7 @@ def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
 
 
 def _laid_out(pairs: Pairs) -> tuple[list[FlattenedTensorMetadata], list[torch.Tensor]]:
-    # Wide elements first: what follows them is then aligned whatever its own width.
+    # Wide elements first, so that all tensors are aligned.
     ordered = sorted(pairs, key=lambda pair: -pair[1].itemsize)
     metadata = []
     start = 0
@@ -136,26 +136,17 @@ def _laid_out(pairs: Pairs) -> tuple[list[FlattenedTensorMetadata], list[torch.T
 
 
 def _named_as_sglang_does(pickled: bytes) -> bytes:
-    """With SGLang's name for the class, which a pickler could not write where SGLang is not
-    installed.  It stands there once, before any tensor's name: later ones refer to it."""
+    """Replace the class's name by SGLang's: a pickler could write that only with SGLang installed.
+    The name occurs once, before any tensor's name; later uses refer to it."""
     return pickled.replace(_OWN_NAME, _SGLANG_NAME, 1)
 
 
 def _host_bytes(tensor: torch.Tensor) -> memoryview:
-    array: Any = as_bytes(tensor).cpu().numpy()  # numpy's types do not say that it is a buffer
+    array: Any = as_bytes(tensor).cpu().numpy()  # numpy's types do not declare a buffer
     return memoryview(array)
 
 
-def pickled_pairs(pairs: Pairs) -> bytes:
-    """A pickle of ``[(name, tensor)]``, by value and on the CPU."""
-    # A view would drag its whole storage into the pickle, hence the contiguous copy of its own.
-    return pickle.dumps(
-        [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in pairs],
-        protocol=pickle.HIGHEST_PROTOCOL,
-    )
-
-
 def adapter_payload(pairs: Pairs) -> bytes:
-    """A LoRA adapter's tensors: SGLang wants a dict of them."""
+    """Encode a LoRA adapter's tensors: SGLang loads a dict."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in pairs}
     return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)

@@ -24,7 +24,7 @@ class AskingOpenAI:
         num_events: of each stream so far.
         completions: by the engine's own tokens and log-probabilities.
         chats: number of the chat and the text of its answer.
-        num_failovers: of those that are not streamed, which tell.
+        num_failovers: of the replies that are not streamed; only these report it.
     """
 
     def __init__(self, session: aiohttp.ClientSession, version: int) -> None:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from rollout.handle import ServerHandle
-from rollout.local import launch_local
-from rollout.types import EngineStatus
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import CPU_OPTIONS, PROMPT
 from tests.support.processes import wait_until
@@ -66,8 +66,8 @@ def pushed(policy: ServerHandle, model: Path) -> str:
                 f"{one.endpoint.url}/generate", json=body, timeout=60, trust_env=False
             ).json()
             assert answer["output_ids"][: len(wanted)] == wanted, group
-    assert policy._pushes._kept is not None
-    return policy._pushes._kept.name
+    assert policy._push_builder._kept is not None
+    return policy._push_builder._kept.name
 
 
 def test_a_group_with_real_sglang_is_kept_until_another_engine_dies(

@@ -1,4 +1,4 @@
-"""A real SGLang engine whose weights only a canary can prove."""
+"""A real SGLang engine whose weights only a log-prob check can verify."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 import rollout
 from engines.protocol import Endpoint
-from rollout.handle import ServerHandle
-from rollout.local import launch_local
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
 from tests.support.real_sglang import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -74,14 +74,14 @@ def test_a_canary_passes_what_came_back_whole_and_fences_what_did_not(
     status = policy.status().result(30)
     (engine,) = status.groups[0].engines
     assert (status.gate, engine.state) == ("closed", "fenced")
-    assert "when the weights were the same" in engine.fenced_because
+    assert "when the weights were the same" in engine.fence_reason
     assert generate(policy).status_code == 503
 
 
 def test_an_engine_is_held_against_the_trainers_own_model(
     models: list[Path], tmp_path: Path
 ) -> None:
-    """Its fused names tell the trainer's fingerprints nothing, and it is alone."""
+    """Its fused names do not match the trainer's fingerprints, and it is the only engine."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 

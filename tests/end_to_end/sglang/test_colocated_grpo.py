@@ -1,4 +1,4 @@
-"""The example on real SGLang: the quickstart's loop, with engines nobody here has written."""
+"""The example on real SGLang: the quickstart's loop, with engines of another project."""
 
 import json
 from pathlib import Path

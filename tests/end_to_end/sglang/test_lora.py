@@ -7,6 +7,7 @@ past it, the fingerprints find the lost base; and with a backup nothing changes 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 import rollout
-from engines.client import EngineClient
+from engines.http.client import EngineClient
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, ServerInfo
-from rollout.handle import ServerHandle
-from rollout.local import launch_local
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
 from tests.support.load import PROMPTS
 from tests.support.models import make_plain_model
+from tests.support.processes import ROOT
 from tests.support.real_sglang import one_engine, real_config
 from tests.support.referee import Answer, Referee, Span
 
@@ -70,15 +73,7 @@ class Trainer:
         return load_file(self.base / "model.safetensors")
 
     def adapter(self, step: int) -> dict[str, Any]:
-        import torch
-
-        generator = torch.Generator().manual_seed(step)
-        tensors = {}
-        for module, width in {"q_proj": 32, "v_proj": 16}.items():
-            name = f"base_model.model.model.layers.0.self_attn.{module}"
-            for half, shape in {"A": (RANK, 32), "B": (width, RANK)}.items():
-                tensors[f"{name}.lora_{half}.weight"] = torch.randn(shape, generator=generator)
-        return tensors
+        return make_adapter(RANK, step)
 
     def merged(self, step: int) -> Path:
         """Base and adapter in one checkpoint, for transformers."""
@@ -214,14 +209,14 @@ def test_without_a_backup_it_is_refused_at_the_start(trainer: Trainer, tmp_path:
 
 
 class WithoutBackup(LocalLauncher):
-    """Starts engines without the backup that they were asked to have."""
+    """Starts engines without the backup that their configuration has."""
 
     async def launch(self, spec: EngineSpec) -> RunningEngine:
         return await super().launch(replace(spec, weights_cpu_backup=False))
 
 
 class Boastful(EngineClient):
-    """And this is told that they have one."""
+    """And this assumes that they have one."""
 
     async def server_info(self) -> ServerInfo:
         return replace(await super().server_info(), enable_weights_cpu_backup=True)
@@ -245,7 +240,55 @@ def test_forced_past_the_policy_the_fingerprints_fence_the_engine(
             step()
         assert failed.value.phase == "verify"
         (engine,) = policy.status().result(30).groups[0].engines
-        assert "is not what it was before, and was not pushed" in engine.fenced_because
-        # And nothing is answered with what is left of the base.
+        assert "is not what it was before, and was not pushed" in engine.fence_reason
+        # And no reply uses the remains of the base weights.
         reply = httpx.post(f"{policy.url}/generate", json={"input_ids": [1]}, trust_env=False)
         assert reply.status_code == 503
+
+
+def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Path) -> None:
+    """With its options and its configuration of an adapter; the model and the machine are ours."""
+    page = (ROOT / "docs/how-to/lora.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (settings,) = re.findall(r"push_adapter\(adapter_tensors, (.*?)\)\n", page)
+    adapter_config = json.loads(settings)
+    values = yaml.safe_load(text) | {"log_dir": str(tmp_path)}
+    server = values["servers"]["policy"]
+    server["model_path"] = str(trainer.disk)
+    server["groups"]["main"]["num_engines"] = 1
+    engine = server["groups"]["main"]["engine"]
+    engine["python"] = "sglang-cpu"
+    engine["options"] |= {"dtype": "float32", "max-total-tokens": 2000}
+    rank = adapter_config["r"]
+    with launch_local(rollout.RolloutConfig.from_dict(values)) as deployment:
+        policy = deployment["policy"]
+        base = numbers(answers(policy))
+        with policy.offloaded() as window:
+            window.push_adapter(make_adapter(rank, 1), adapter_config)
+        trained = numbers(answers(policy, "policy"))
+        assert trained != base
+        # One that is too wide for the engine is refused, and the one before serves on.
+        with pytest.raises(rollout.WeightMismatch, match="all keep the one from before"):
+            refused(policy, rank * 2)
+        policy.onload().result(60)
+        (known,) = policy.status().result(30).groups[0].engines
+        assert not known.fence_reason
+        assert numbers(answers(policy, "policy")) == trained
+        assert numbers(answers(policy)) == base
+
+
+def refused(policy: ServerHandle, rank: int) -> None:
+    with policy.offloaded() as window:
+        window.push_adapter(make_adapter(rank, 1), {"r": rank, "lora_alpha": 32})
+
+
+def make_adapter(rank: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, width in {"q_proj": 32, "v_proj": 16}.items():
+        name = f"base_model.model.model.layers.0.self_attn.{module}"
+        for half, shape in {"A": (rank, 32), "B": (width, rank)}.items():
+            tensors[f"{name}.lora_{half}.weight"] = torch.randn(shape, generator=generator)
+    return tensors

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout.local import launch_local
+from rollout.runtime.local import launch_local
 from tests.support.paged import page_of
 from tests.support.real_sglang import one_engine, real_config
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import rollout
-from rollout.driver.options import RolloutOptions
-from rollout.driver.sources import PromptData
-from rollout.samples import Sample, all_samples
+from rollout.core.samples import Sample, all_samples
+from rollout.driver.data.prompt_data import PromptData
+from rollout.driver.stream.options import RolloutOptions
 from tests.support.load import PROMPTS
 from tests.support.real_sglang import RealPolicy
 from tests.support.referee import Answer, Referee, Span

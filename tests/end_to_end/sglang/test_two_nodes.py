@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engines.identity import is_running
+from engines.process.process_identity import is_running
 from engines.protocol import MemoryTag
 from rollout.config import HealthConfig
-from rollout.handle import ServerHandle
-from rollout.health import seen_within_s
-from rollout.types import EngineStatus
+from rollout.core.types import EngineStatus
+from rollout.rules.health import max_detection_s
+from rollout.runtime.handle import ServerHandle
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import NUM_CPUS, RayWorld
@@ -33,7 +33,7 @@ CPUS = NUM_CPUS // 2 + 1
 # One is all there is, so three times as many probes may fail before it is called dead.
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "probes_to_dead": 3}
 SLACK_S = 30.0
-SEEN_WITHIN_S = 3 * seen_within_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
+SEEN_WITHIN_S = 3 * max_detection_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
 
 
 def wide_engine() -> dict[str, Any]:
@@ -96,13 +96,13 @@ def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
 
             files = {file for one in engine.processes for file in shared_memory_of(one.pid)}
             ray_cluster.lose_node(other)
-            assert wait_until(lambda: bool(the_engine(policy).fenced_because), SEEN_WITHIN_S)
+            assert wait_until(lambda: bool(the_engine(policy).fence_reason), SEEN_WITHIN_S)
             assert wait_until(lambda: not any(map(is_running, engine.processes)), 30)
             assert files
             assert wait_until(lambda: not any(file.exists() for file in files), 30)
             # There is no place for it now, and no request is kept waiting for one.
-            said = "the cluster has no other place"
-            assert wait_until(lambda: said in the_engine(policy).fenced_because, 60)
+            said = "the cluster has no room"
+            assert wait_until(lambda: said in the_engine(policy).fence_reason, 60)
             body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
             reply = httpx.post(f"{policy.url}/generate", json=body, trust_env=False)
             assert reply.status_code == 503

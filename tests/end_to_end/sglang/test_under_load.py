@@ -1,8 +1,8 @@
-"""Real SGLang is offloaded under load: nobody dies, and nothing is lost or answered wrongly.
+"""Real SGLang is offloaded under load: no engine crashes, no request is lost, no reply is wrong.
 
 64 clients keep two groups busy through the real router while the whole of
 pause, flush, release, resume, push, continue is gone through at random moments.  The number of
-rounds is ``ROLLOUT_SGLANG_CYCLES``; CONTRIBUTING says what a long run showed.
+rounds is ``ROLLOUT_SGLANG_CYCLES``; docs/testing.md has the figures of a long run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from rollout.errors import PhaseFailed
+from rollout.core.errors import PhaseFailed
 from tests.support.load import Load, has_own_key
 from tests.support.real_sglang import RealPolicy
 from tests.support.referee import Answer, Referee
@@ -92,7 +92,7 @@ async def test_offload_under_load(
     assert load.kinds["abort"] > NUM_CYCLES
     assert load.num_seams > NUM_CYCLES
     assert len(seen) > 0.5 * NUM_CYCLES
-    # And the referee can tell one version from another.
+    # And the referee distinguishes the versions.
     assert referee.could_tell(sample, policy.models)
     told = (
         f"{NUM_CYCLES} cycles in {took_s:.0f} s: {len(load.asked)} requests, "
@@ -134,8 +134,8 @@ async def test_without_the_pause_a_release_kills_the_engines(policy: RealPolicy)
     engines = policy.engines()
     assert len(engines) == 2
     for engine in engines:
-        assert "release" in engine.fenced_because
-        # It died of it by itself, before anybody ended it.
+        assert "release" in engine.fence_reason
+        # The call crashed it, before anything stopped it.
         assert "AssertionError" in policy.log_of(engine.engine_id)
     assert load.broken
     assert set(load.ended.values()) == {1}

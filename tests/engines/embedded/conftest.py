@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.embedded.asking import Asker, Server, connected
+from tests.engines.embedded.engine_client import Asker, Server, connected
 
 
 def tiny(path: Path, **options: Any) -> Path:
-    from engines.embedded.tiny import make_tiny_model
+    from engines.embedded.tiny_model import make_tiny_model
 
     return make_tiny_model(path, **options)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engines.embedded.command import build_command, invocation
-from engines.embedded.config import parse_args
+from engines.embedded.core.config import parse_args
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
 

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engines.errors import EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine, FakeTensor, pack_tensors
 from engines.protocol import GenerateReply, MemoryTag, PauseMode, SamplingParams, VersionSpan
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 from tests.support.virtual_time import virtual_time
 
 ALL_TAGS = tuple(MemoryTag)
@@ -158,7 +158,7 @@ async def test_requests_held_in_a_pause_end_an_engine_that_continues_too_early()
     await engine.continue_generation()
     with pytest.raises(EngineUnreachable):
         await held
-    assert engine.dead_because == "generate while memory is released"
+    assert engine.death_reason == "generate while memory is released"
 
 
 @virtual_time

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from engines.client import EngineClient
-from engines.errors import EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine, faults
-from engines.fake.http import HttpFakeLauncher
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.http.client import EngineClient
 from engines.launch import EngineSpec
-from engines.ports import reserve_port
+from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, SamplingParams
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 
 FEW = SamplingParams(max_new_tokens=4)
 
@@ -80,7 +80,7 @@ async def test_a_call_that_ends_the_engine_breaks_its_connection() -> None:
         await client.release_memory_occupation([MemoryTag.KV_CACHE])
         with pytest.raises(EngineUnreachable):
             await client.release_memory_occupation([MemoryTag.KV_CACHE])
-        assert engine.dead_because == "release of a tag twice"
+        assert engine.death_reason == "release of a tag twice"
         with pytest.raises(EngineUnreachable):
             await client.model_info()
 

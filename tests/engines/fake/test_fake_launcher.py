@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from engines.errors import EngineNotReady, EngineUnreachable
 from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Engine, MemoryTag, PauseMode
+from engines.protocol.errors import EngineNotReady, EngineUnreachable
 
 
 def spec(engine_id: str = "main-0", **more) -> EngineSpec:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from engines.errors import EngineRejected, EngineUnreachable
 from engines.fake import FakeEngine, FakeLauncher, faults
-from engines.fake.switch import OPERATIONS, parse_switch
+from engines.fake.engine.faults import OPERATIONS, parse_fault
 from engines.launch import EngineSpec
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 from tests.support.virtual_time import virtual_time
 
 KV = (MemoryTag.KV_CACHE,)
@@ -123,7 +123,7 @@ async def test_a_director_decides_over_every_call_and_may_keep_it_waiting() -> N
     engine = FakeEngine()
     turn = asyncio.Event()
 
-    async def direct(call: faults.Call) -> faults.Fault | None:
+    async def direct(call: faults.RecordedCall) -> faults.Fault | None:
         await turn.wait()
         return faults.lose(executed=True) if call.operation == "pause_generation" else None
 
@@ -202,7 +202,7 @@ async def test_a_stopped_process_does_not_hear_that_it_should_end() -> None:
     ],
 )
 def test_a_switch_says_operation_call_fault_and_moment(text, operation, fault, nth) -> None:
-    assert parse_switch(text) == (operation, fault, nth)
+    assert parse_fault(text) == (operation, fault, nth)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_switch_says_operation_call_fault_and_moment(text, operation, fault, n
 )
 def test_a_wrong_switch_says_what_would_be_right(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_switch(text)
+        parse_fault(text)
 
 
 def test_the_operations_of_a_switch_are_those_of_the_protocol() -> None:
@@ -230,6 +230,6 @@ def test_the_operations_of_a_switch_are_those_of_the_protocol() -> None:
 
 async def test_a_switch_that_is_turned_on_strikes() -> None:
     engine = FakeEngine()
-    parse_switch("is_ready:reject=503").turn_on(engine.faults)
+    parse_fault("is_ready:reject=503").add_to(engine.faults)
     with pytest.raises(EngineRejected, match="503: a planned fault"):
         await engine.is_ready()

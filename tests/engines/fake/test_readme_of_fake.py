@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.fake.switch import parse_switch
-from rollout.errors import PhaseFailed
+from engines.fake.engine.faults import parse_fault
+from rollout.core.errors import PhaseFailed
 from tests.support.builders import push, started_server
 from tests.support.virtual_time import virtual_time
 
@@ -30,7 +30,7 @@ async def test_a_switch_breaks_its_phase_as_the_table_says(
     bench = await started_server(tmp_path, {"policy": {"num_engines": 1}})
     if phase not in DOWN:
         await bench.server.offload()
-    parse_switch(switch).turn_on(bench.engines[0].faults)
+    parse_fault(switch).add_to(bench.engines[0].faults)
     with pytest.raises(PhaseFailed) as caught:
         await (bench.server.offload() if phase in DOWN else bench.server.onload(push(1)))
     assert str(caught.value).startswith("group policy: ")

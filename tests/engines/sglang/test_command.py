@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engines.protocol import Endpoint, WorkerType
+from engines.protocol.spec import EngineSpec
 from engines.sglang.command import build_command
-from engines.spec import EngineSpec
 
 HERE = Endpoint("10.0.0.1", 1234)
 
@@ -37,7 +37,23 @@ def test_a_spec_becomes_sglangs_flags() -> None:
         "--weight-version": ["7"],
         "--enable-memory-saver": [],
         "--enable-weights-cpu-backup": [],
+        "--cuda-graph-backend-prefill": ["disabled"],
     }
+
+
+def test_prefill_graphs_are_off_only_where_gpu_memory_is_released() -> None:
+    name = "--cuda-graph-backend-prefill"
+    assert name not in flags()
+    assert name not in flags(gpu_ids=(0,), memory_saver=False)
+    assert name not in flags({"cuda-graph-backend-prefill": None}, gpu_ids=(0,))
+    assert flags({"cuda_graph_backend_prefill": "full"}, gpu_ids=(0,))[name] == ["full"]
+
+
+def test_a_draft_model_that_no_push_contains_is_backed_up() -> None:
+    name, draft = "--enable-draft-weights-cpu-backup", {"speculative-algorithm": "EAGLE3"}
+    assert flags(draft, gpu_ids=(0,))[name] == []
+    assert name not in flags({}, gpu_ids=(0,))
+    assert name not in flags(draft | {"enable-draft-weights-cpu-backup": False}, gpu_ids=(0,))
 
 
 def test_a_group_that_keeps_its_gpus_runs_without_a_memory_saver() -> None:
@@ -155,3 +171,11 @@ def test_an_engine_on_the_cpu_gets_defaults_that_options_override() -> None:
     found = flags({"max-total-tokens": 99, "attention-backend": None})
     assert found["--max-total-tokens"] == ["99"]
     assert "--attention-backend" not in found
+
+
+def test_an_engine_for_adapters_knows_all_modules_unless_some_are_named() -> None:
+    assert flags({"enable-lora": True, "max-lora-rank": 8})["--lora-target-modules"] == ["all"]
+    named = {"enable-lora": True, "lora-target-modules": ["q_proj", "v_proj"]}
+    assert flags(named)["--lora-target-modules"] == ["q_proj", "v_proj"]
+    assert "--lora-target-modules" not in flags({"enable-lora": True, "lora-paths": ["/a"]})
+    assert "--lora-target-modules" not in flags()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from engines.protocol.spec import SGLANG_CPU, EngineSpec
 from engines.sglang.environment import build_environment
 from engines.sglang.parallel import Parallel
-from engines.spec import EngineSpec
 
 OURS = {"PATH": "/usr/bin", "HOME": "/home/u", "PYTHONPATH": "/ours"}
 
@@ -111,3 +111,56 @@ def test_a_variable_that_breaks_the_lifecycle_is_refused_by_name(name: str, valu
 
 def test_expandable_segments_are_fine_without_a_memory_saver() -> None:
     environment(OURS | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, memory_saver=False)
+
+
+TRAINER = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3",
+    "LOCAL_RANK": "3",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "3",
+    "ROLE_NAME": "default",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "8",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "OMP_NUM_THREADS": "1",
+    "TMS_INIT_ENABLE": "1",
+    "TMS_INIT_ENABLE_CPU_BACKUP": "1",
+    "LD_PRELOAD": "/x/torch_memory_saver_hook_mode_preload.abi3.so:/usr/lib/libjemalloc.so",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+def test_what_configures_a_trainer_does_not_reach_its_engine() -> None:
+    env = environment(OURS | TRAINER, gpu_ids=(0,))
+    assert env["LD_PRELOAD"] == "/usr/lib/libjemalloc.so"
+    assert env.keys() & TRAINER.keys() == {"LD_PRELOAD"}
+    # What its configuration says is the user's will.
+    assert environment(OURS | TRAINER, env={"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+
+
+def test_threads_that_a_user_chose_reach_an_engine() -> None:
+    assert environment(OURS | {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
+    assert environment(OURS | TRAINER | {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+
+
+def test_an_engine_that_releases_gpu_memory_has_its_graphs_and_backups_in_pausable_memory() -> None:
+    names = {
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        "TMS_RETAIN_CPU_BACKUP": "1",
+    }
+    assert environment(gpu_ids=(0,)).items() >= names.items()
+    assert not environment(gpu_ids=(0,), memory_saver=False).keys() & names.keys()
+    assert not environment().keys() & names.keys()
+    chosen = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}
+    assert environment(gpu_ids=(0,), env=chosen).items() >= chosen.items()
+
+
+def test_logical_gpus_are_those_of_an_engine_on_the_cpu() -> None:
+    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,), python=SGLANG_CPU)
+    env = build_environment(spec, OURS, Parallel(1, {}), python="/sg/bin/python")
+    assert (env["SGLANG_USE_CPU_ENGINE"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "0")

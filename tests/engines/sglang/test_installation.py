@@ -13,7 +13,7 @@ import pytest
 from engines.sglang_cpu import installation
 from engines.sglang_cpu.installation import Installation, InstallError, cache_folder
 
-# Makes a "venv" whose python writes down what it is asked and finds its own site-packages.
+# Makes a "venv" whose python records its arguments and finds its own site-packages.
 FAKE = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in
@@ -140,7 +140,7 @@ def test_every_pin_is_exact_and_none_names_a_host() -> None:
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
-    code = "from rollout.cli import main; main()"
+    code = "from rollout.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "sglang-cpu", "path"],
         env={"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},

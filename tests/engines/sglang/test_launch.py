@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engines.errors import EngineNotReady, PortTaken
 from engines.launch import EngineSpec, LocalLauncher
-from engines.ports import reserve_port
+from engines.process.tcp_ports import reserve_port
+from engines.protocol.errors import EngineNotReady, PortTaken
 from engines.sglang_cpu.installation import InstallError
 
 # Serves what a server of SGLang would, on the port that the command line says.

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.errors import EngineNotReady, EngineRejected
-from engines.features import read_features
 from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import MemoryTag, PauseMode
+from engines.protocol.errors import EngineNotReady, EngineRejected
+from engines.protocol.features import read_features
 from tests.engines.embedded.reference import greedy
 from tests.engines.test_attached import config
 from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, Bench, Models, client, payload
@@ -161,3 +161,18 @@ async def test_replicas_take_weights_from_disk_only_and_one_answers_a_flush_for_
         expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
         # In turn: each replica answers half of these.
         assert [await bench.greedy() for _ in range(4)] == [tuple(expected)] * 4
+
+
+async def test_an_engine_that_started_with_dummy_weights_loads_from_a_folder(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    wanted = spec(contract_models, tmp_path, options={"load-format": "dummy"})
+    async with launched(wanted, contract_models) as bench:
+        await bench.engine.pause_generation(PauseMode.ABORT)
+        await bench.engine.flush_cache(5.0)
+        await bench.engine.update_weights_from_disk(str(contract_models.second), weight_version="1")
+        await bench.engine.continue_generation()
+        reply = await bench.engine.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
+        assert list(reply.output_ids) == list(expected)
+        assert await bench.engine.weight_version() == "1"

@@ -1,4 +1,4 @@
-"""Evaluation: every key, guarded; pass@k by its definition; never two weight versions."""
+"""Evaluation: every key is there, pass@k follows its definition, one weight version."""
 
 import asyncio
 import itertools
@@ -7,17 +7,16 @@ import math
 import pytest
 
 from engines.protocol import SamplingParams, VersionSpan
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 from rollout.driver.evaluation import (
     EvalDataset,
     EvalPlan,
-    eval_line,
-    eval_metrics,
+    EvalResult,
     group_metrics,
     mean_pass_at_k,
     pass_at_k,
 )
-from rollout.errors import ConfigError, RolloutError
-from rollout.samples import Sample, SampleGroup, SampleStatus, all_samples
 from tests.support.driving import SAMPLING, always, driving, engines, prompts, push
 from tests.support.virtual_time import virtual_time
 
@@ -46,12 +45,13 @@ KEYS = [
     ],
 )
 def test_every_key_is_there_and_finite_whatever_failed(samples: list[Sample]) -> None:
-    metrics = eval_metrics("K", samples)
+    groups = [SampleGroup(index, [sample]) for index, sample in enumerate(samples)]
+    metrics = group_metrics("K", groups)
     assert list(metrics) == KEYS
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_the_figures_are_those_of_the_judged_samples() -> None:
+def test_the_metrics_are_those_of_the_rewarded_samples() -> None:
     span = (VersionSpan("3", 0, 2),)
     samples = [
         Sample([1], [2, 3], [0.0, 0.0], "ab" * 400, span, reward=1.0),
@@ -76,7 +76,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int) -> None:
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
-def test_pass_at_more_than_there_are_is_refused() -> None:
+def test_pass_at_k_with_k_above_the_number_of_samples_is_rejected() -> None:
     with pytest.raises(ValueError, match="pass@3 of 2 samples"):
         pass_at_k(2, 1, 3)
     with pytest.raises(ConfigError, match="pass@4 needs as many samples; num_samples is 2"):
@@ -85,7 +85,7 @@ def test_pass_at_more_than_there_are_is_refused() -> None:
         EvalDataset([], num_samples=0)
 
 
-def test_prompts_with_too_few_judged_samples_are_left_out_of_pass_at_k() -> None:
+def test_prompts_with_too_few_rewarded_samples_are_left_out_of_pass_at_k() -> None:
     good = SampleGroup(0, [Sample([1], reward=1.0), Sample([1], reward=0.0)])
     half = SampleGroup(1, [Sample([1], reward=0.0), Sample([1])])
     assert mean_pass_at_k([good, half], 2) == 1.0
@@ -94,7 +94,7 @@ def test_prompts_with_too_few_judged_samples_are_left_out_of_pass_at_k() -> None
 
 def test_zero_std_groups_are_counted_by_their_outcome() -> None:
     groups = [
-        SampleGroup(i, [Sample([1], reward=one) for one in rewards])
+        SampleGroup(i, [Sample([1], reward=reward) for reward in rewards])
         for i, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (0.0, 1.0), ()])
     ]
     metrics = group_metrics("K", groups)
@@ -102,8 +102,8 @@ def test_zero_std_groups_are_counted_by_their_outcome() -> None:
     assert metrics["eval/K/zero_std/num_all_wrong"] == 2
 
 
-def test_the_line_is_the_one_that_logs_are_searched_for() -> None:
-    assert eval_line(8, {"eval/K": 0.5}) == "[EVAL RESULT] eval 8: {'eval/K': 0.5}"
+def test_the_line_has_the_format_that_slime_prints() -> None:
+    assert EvalResult(8, {"eval/K": 0.5}, {}).line == "[EVAL RESULT] eval 8: {'eval/K': 0.5}"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_evaluation_is_due_before_the_first_step_and_every_few(plan, due) -> 
 
 @virtual_time
 async def test_data_sets_have_their_own_sampling_samples_and_rewards() -> None:
-    async with driving(engines(0.01), always(0.25)) as (driver, door):
+    async with driving(engines(0.01), always(0.25)) as (driver, client):
         result = await driver.evaluate(
             4,
             {
@@ -135,7 +135,7 @@ async def test_data_sets_have_their_own_sampling_samples_and_rewards() -> None:
     assert result.metrics["eval/none"] == 0.0
     assert "eval/easy/pass@4" in result.metrics
     assert result.line.startswith("[EVAL RESULT] eval 4: {'eval/easy': 0.25")
-    assert len(door.asks) == 14
+    assert len(client.requests) == 14
     assert len(result.groups["easy"]) == 3
 
 
@@ -151,26 +151,26 @@ async def test_failed_samples_do_not_end_an_evaluation() -> None:
 
 
 @virtual_time
-async def test_a_push_meanwhile_makes_the_evaluation_begin_anew() -> None:
-    async with driving(engines(0.1, 0.1), always(1.0), max_in_flight=4) as (driver, door):
-        door.weight_version = 0
+async def test_a_push_during_an_evaluation_restarts_it() -> None:
+    async with driving(engines(0.1, 0.1), always(1.0), max_in_flight=4) as (driver, client):
+        client.weight_version = 0
         call = asyncio.create_task(driver.evaluate(0, {"K": EvalDataset(prompts(9), SAMPLING)}))
         await asyncio.sleep(1.5)
-        await push(door, 1)
+        await push(client, 1)
         result = await call
-    samples = [one for groups in result.groups.values() for one in all_samples(groups)]
-    assert {version for one in samples for version in one.versions} == {1}
+    samples = [sample for groups in result.groups.values() for sample in all_samples(groups)]
+    assert {version for sample in samples for version in sample.versions} == {1}
     assert result.metrics["eval/K/mixed_version_ratio"] == 0
 
 
 @virtual_time
-async def test_versions_that_never_stand_still_end_the_evaluation_in_words() -> None:
-    async with driving(engines(0.1), always(1.0)) as (driver, door):
+async def test_an_evaluation_fails_if_the_weight_version_changes_in_every_try() -> None:
+    async with driving(engines(0.1), always(1.0)) as (driver, client):
 
         async def keep_pushing() -> None:
             for version in itertools.count(1):
                 await asyncio.sleep(0.35)
-                await push(door, version, 0.01)
+                await push(client, version, 0.01)
 
         pusher = asyncio.create_task(keep_pushing())
         with pytest.raises(RolloutError, match="the weight version changed in each of 3 tries"):

@@ -1,4 +1,4 @@
-"""The driver over the router as it ships, with fake engines that listen."""
+"""The driver over the real router and fake engines over HTTP."""
 
 import asyncio
 import time
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from engines.fake import FakeEngine
-from engines.fake.http import HttpFakeLauncher
+from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
+from rollout.core.errors import RolloutError
+from rollout.core.samples import all_samples
 from rollout.driver.driver import RolloutDriver
-from rollout.driver.options import RolloutOptions
-from rollout.errors import RolloutError
-from rollout.router import Member, RouterHost
-from rollout.samples import all_samples
+from rollout.driver.stream.options import RolloutOptions
+from rollout.router import Backend, RouterHost
 from tests.support.driving import SAMPLING, always, numbers, prompts, source
 
 # The last is so slow that what it has is cut off, however busy the machine.
@@ -43,7 +43,7 @@ async def routed(
         host = RouterHost(RouterConfig(max_connections=64, **(keys or {})))
         url = (await host.start()).url
         stack.push_async_callback(host.stop, 1.0)
-        members = [Member(name, engine.endpoint) for name, engine in engines.items()]
+        members = [Backend(name, engine.endpoint) for name, engine in engines.items()]
         await host.set_members(1, members)
         await host.set_gate("open", weight_version=3)
         driver = await stack.enter_async_context(RolloutDriver(url, always(1.0), **shown))
@@ -53,12 +53,12 @@ async def routed(
 
 
 async def until(is_so: Callable[[dict[str, Any]], bool], host: RouterHost) -> None:
-    """Ask the router until it is so; each answer takes a turn of its loop."""
+    """Query the router until the condition holds; each reply takes a turn of its loop."""
     while not is_so(await host.stats()):
         pass
 
 
-async def test_partial_samples_go_on_through_the_router() -> None:
+async def test_partial_samples_continue_through_the_router() -> None:
     async with routed() as (driver, _, engines):
         data, options = source(60), RolloutOptions(over_sampling=3.0)
         made = [
@@ -78,7 +78,7 @@ async def test_partial_samples_go_on_through_the_router() -> None:
     assert calls > 0
 
 
-async def test_what_the_router_holds_waits_and_what_it_refuses_comes_again() -> None:
+async def test_requests_held_by_the_router_wait_and_refused_ones_are_retried() -> None:
     async with routed("e0", "e1") as (driver, host, _):
         await host.set_gate("holding", reason="a push")
         held = asyncio.create_task(driver.rollout(0, prompts(4), group_size=1, sampling=SAMPLING))
@@ -89,7 +89,7 @@ async def test_what_the_router_holds_waits_and_what_it_refuses_comes_again() -> 
         assert numbers(await held) == [1, 2, 3, 4]
 
 
-async def test_what_the_router_holds_is_aborted_when_the_call_is_cancelled() -> None:
+async def test_requests_held_by_the_router_are_aborted_when_the_call_is_cancelled() -> None:
     async with routed() as (driver, host, _):
         await host.set_gate("holding", reason="a push")
         data = source(9)
@@ -124,23 +124,23 @@ async def test_a_dead_engine_behind_the_router_costs_no_sample() -> None:
     assert {len(sample.output_ids) for sample in all_samples(groups)} == {10}
 
 
-async def test_the_router_keeps_what_a_driver_tells_of_a_step() -> None:
+async def test_the_router_keeps_the_metrics_that_a_driver_reports() -> None:
     async with routed("e0") as (driver, host, _):
         await driver.rollout(3, prompts(1), group_size=2, sampling=SAMPLING)
         await driver.close()
-        (told,) = (await host.stats())["figures"]
-        assert told["step"] == 3
-        assert told["metrics"]["rollout/num_samples"] == 2.0
+        (report,) = (await host.stats())["figures"]
+        assert report["step"] == 3
+        assert report["metrics"]["rollout/num_samples"] == 2.0
 
 
-async def test_a_driver_shows_its_keys_to_the_router_and_to_no_engine() -> None:
+async def test_a_driver_sends_its_keys_to_the_router_and_to_no_engine() -> None:
     keys = {"client_key": "tell", "control_key": "steer"}
     async with routed("e0", keys=keys, key="tell", control_key="steer") as (driver, host, _):
         assert len(await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)) == 2
-        load = await driver._engines.door.load()
+        load = await driver._engines.client.load()
         assert load is not None
         assert load.weight_version == 3
-        await until(lambda told: bool(told["figures"]), host)
+        await until(lambda stats: bool(stats["figures"]), host)
     async with routed("e0", keys=keys) as (driver, _, _):
         with pytest.raises(RolloutError, match="401"):
             await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)

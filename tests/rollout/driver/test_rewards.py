@@ -1,12 +1,14 @@
-"""Rewards that people expect, and a judge elsewhere."""
+"""Common rewards, and a reward computed by a server."""
+
+import threading
 
 import pytest
 from aiohttp import ClientError, web
 
+from rollout.core.errors import ConfigError
+from rollout.core.samples import Sample, all_samples
 from rollout.driver import rewards
-from rollout.driver.hooks import Hooks
-from rollout.errors import ConfigError
-from rollout.samples import Sample, all_samples
+from rollout.driver.stream.hooks import Hooks
 from tests.support.driving import SAMPLING, driving, engines, prompts
 
 
@@ -55,7 +57,7 @@ def test_f1_is_that_of_the_best_answer(text, answer, reward) -> None:
         (r"\boxed{12}", ""),
     ],
 )
-def test_a_choice_is_the_last_one_made(text: str, letter: str) -> None:
+def test_a_choice_is_the_last_one_in_the_text(text: str, letter: str) -> None:
     assert rewards.chosen_letter(text) == letter
 
 
@@ -100,14 +102,22 @@ def test_a_sample_without_an_answer_raises_instead_of_being_wrong(make) -> None:
         make()(said("x", []))
 
 
-async def test_a_reward_in_a_thread_judges_all_samples() -> None:
-    judge = rewards.in_thread(lambda sample: float(len(sample.output_ids)))
+async def test_a_reward_in_a_thread_rewards_all_samples() -> None:
+    threads = set()
+
+    def length(sample: Sample) -> float:
+        threads.add(threading.get_ident())
+        return float(len(sample.output_ids))
+
+    judge = rewards.in_thread(length)
     async with driving(engines(0.0), judge) as (driver, _):
         groups = await driver.rollout(0, prompts(3), group_size=2, sampling=SAMPLING)
-    assert {one.reward for one in all_samples(groups)} == {10.0}
+    assert {sample.reward for sample in all_samples(groups)} == {10.0}
+    assert threads
+    assert threading.get_ident() not in threads
 
 
-async def test_a_remote_reward_is_asked_again_until_it_answers() -> None:
+async def test_a_remote_reward_is_retried_until_it_replies() -> None:
     seen = []
 
     async def handler(request: web.Request) -> web.Response:

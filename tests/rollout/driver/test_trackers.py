@@ -1,4 +1,4 @@
-"""Figures go where they are wanted."""
+"""Trackers and the progress bar."""
 
 import json
 import sys
@@ -7,27 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout.core.errors import ConfigError
 from rollout.driver import trackers
-from rollout.driver.ports import Progress
-from rollout.driver.progress import ProgressBar
-from rollout.errors import ConfigError
+from rollout.driver.progress_bar import ProgressBar
+from rollout.driver.stream.step_metrics import Progress
 
 
 class Writer:
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.written: list[object] = []
 
     def add_scalar(self, *figure: object) -> None:
-        self.told.append(figure)
+        self.written.append(figure)
 
     def log(self, figures: object) -> None:
-        self.told.append(figures)
+        self.written.append(figures)
 
 
 def test_tensorboard_gets_a_scalar_for_each_figure() -> None:
     writer = Writer()
     trackers.tensorboard(writer)(3, {"a": 1.0, "b": 2.0})
-    assert writer.told == [("a", 1.0, 3), ("b", 2.0, 3)]
+    assert writer.written == [("a", 1.0, 3), ("b", 2.0, 3)]
 
 
 def test_wandb_gets_all_figures_with_their_step(monkeypatch) -> None:
@@ -35,13 +35,13 @@ def test_wandb_gets_all_figures_with_their_step(monkeypatch) -> None:
     trackers.wandb(writer)(3, {"a": 1.0})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=writer))
     trackers.wandb()(4, {"a": 2.0})
-    assert writer.told == [{"a": 1.0, "rollout/step": 3}, {"a": 2.0, "rollout/step": 4}]
+    assert writer.written == [{"a": 1.0, "rollout/step": 3}, {"a": 2.0, "rollout/step": 4}]
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
     with pytest.raises(ConfigError, match="wandb has no run"):
         trackers.wandb()
 
 
-def test_what_is_not_installed_is_said(monkeypatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_named(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match="wandb is not installed"):

@@ -1,4 +1,4 @@
-"""A router over scripted engines.  Every test ends with the proof that nothing is in flight."""
+"""A router over scripted engines.  Every test ends with the check that nothing is in flight."""
 
 from __future__ import annotations
 
@@ -12,34 +12,29 @@ import aiohttp
 import pytest
 
 from engines.protocol import Endpoint
-from rollout.router import ConnectionFailure, Member, RouterHost
+from rollout.config import RouterConfig
+from rollout.router import Backend, ConnectionFailure, RouterHost
 
-from .stub_engine import Script, StubEngine, reply
+from .stub_engine import Hold, Script, StubEngine, hold_then_reply, reply
 
 
-@dataclass(frozen=True)
-class Settings:
-    host: str = "127.0.0.1"
-    port: int = 0
-    max_held_requests: int = 4
-    hold_timeout_s: float = 30.0
-    connect_timeout_s: float = 5.0
-    max_connections: int = 1000
-    max_body_bytes: int = 64 << 20
-    request_timeout_s: float = 60.0
-    policy: str = "least_in_flight"
-    session_ttl_s: float = 3600.0
-    max_sessions: int = 1000
-    token_failover: str = "asked"
-    failover_interval: int = 4
-    max_failovers: int = 8
-    client_key: str = ""
-    control_key: str = ""
-    max_recorded_bytes: int = 1 << 20
+def router_config(**fields) -> RouterConfig:
+    """Small bounds and short deadlines, and these fields."""
+    small = {
+        "max_held_requests": 4,
+        "hold_timeout_s": 30.0,
+        "max_connections": 1000,
+        "max_body_bytes": 64 << 20,
+        "request_timeout_s": 60.0,
+        "max_sessions": 1000,
+        "failover_interval": 4,
+        "max_recorded_bytes": 1 << 20,
+    }
+    return RouterConfig(**(small | fields))
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClientReply:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -63,18 +58,18 @@ class Bench:
     def url(self) -> str:
         return self.endpoint.url
 
-    def member(self, index: int, **fields) -> Member:
+    def member(self, index: int, **fields) -> Backend:
         engine = self.engines[index]
-        return Member(engine.engine_id, engine.endpoint, **fields)
+        return Backend(engine.engine_id, engine.endpoint, **fields)
 
-    async def ask(self, path: str = "/generate", method: str = "POST", **options) -> Answer:
-        """One request and its whole answer; a JSON object as body unless told otherwise."""
+    async def ask(self, path: str = "/generate", method: str = "POST", **options) -> ClientReply:
+        """Send a request and return the complete response; the body is a JSON object by default."""
         if method == "POST" and not options:
             options["json"] = {"input_ids": [1, 2, 3]}
         async with self.client.request(method, path, **options) as response:
-            return Answer(response.status, response.headers, await response.read())
+            return ClientReply(response.status, response.headers, await response.read())
 
-    def begin(self, path: str = "/generate", **options) -> asyncio.Task[Answer]:
+    def begin(self, path: str = "/generate", **options) -> asyncio.Task[ClientReply]:
         return asyncio.ensure_future(self.ask(path, **options))
 
     async def wait_until_held(self, num: int) -> None:
@@ -85,14 +80,25 @@ class Bench:
 MakeBench = Callable[..., Awaitable[Bench]]
 
 
+async def hold_one(
+    make_bench: MakeBench, *others: Script
+) -> tuple[Bench, Hold, asyncio.Task[ClientReply]]:
+    """A bench whose first engine has a request, and replies when ``opened`` is set."""
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold), *others)
+    pending = bench.begin()
+    await hold.entered.wait()
+    return bench, hold, pending
+
+
 @pytest.fixture
 async def make_bench() -> AsyncIterator[MakeBench]:
     benches: list[Bench] = []
 
-    async def make(*scripts: Script | None, settings: Settings | None = None) -> Bench:
+    async def make(*scripts: Script | None, config: RouterConfig | None = None) -> Bench:
         """Engines ``e-0``, ``e-1`` ...; None resets connections while heads are read."""
         failures: list[ConnectionFailure] = []
-        host = RouterHost(settings or Settings(), on_engine_failure=failures.append)
+        host = RouterHost(config or router_config(), on_engine_failure=failures.append)
         engines = [
             StubEngine(f"e-{index}", script or reply(), resets_heads=script is None)
             for index, script in enumerate(scripts)

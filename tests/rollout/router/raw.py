@@ -10,7 +10,7 @@ async def connect(bench, *parts: bytes) -> tuple[asyncio.StreamReader, asyncio.S
     return reader, writer
 
 
-async def answer(bench, *parts: bytes) -> bytes:
+async def response_to(bench, *parts: bytes) -> bytes:
     """All that comes back until the router closes."""
     reader, writer = await connect(bench, *parts)
     whole = await reader.read()
@@ -26,5 +26,5 @@ def post(body: bytes, path: bytes = b"/generate", extra: bytes = b"") -> bytes:
 
 
 def bodies(whole: bytes) -> list[bytes]:
-    """The bodies of answers of which none contains a head."""
+    """The bodies of responses, none of which contains a head."""
     return [part.split(b"\r\n\r\n", 1)[1] for part in whole.split(b"HTTP/1.1 ")[1:]]

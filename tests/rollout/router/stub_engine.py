@@ -1,4 +1,4 @@
-"""A scripted engine: a raw server on loopback that does to a connection what a test says.
+"""A scripted engine: a raw server on loopback that treats a connection as a test's script says.
 
 ``Hold`` is the gate of the house's tests: the stub sets ``entered`` when it gets there, and goes
 on when the test sets ``opened``.
@@ -66,7 +66,7 @@ Script = Callable[[Connection, Seen], Awaitable[None]]
 
 @dataclass
 class StubEngine:
-    """Answers every request by ``script``; ``resets_heads`` resets before it has read one."""
+    """Serves every request by ``script``; ``resets_heads`` resets before it has read one."""
 
     engine_id: str
     script: Script
@@ -148,7 +148,7 @@ def reply(
 
 
 def hold_then_reply(hold: Hold) -> Script:
-    """Answers once opened; if the router goes away before, ``peer_closed`` says so."""
+    """Replies once opened; ``peer_closed`` is set if the router closes before."""
 
     async def script(connection: Connection, seen: Seen) -> None:
         opened = asyncio.ensure_future(hold())

@@ -8,6 +8,10 @@ paused is resident whether used or not, as on a GPU.
 
 As in the real one: touching paused memory is a fault, and pausing what is paused or resuming what
 is not ends the process with status 1.
+
+Where ``NVML_DOUBLE`` names a folder of GPUs, regions are device memory: a pause leaves the host
+memory of the process as it is, and what is not paused is written to the file of this process for
+each GPU of ``CUDA_VISIBLE_DEVICES``, where a double of NVML reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -47,6 +52,10 @@ class _Block:
         self.is_paused = False
         self._take()
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.is_paused else self._num_bytes
+
     def is_freed(self) -> bool:
         return bool(self._storage.expired())
 
@@ -56,7 +65,8 @@ class _Block:
         ctypes.memset(self._address, 0, self._num_bytes)
         start, length = self._pages()
         if length:
-            _check(_libc.madvise(start, length, mmap.MADV_DONTNEED))
+            if not _gpus():
+                _check(_libc.madvise(start, length, mmap.MADV_DONTNEED))
             _check(_libc.mprotect(start, length, 0))
         self.is_paused = True
 
@@ -132,18 +142,29 @@ class _MemorySaver:
                 if not reference.expired():
                     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                     self._blocks.append(_Block(storage, tag, enable_cpu_backup))
+            self._report()
 
     def pause(self, tag: str | None = None) -> None:
         for block in self._tagged(tag):
             if block.is_paused:
                 _die(f"cannot pause {block.tag}: it is paused")
             block.pause()
+        self._report()
 
     def resume(self, tag: str | None = None) -> None:
         for block in self._tagged(tag):
             if not block.is_paused:
                 _die(f"cannot resume {block.tag}: it is not paused")
             block.resume()
+        self._report()
+
+    def _report(self) -> None:
+        """Write what is not paused, where a double of NVML reads it."""
+        held = sum(block.held_bytes for block in self._tagged(None))
+        for gpu in _gpus():
+            new = gpu / f"{os.getpid()}.new"
+            new.write_text(str(held))
+            new.rename(gpu / str(os.getpid()))
 
     @contextmanager
     def cuda_graph(self, **options: Any) -> Iterator[None]:
@@ -162,6 +183,15 @@ class _MemorySaver:
 def configure_subprocess() -> Iterator[None]:
     """The real one preloads its library into children started here."""
     yield
+
+
+def _gpus() -> list[Path]:
+    """The folders of the GPUs that this process sees; none where its regions are host memory."""
+    if "NVML_DOUBLE" not in os.environ:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = Path(os.environ["NVML_DOUBLE"]).iterdir()
+    return [gpu for gpu in gpus if gpu.name.partition("_")[0] in visible]
 
 
 def _check(status: int) -> None:

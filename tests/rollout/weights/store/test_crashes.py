@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import WeightsUnavailable
-from rollout.weights.manifest import Manifest, TensorSpec
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from tests.support.store_worlds import Crash, DyingFiles, World
 
 # Few tensors, but several units, segments and dtypes: each step is another world.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import WeightsUnavailable
-from rollout.weights.store.agent import StoreAgent
-from rollout.weights.store.assembling import Wanted
-from rollout.weights.store.client import AgentClient
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.store.node.agent import StoreAgent
+from rollout.weights.store.node.assembly import AssemblyRequest
+from rollout.weights.store.transfer.unit_client import AgentClient
 from tests.support.store_worlds import Served, contents
 
 
@@ -91,9 +91,9 @@ def test_a_peer_that_breaks_off_in_a_unit_is_replaced_by_the_other(served: Serve
             "node-1": AgentClient("node-1", liar.getsockname()[:2]),
             "node-2": served.client("node-2"),
         }
-        # Units on node-1 and node-2 only: node-1 is asked for half of them first.
+        # Units on node-1 and node-2 only: half of them are read from node-1 first.
         agent = served.servers["node-0"].agent
-        assembled = agent.assemble(record, peers, Wanted())
+        assembled = agent.assemble(record, peers, AssemblyRequest())
         assert assembled.fetched_bytes
         agent.give_back(assembled.path)
         for peer in peers.values():

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import WeightMismatch, WeightsUnavailable
-from rollout.weights.store import lease
-from rollout.weights.store.agent import AgentSettings, StoreAgent
-from rollout.weights.store.assembling import Wanted
-from rollout.weights.store.files import Files
+from rollout.core.errors import WeightMismatch, WeightsUnavailable
+from rollout.weights.store.node import lease
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.assembly import AssemblyRequest
+from rollout.weights.store.node.files import Files
 from tests.support.processes import wait_until
 from tests.support.store_worlds import Node, World, contents, flip, slot_of
 
@@ -156,7 +156,7 @@ def test_a_push_of_other_tensors_than_its_manifest_says_is_not_kept(made: World)
     wanted = contents(made.manifest, 3)
     first, *rest = wanted.items()
     for wrong, said in (
-        (rest, "1 tensors never came"),
+        (rest, "1 tensors are missing"),
         ([first, *wanted.items()], "comes twice"),
         ([("other", b""), *wanted.items()], "is not in the manifest"),
         ([(first[0], first[1][:-2]), *rest], "bytes, its shape makes"),
@@ -226,7 +226,7 @@ def test_the_files_beside_the_weights_are_there_for_the_engine(made: World, tmp_
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"old")
     record = made.coordinator.record_of(2)
-    assembled = made.coordinator.assemble(record, "node-0", Wanted(str(tmp_path)))
+    assembled = made.coordinator.assemble(record, "node-0", AssemblyRequest(str(tmp_path)))
     names = {path.name for path in Path(assembled.path).iterdir()}
     assert "config.json" in names
     assert "model.safetensors" not in names
@@ -242,7 +242,7 @@ def test_memory_is_reused_from_the_third_version_on(made: World) -> None:
     made.close()
 
 
-# -- leases: what nobody speaks for any more is given back -----------------------------------
+# -- leases: files of an expired lease are removed --------------------------------------------
 
 
 def agent(base: Path, run: str, **options: float) -> StoreAgent:

@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import STAYS
-from rollout.errors import WeightMismatch
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store.layout import plan_segments, ranges
-from rollout.weights.store.spread import kept_bytes, spread
-from rollout.weights.store.units import Unit, bytes_of, make_units
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.store.layout.placement import (
+    Unit,
+    assign_replicas,
+    make_units,
+    plan_segments,
+    tensor_ranges,
+)
 from tests.support.store_worlds import moe_manifest
 
 
@@ -52,7 +56,9 @@ def test_a_tensor_is_never_split_however_large_it_is() -> None:
 
 def test_a_dtype_that_no_file_can_hold_is_refused_by_name() -> None:
     manifest = Manifest.of([TensorSpec("w", "complex64", (2,))])
-    with pytest.raises(WeightMismatch, match=r"'w' is complex64, which the store cannot keep"):
+    with pytest.raises(
+        WeightMismatch, match=r"'w' is complex64, which a safetensors file cannot hold"
+    ):
         make_units(manifest, 64)
 
 
@@ -75,17 +81,17 @@ def test_every_byte_of_any_model_is_kept_often_enough_and_aligned(
     names = [tensor.name for unit in units for tensor in unit.tensors]
     assert sorted(names) == sorted(manifest.tensors)
     nodes = [f"n{index}" for index in range(num_nodes)]
-    kept = spread(units, nodes, replicas)
+    kept = assign_replicas(units, nodes, replicas)
     times = [sum(unit in own for own in kept.values()) for unit in range(len(units))]
     assert set(times) == {min(replicas, num_nodes)}
-    assert kept == spread(units, list(reversed(nodes)), replicas)
+    assert kept == assign_replicas(units, list(reversed(nodes)), replicas)
     for own in kept.values():
         segments = plan_segments(units, own, segment_bytes)
         assert sorted(unit for one in segments for unit in one.units) == sorted(own)
         for segment in segments:
             check_file(segment.header, segment.num_bytes)
-        for place in ranges(units, segments):
-            element = bytes_of(TensorSpec("", place.tensor.dtype, ()))
+        for place in tensor_ranges(units, segments):
+            element = place.tensor.element_bytes
             assert place.offset % element == 0
 
 
@@ -109,7 +115,8 @@ def test_experts_that_do_not_divide_by_the_nodes_are_spread_evenly_and_completel
     units = tuple(
         Unit(f"e{index}", (TensorSpec(f"e{index}", "uint8", (100,)),)) for index in range(10)
     )
-    kept = spread(units, ["a", "b", "c"], 1)
+    kept = assign_replicas(units, ["a", "b", "c"], 1)
     assert sorted(len(own) for own in kept.values()) == [3, 3, 4]
     assert sorted(unit for own in kept.values() for unit in own) == list(range(10))
-    assert kept_bytes(units, kept) == {"a": 400, "b": 300, "c": 300}
+    sizes = {node: sum(units[index].num_bytes for index in own) for node, own in kept.items()}
+    assert sizes == {"a": 400, "b": 300, "c": 300}

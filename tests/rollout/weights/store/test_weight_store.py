@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollout.config import StoreConfig, WeightUpdate
-from rollout.weights.manifest import Manifest
-from rollout.weights.push import WeightPush
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.agents import LocalAgents, StoreTerms
 from rollout.weights.store.store import WeightStore
 from tests.support.store_worlds import contents, moe_manifest
@@ -57,7 +57,7 @@ async def kept_in(base: Path, **config: Any) -> AsyncIterator[WeightStore]:
 
 
 class Gated:
-    """A bucket that has been asked for, and comes when it is told to."""
+    """A requested bucket, which the test delivers later."""
 
     def __init__(self, content: bytes) -> None:
         self.asked = asyncio.Event()
@@ -78,7 +78,7 @@ async def test_a_push_is_kept_and_its_memory_given_back_at_the_end(shared_memory
         store.offer(push(1))
         await store.is_idle()
         status = await store.status()
-        assert (status.is_on, status.version, status.because) == (True, 1, "")
+        assert (status.is_on, status.version, status.reason) == (True, 1, "")
         assert set(status.node_bytes) == {"a", "b"}
         assert min(status.node_bytes.values()) > 0
 
@@ -107,8 +107,8 @@ async def test_it_switches_itself_off_after_so_many_failures_and_says_why(
             await store.is_idle()
         status = await store.status()
         assert not status.is_on
-        assert "switched off after 2 failures" in status.because
-        assert "has no tensors in it" in status.because
+        assert "switched off after 2 failures" in status.reason
+        assert "has no tensors in it" in status.reason
         store.offer(push(3))
         await store.is_idle()
         assert (await store.status()).version is None
@@ -123,7 +123,7 @@ async def test_what_was_overwritten_while_it_was_read_is_not_kept(shared_memory:
         await store.is_idle()
         status = await store.status()
         assert status.version == 1
-        assert "changed between its push and its copy" in status.because
+        assert "changed between its push and its copy" in status.reason
 
 
 async def test_an_adapter_is_not_taken_for_the_model(shared_memory: Path) -> None:
@@ -152,6 +152,6 @@ async def test_a_folder_that_cannot_be_made_switches_it_off_and_nothing_else(
     await store.start()
     status = await store.status()
     assert not status.is_on
-    assert "could not begin" in status.because
+    assert "could not begin" in status.reason
     store.offer(push(1))
     await store.stop()

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import WeightMismatch, WeightsUnavailable
-from rollout.weights.fingerprint import host_fingerprint
-from rollout.weights.manifest import Manifest, TensorSpec
-from rollout.weights.store import writer
-from rollout.weights.store.agent import AgentSettings, StoreAgent
+from engines.tensors.fingerprint import host_fingerprint
+from rollout.core.errors import WeightMismatch, WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.coordinator import Coordinator
-from rollout.weights.store.files import Files, Incoming
-from rollout.weights.store.writer import FileBytes, MemoryBytes
+from rollout.weights.store.node import writer
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.files import Files, PendingCopy
+from rollout.weights.store.node.writer import FileBytes, MemoryBytes
 from tests.support.store_worlds import contents, moe_manifest, read_folder
 
 MANIFEST = moe_manifest()
@@ -24,7 +24,7 @@ class NotedFiles(Files):
         self.batches: list[int] = []
         self.fails = False
 
-    def copy(self, incoming: list[Incoming]) -> list[str]:
+    def copy(self, incoming: list[PendingCopy]) -> list[str]:
         if self.fails:
             raise OSError(5, "Input/output error")
         self.batches.append(len(incoming))
@@ -66,7 +66,7 @@ def test_what_is_in_memory_is_kept_with_its_fingerprint(store: Store, kind: type
         name: host_fingerprint(name, spec.dtype, spec.shape, wanted[name])
         for name, spec in MANIFEST.tensors.items()
     }
-    # Python does not tell where what it may only read is.
+    # Python does not expose the address of read-only memory.
     assert sum(store.files.batches) == (0 if kind is memoryview else len(wanted))
     store.coordinator.close()
 

@@ -1,0 +1,1 @@
+"""Settings and errors of the embedded engine."""

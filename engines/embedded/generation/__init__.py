@@ -1,0 +1,1 @@
+"""The generation thread: batching, sampling, pauses; from prompts to tokens."""

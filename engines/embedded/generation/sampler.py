@@ -1,0 +1,118 @@
+"""Next tokens from logits, and the forward pass that they are drawn in.
+
+The reported log-probability is SGLang's default: log-softmax of the logits at the request's
+temperature (at 1 for greedy), before top-k and top-p cut the distribution.
+
+Each request draws one uniform number per token from its own stream and inverts the cumulative
+distribution with it, so a seeded request does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from engines.embedded.generation.generation import Generation
+
+_BELOW_ONE = 1.0 - 2.0**-24  # the greatest float32 below 1: the draw stays inside the last token
+
+
+def sample(
+    logits: torch.Tensor, generations: Sequence[Generation]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids and, if any request wants them, log-probabilities, one per row of ``logits``.
+
+    ``logits`` is float32 ``[rows, vocabulary]``; it is changed in place.
+    """
+    if torch.isnan(logits).any():  # weights lost in a release: answer garbage, as SGLang does
+        torch.nan_to_num_(logits)
+    _forbid_early_stops(logits, generations)
+    temperatures = [generation.params.temperature or 1.0 for generation in generations]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
+    if all(generation.params.is_greedy for generation in generations):
+        tokens = logits.argmax(dim=-1)
+    else:
+        tokens = _draw(logits, generations)
+    if not any(generation.return_logprob for generation in generations):
+        return tokens, None
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, chosen - logits.logsumexp(dim=-1)
+
+
+def _forbid_early_stops(logits: torch.Tensor, generations: Sequence[Generation]) -> None:
+    for row, generation in enumerate(generations):
+        if len(generation.output_ids) + 1 < generation.params.min_new_tokens:
+            logits[row, list(generation.stop_ids)] = -torch.inf
+
+
+def _draw(logits: torch.Tensor, generations: Sequence[Generation]) -> torch.Tensor:
+    """One token per row of temperature-scaled ``logits``, each by its own request's rules."""
+    device = logits.device
+    uniform = torch.tensor([generation.random() for generation in generations], device=device)
+    probabilities = logits.softmax(dim=-1)
+    tokens = _invert(probabilities, uniform)
+    cut = [row for row, generation in enumerate(generations) if generation.params.is_truncated]
+    if cut:
+        rows = torch.tensor(cut, device=device)
+        params = [generations[row].params for row in cut]
+        vocabulary = logits.shape[1]
+        top_k = torch.tensor([p.top_k if p.top_k > 0 else vocabulary for p in params])
+        top_p = torch.tensor([p.top_p for p in params])
+        tokens[rows] = _invert_truncated(
+            probabilities[rows], uniform[rows], top_k.to(device), top_p.to(device)
+        )
+    greedy = [row for row, generation in enumerate(generations) if generation.params.is_greedy]
+    if greedy:
+        rows = torch.tensor(greedy, device=device)
+        tokens[rows] = logits[rows].argmax(dim=-1)
+    return tokens
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative weight exceeds that share of the row's total."""
+    cumulative = weights.cumsum(dim=-1)
+    target = uniform.clamp(max=_BELOW_ONE).unsqueeze(1) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return index.clamp_(max=weights.shape[1] - 1)
+
+
+def _invert_truncated(
+    probabilities: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """As ``_invert``, among the ``top_k`` likeliest and the fewest that reach ``top_p``."""
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = (rank < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1))
+    index = _invert(ordered * kept, uniform)
+    return order.gather(1, index.unsqueeze(1)).squeeze(1)
+
+
+class Runner(ModelRunner):
+    """Draws each row by its own request's parameters instead of one set for the whole batch."""
+
+    def maybe_pad_inputs(
+        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        """Our attention reads the cache by pages itself: no list of every cached token is made."""
+        cache: Any = self.cache
+        return num_q_tokens, 0 if cache.is_bucketed else max_kv_read
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """``scores`` is ``[1, rows, vocabulary]``; rows past the last new token are padding."""
+        batch: Any = self.inputs_and_outputs
+        generations = [
+            request.state.generation for request in batch.requests_in_batch if request.has_new_token
+        ]
+        count = len(generations)
+        if count:
+            tokens, logprobs = sample(scores[0, :count], generations)
+            output_ids[0, :count] = tokens
+            if logprobs is None:
+                output_ids[1, :count] = 0
+            else:  # transformers carries the float's bits in the integer tensor
+                output_ids[1, :count] = logprobs.view(torch.int32)

@@ -1,0 +1,1 @@
+"""The engine behind its HTTP API."""

@@ -1,0 +1,112 @@
+"""The main loop of an engine process: load, serve until a signal, end every request, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import time
+import warnings
+from typing import Any
+
+import torch
+import uvicorn
+import uvloop
+
+from engines.embedded.core.config import EmbeddedConfig
+from engines.embedded.generation.tokenization import TextCodec
+from engines.embedded.memory.regions import Memory
+from engines.embedded.server.app import make_app
+from engines.embedded.server.embedded_engine import EmbeddedEngine
+from engines.embedded.weights.model_weights import place
+from engines.http.uvicorn_server import HttpServer
+
+_logger = logging.getLogger(__name__)
+_GRACE_S = 2.0
+
+
+def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
+    """Blocks until SIGTERM or SIGINT, then exits the process with status 0."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    began = time.monotonic()
+    torch.set_num_threads(config.num_threads)
+    if config.random_seed is not None:
+        random.seed(config.random_seed)
+    model, text, memory = load(config)
+
+    async def run() -> None:
+        engine = EmbeddedEngine(config, model, text, memory)
+        settings = uvicorn.Config(
+            make_app(engine),
+            log_level=config.log_level if config.log_level == "debug" else "warning",
+            access_log=False,
+            lifespan="off",
+            http="httptools",
+            loop="uvloop",
+            backlog=4096,
+            timeout_keep_alive=75,
+        )
+        # No connection stays open for an answer that a paused engine never gives.
+        server = HttpServer(settings, on_stopping=engine.end_requests)
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, server.stop, _GRACE_S)
+        gc.freeze()  # and none later: collecting all this would make one step slow
+        gc.enable()
+        host, port = listener.getsockname()[:2]
+        load_s = time.monotonic() - began
+        _logger.info("serving %s at %s:%s after %.1f s", config.model_path, host, port, load_s)
+        await server.serve(sockets=[listener])
+        engine.stop(_GRACE_S)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    logging.shutdown()
+    # A thread in a long step or in a rendezvous cannot be joined, and nothing is left to save.
+    os._exit(0)
+
+
+def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
+    """Load what ``config`` names; ``OSError`` or ``ValueError`` where it is no such model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = Memory(
+        torch.device(device),
+        saver=config.enable_memory_saver,
+        weights_backup=config.enable_weights_cpu_backup,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model_path, dtype=config.dtype, local_files_only=True
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.model_path, local_files_only=True)
+    model.eval()
+    place(model, memory)
+    ctypes.CDLL(None).malloc_trim(0)  # return the loader's freed memory to the machine
+    vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    return model, TextCodec(tokenizer, _eos_ids(model, tokenizer), vocabulary_size), memory
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids as SGLang gathers them: the model's, its generation config's, and the
+    tokenizer's."""
+    found: set[int] = set()
+    owners = (model.config.get_text_config(), model.generation_config, tokenizer)
+    for value in (getattr(owner, "eos_token_id", None) for owner in owners):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

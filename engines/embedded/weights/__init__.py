@@ -1,0 +1,1 @@
+"""The model's weights: loaded, updated, broadcast, fingerprinted; LoRA adapters."""

@@ -1,0 +1,217 @@
+"""LoRA adapters beside the model: loaded, checked, and added to the rows of their requests.
+
+Always true: an adapter is checked whole, every module, shape and rank, before anything changes;
+a request keeps the adapter it began with to its end, also when that is unloaded meanwhile; what
+is cached of a prompt under one adapter is never read under another.
+
+The base weights are not touched: each adapted linear layer adds ``scale * B(A(x))`` to the rows
+of this step that belong to requests with the adapter.  Names are PEFT's, as SGLang reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.embedded.core.errors import Invalid, Unsupported
+from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)(\.\w+)?\.weight$")
+# Tokens of a prompt are 32-bit in the prefix cache, and no vocabulary needs more than 20 of them.
+_SALT_SHIFT, _NUM_SALTS = 20, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two halves of one layer: ``down`` is ``[rank, in]``, ``up`` is ``[out, rank]``."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One adapter as it was loaded.
+
+    Attributes:
+        salt: separates its cached prompts from those of all others.
+        fingerprints: of its tensors, as they came, by their names.
+    """
+
+    name: str
+    salt: int
+    scale: float
+    pairs: Mapping[str, Pair]
+    fingerprints: Mapping[str, str]
+
+    def salted(self, ids: Sequence[int]) -> list[int]:
+        """Token ids that are like no other adapter's."""
+        return [token ^ (self.salt << _SALT_SHIFT) for token in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows ``start`` up to ``end`` of a step belong to requests with this adapter."""
+
+    adapter: Adapter
+    start: int
+    end: int
+
+
+class Adapters:
+    """All adapters of one model, by name."""
+
+    def __init__(self, model: torch.nn.Module, *, is_enabled: bool, max_rank: int) -> None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            # The head sees only the rows that make a token, so its rows are not the step's.
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+        self._is_enabled = is_enabled
+        self._max_rank = max_rank
+        self._loaded: dict[str, Adapter] = {}
+        self._hooked: set[str] = set()
+        self._salts = count(1)
+        self._rows: tuple[AdapterRows, ...] = ()
+
+    def names(self) -> list[str]:
+        return list(self._loaded)
+
+    def find(self, name: str | None) -> Adapter | None:
+        """The adapter a request names; None for none."""
+        if name is None:
+            return None
+        found = self._loaded.get(name)
+        if found is None:
+            raise Invalid(f"LoRA adapter {name!r} is not loaded; loaded: {self.names()}")
+        return found
+
+    def load(
+        self, name: str, config: Mapping[str, Any], named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Adapter:
+        """Load a new adapter.
+
+        Raises:
+            Invalid: there is one of this name, or it does not fit the model.
+            Unsupported: a kind of LoRA that this engine does not support.
+        """
+        if not self._is_enabled:
+            raise Invalid("LoRA is not enabled: start with --enable-lora")
+        if name in self._loaded:
+            raise Invalid(f"LoRA adapter {name!r} is loaded already; unload it first")
+        rank, scale = _read_config(config, self._max_rank)
+        tensors = dict(named)
+        pairs = {
+            module: self._pair(module, halves, rank) for module, halves in _halves(tensors).items()
+        }
+        if not pairs:
+            raise Invalid("the adapter holds no tensors")
+        digests = {key: bytes_fingerprint(key, tensor) for key, tensor in tensors.items()}
+        adapter = Adapter(name, next(self._salts) % _NUM_SALTS, scale, pairs, digests)
+        for module in pairs:
+            if module not in self._hooked:
+                self._layers[module].register_forward_hook(self._hook(module))
+                self._hooked.add(module)
+        self._loaded[name] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        self.find(name)
+        del self._loaded[name]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of all tensors of all adapters, as ``lora:<adapter>:<tensor>``."""
+        return {
+            f"lora:{adapter.name}:{tensor}": text
+            for adapter in self._loaded.values()
+            for tensor, text in adapter.fingerprints.items()
+        }
+
+    def plan_step(self, lengths: Iterable[tuple[Adapter | None, int]]) -> None:
+        """Set the rows of the next step: (adapter, number of rows), in order."""
+        rows: list[AdapterRows] = []
+        start = 0
+        for adapter, length in lengths:
+            end = start + length
+            if adapter is not None:
+                if rows and rows[-1].adapter is adapter and rows[-1].end == start:
+                    start = rows.pop().start
+                rows.append(AdapterRows(adapter, start, end))
+            start = end
+        self._rows = tuple(rows)
+
+    def _hook(self, module: str) -> Callable[..., None]:
+        def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            for rows in self._rows:
+                pair = rows.adapter.pairs.get(module)
+                if pair is not None:
+                    part = inputs[0][..., rows.start : rows.end, :]
+                    delta = (part @ pair.down.t()) @ pair.up.t()
+                    output[..., rows.start : rows.end, :] += rows.adapter.scale * delta
+
+        return add
+
+    def _pair(self, module: str, halves: Mapping[str, torch.Tensor], rank: int) -> Pair:
+        layer = self._layers.get(module)
+        if layer is None:
+            raise Invalid(f"the model has no linear layer {module!r} that an adapter can change")
+        wanted = {"A": [rank, layer.in_features], "B": [layer.out_features, rank]}
+        for half, shape in wanted.items():
+            if half not in halves:
+                raise Invalid(f"{module}: lora_{half} is missing")
+            found = list(halves[half].shape)
+            if found != shape:
+                raise Invalid(f"{module}: lora_{half} has shape {found}, not {shape}")
+        like = layer.weight
+        return Pair(
+            *(halves[half].detach().to(like.device, like.dtype, copy=True) for half in "AB")
+        )
+
+
+def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = _NAME.match(name)
+        if found is None:
+            raise Unsupported(f"adapter tensor {name!r} is no lora_A or lora_B of a linear layer")
+        halves.setdefault(found["module"], {})[found["half"]] = tensor
+    return halves
+
+
+def _read_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
+    """Rank and scale of PEFT's ``adapter_config.json``."""
+    for name, plain in {"use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}.items():
+        if config.get(name) not in (None, plain):
+            raise Unsupported(f"{name} = {config[name]!r} is not supported")
+    if config.get("bias", "none") != "none":
+        raise Unsupported(f"bias = {config['bias']!r} is not supported")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise Invalid("an adapter's config must give r, a whole number, and lora_alpha")
+    if rank > max_rank:
+        raise Invalid(f"the adapter's rank {rank} is over --max-lora-rank {max_rank}")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def read_adapter(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and tensors of an adapter folder as PEFT saves it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        return config, load_file(folder / TENSOR_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Invalid(f"cannot read an adapter from {path}: {error}") from None

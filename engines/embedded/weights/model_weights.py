@@ -1,0 +1,173 @@
+"""The model's parameters: named as in the checkpoint, checked, overwritten in place, digested.
+
+Always true: a push is checked whole, every name, shape and kind of dtype, before the first byte
+of the model changes; parameters keep their storage for the life of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from engines.embedded.core.errors import Invalid
+from engines.embedded.memory.regions import Memory
+from engines.embedded.weights.torch_fingerprint import dtype_name, fingerprints
+from engines.protocol import MemoryTag
+from engines.tensors.fingerprint import whole_fingerprint
+
+Spec = tuple[str, Sequence[int], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a parameter's contiguous bytes are in this process's memory."""
+
+    address: int
+    dtype: torch.dtype
+    shape: list[int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Location:
+        return cls(tensor.data_ptr(), tensor.dtype, list(tensor.shape), tensor.nbytes)
+
+
+def place(model: torch.nn.Module, memory: Memory) -> None:
+    """Move all parameters into the ``weights`` region, one at a time, so that no second copy of
+    the model is ever whole.  Buffers (rotary caches) stay outside and survive a release."""
+    parameters = list(model.parameters())
+    layout = [(parameter.shape, parameter.dtype) for parameter in parameters]
+    for parameter, home in zip(parameters, memory.allocate(MemoryTag.WEIGHTS, layout), strict=True):
+        home.copy_(parameter.data)
+        parameter.data = home
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(memory.device))
+
+
+class ModelWeights:
+    """Parameters of one model under the names its checkpoint has for them."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        adapter_fingerprints: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        self._adapter_fingerprints = adapter_fingerprints
+        # A tied tensor is listed under its first name, the one save_pretrained keeps.
+        kind = getattr(getattr(model, "config", None), "model_type", "")
+        self._tensors = {
+            name: tensor
+            for its_name, parameter in model.named_parameters()
+            for name, tensor in checkpoint_tensors(kind, its_name, parameter.data)
+        }
+        known = {name for name, _ in model.named_parameters()}
+        self._tied = {
+            name: parameter.data
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name not in known
+        }
+        self._by_name = self._tied | self._tensors
+        self._snapshot: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def locations(self) -> Mapping[str, Location]:
+        """Where the parameters are that lie contiguous in host memory; they never move."""
+        return {
+            name: Location.of(tensor)
+            for name, tensor in self._by_name.items()
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+        }
+
+    def manifest(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "is_tied": is_tied,
+            }
+            for tensors, is_tied in ((self._tensors, False), (self._tied, True))
+            for name, tensor in tensors.items()
+        ]
+
+    def check(self, specs: Iterable[Spec]) -> None:
+        """Refuse what could not be applied; dtypes may differ within floating point."""
+        is_empty = True
+        for name, shape, dtype in specs:
+            is_empty = False
+            mine = self._by_name.get(name)
+            if mine is None:
+                raise Invalid(f"unknown weight {name!r}; nothing was updated")
+            problem = None
+            if list(shape) != list(mine.shape):
+                problem = f"has shape {list(shape)}, the model's has {list(mine.shape)}"
+            elif dtype != mine.dtype and not (dtype.is_floating_point and mine.is_floating_point()):
+                problem = f"is {dtype_name(dtype)}, the model's is {dtype_name(mine.dtype)}"
+            if problem:
+                raise Invalid(f"weight {name!r} {problem}; nothing was updated")
+        if is_empty:
+            raise Invalid("the update holds no tensors")
+
+    def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite parameters in place; the caller has checked them."""
+        for name, tensor in named:
+            self.find(name).copy_(tensor)
+
+    def find(self, name: str) -> torch.Tensor:
+        """The parameter of this name, which has been checked."""
+        return self._by_name[name]
+
+    def checksum(self) -> tuple[dict[str, str], str]:
+        """The fingerprint of each tensor, adapters' included, and of them all together."""
+        digests = fingerprints(self._tensors)
+        digests |= self._adapter_fingerprints()
+        return digests, whole_fingerprint(digests)
+
+    @property
+    def num_bytes(self) -> int:
+        """What ``checksum`` reads: an adapter's fingerprints are taken when it is loaded."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def snapshot(self) -> None:
+        """Keep a copy to ``compare`` with: a second copy of the weights, until the next one."""
+        self._snapshot = {name: tensor.cpu().clone() for name, tensor in self._tensors.items()}
+
+    def compare(self) -> str | None:
+        """The first tensor that differs from the snapshot; None if none does."""
+        if not self._snapshot:
+            raise Invalid("no snapshot to compare with: use action snapshot first")
+        for name, tensor in self._tensors.items():
+            before = self._snapshot[name].view(-1).view(torch.uint8)
+            if not torch.equal(before, tensor.cpu().reshape(-1).view(torch.uint8)):
+                return name
+        return None
+
+    def reset(self) -> None:
+        """Fill every parameter with noise, as a release without backup would."""
+        for tensor in self._tensors.values():
+            tensor.normal_()
+
+
+# Models whose checkpoints have ``experts.<n>.gate_proj``, ``up_proj`` and ``down_proj``, which
+# transformers joins, gate before up.
+_JOINED = frozenset({"qwen2_moe", "qwen3_moe"})
+
+
+def checkpoint_tensors(
+    model_type: str, name: str, tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter as its checkpoint has it: by itself, or one tensor for each expert and part."""
+    layer, _, part = name.rpartition(".experts.")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ())
+    if model_type not in _JOINED or not layer or not parts or tensor.dim() != 3:
+        yield name, tensor
+        return
+    for expert, joined in enumerate(tensor):
+        for its_part, piece in zip(parts, joined.chunk(len(parts)), strict=True):
+            yield f"{layer}.experts.{expert}.{its_part}.weight", piece

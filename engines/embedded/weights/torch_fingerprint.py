@@ -1,0 +1,121 @@
+"""Fingerprints of torch tensors, by their bytes or, on a GPU, by sums made where they are.
+
+Always true: the same contents give the same fingerprint on CPU and CUDA, whatever the device's
+order of additions: the sums are of 64-bit integers, which wrap around.
+
+What the sums see: a tensor's bytes as 64-bit words, laid out as rows of ``ROW_WORDS``, each
+summed, and again as rows of ``COLUMN_WORDS``, summed over the rows.  Any one changed bit changes
+one sum of each kind.  What changes in several places is missed only where it cancels in both
+layouts at once.  Their widths differ, so that swapping two rows that sum to the same (one-hot
+rows) is seen; equal widths miss that.  Plain sums of a whole tensor, or xor, miss any swap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from engines.tensors import bulk_copy
+from engines.tensors.fingerprint import head_of, host_fingerprint, sums_fingerprint
+
+# Two read as fast as memory can be read.
+_MOST_THREADS = 4
+_SHARE_BYTES = 16 << 20
+WORD_BYTES = 8
+ROW_WORDS = 16384
+# Eight times a prime: words that swap unseen must lie a multiple of 4099 rows (512 MiB) apart.
+# Not a power of two, for its rows would share cache lines: that halves the speed on a CPU.
+COLUMN_WORDS = 8 * 4099
+
+_is_plain = frozenset({torch.Tensor, torch.nn.Parameter}).__contains__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_fingerprint(name: str, tensor: torch.Tensor) -> str:
+    """``xxh3:...`` of a tensor; one that is on a device is copied to the host."""
+    content = _host_bytes(as_bytes(tensor))
+    return host_fingerprint(name, dtype_name(tensor.dtype), tuple(tensor.shape), content)
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """``bytes_fingerprint`` of each, by several threads where there is much to read."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
+    names = list(tensors)
+
+    def hashed(share: Sequence[str]) -> dict[str, str]:
+        here = [name for name in share if is_in_memory(tensors[name])]
+        known = [tensors[name] for name in here]
+        heads = [
+            head_of(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in zip(here, known, strict=True)
+        ]
+        at = [tensor.data_ptr() for tensor in known]
+        digests = bulk_copy.copy_and_hash(heads, at, at, [tensor.nbytes for tensor in known])
+        found = dict(zip(here, digests, strict=True))
+        return {name: found.get(name) or bytes_fingerprint(name, tensors[name]) for name in share}
+
+    if num_threads < 2:
+        return hashed(names)
+    with ThreadPoolExecutor(num_threads, "fingerprint") as threads:
+        parts = threads.map(hashed, (names[first::num_threads] for first in range(num_threads)))
+        digests = {name: digest for part in parts for name, digest in part.items()}
+    return {name: digests[name] for name in names}
+
+
+def device_fingerprint(name: str, tensor: torch.Tensor) -> str:
+    """``sums:...`` of a tensor, made on its device; at most 0.5 MiB + 1/16384 of it is copied."""
+    content = as_bytes(tensor)
+    num_words = content.numel() // WORD_BYTES
+    parts: list[tuple[str, torch.Tensor]]
+    if num_words < COLUMN_WORDS:
+        parts = [("all", content)]
+    else:
+        whole = content[: num_words * WORD_BYTES]
+        if whole.data_ptr() % WORD_BYTES:  # a slice of something larger
+            whole = whole.clone()
+        words = whole.view(torch.int64)
+        rows, after_rows = _rows(words, ROW_WORDS)
+        columns, after_columns = _rows(words, COLUMN_WORDS)
+        parts = [
+            ("rows", rows.sum(1)),
+            ("after", after_rows),
+            ("columns", columns.sum(0)),
+            ("after", after_columns),
+            ("tail", content[num_words * WORD_BYTES :]),
+        ]
+    return sums_fingerprint(
+        name,
+        dtype_name(tensor.dtype),
+        tuple(tensor.shape),
+        [(part, _host_bytes(as_bytes(value))) for part, value in parts],
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's contents as a flat tensor of bytes; a copy only if they are not contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are simply those at ``data_ptr``."""
+    return _is_plain(type(tensor)) and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _rows(words: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = words.numel() // width * width
+    return words[:whole].view(-1, width), words[whole:]
+
+
+def _host_bytes(content: torch.Tensor) -> Any:
+    array: Any = content.cpu().numpy()  # numpy's types hide that it is a buffer
+    return memoryview(array)

@@ -1,0 +1,1 @@
+"""The fake engine itself: its state, its calls and their faults."""

@@ -1,0 +1,287 @@
+"""One fake engine: SGLang 0.5.23's control protocol over a few sets and flags.
+
+Always true:
+- a call that ends the real engine ends this one;
+- a call returns or raises only when the engine has really done, or really not done, the call,
+  unless its reply was planned to be lost.
+
+Not here: how long things take, HTTP, and what several ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Unpack
+
+from engines.fake.engine.calls import EngineDied, never
+from engines.fake.engine.engine_state import FakeEngineState
+from engines.fake.engine.fake_weights import FatalCall
+from engines.fake.engine.request import FakeRequest
+from engines.protocol import (
+    Endpoint,
+    GenerateReply,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    PauseMode,
+    SamplingParams,
+    ServerInfo,
+)
+from engines.protocol.types import DEFAULT_SAMPLING, GenerateArguments
+
+_NOWHERE = Endpoint("127.0.0.1", 1)
+_NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
+_HEALTH_TIMEOUT_S = 20.0
+_PATHS = frozenset(
+    {"/generate", "/pause_generation", "/update_weights_from_tensor", "/weights_checker"}
+)
+
+
+class FakeEngine(FakeEngineState):
+    """``protocol.Engine`` in memory.
+
+    Args:
+        token_s: seconds each token takes.
+        drain_s: seconds until an aborted request has left.
+        context_length: tokens a prompt must be shorter than; None takes any.
+        reports_released: it reports the released tags and its update groups, as the embedded engine
+            does and SGLang does not.
+        reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
+        reports_memory: it reports the memory of each tag, as engines on a GPU do.
+        state: as ``FakeEngineState`` takes it.
+
+    Attributes, besides those of ``FakeEngineState`` and ``CallHandler``:
+        num_held: requests that arrived in a pause and got no answer yet.
+        num_closed: how often a client of it was closed.
+    """
+
+    def __init__(
+        self,
+        engine_id: str = "fake-0",
+        *,
+        endpoint: Endpoint = _NOWHERE,
+        token_s: float = 0.0,
+        drain_s: float = 0.0,
+        vocab_size: int = 1000,
+        context_length: int | None = None,
+        reports_manifest: bool = False,
+        reports_released: bool = False,
+        reports_memory: bool = False,
+        **state: Any,
+    ) -> None:
+        super().__init__(engine_id, **state)
+        self.endpoint = endpoint
+        self.num_held = 0
+        self.num_closed = 0
+        self._token_s = token_s
+        self._drain_s = drain_s
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._reports_manifest = reports_manifest
+        self._reports_released = reports_released
+        self._reports_memory = reports_memory
+        self._num_requests = 0
+        self._loads_at_pause: Loads | None = None
+        self._is_marked_unhealthy = False
+
+    # Requests in flight
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        async with self._call("pause_generation", mode=mode):
+            if mode is PauseMode.ABORT and self.paused is PauseMode.IN_PLACE and self.in_flight:
+                self._is_wedged = True
+                await self._until(never)
+            if self.paused is None:
+                self._loads_at_pause = self._loads()
+            self.paused = mode
+            self._notify()
+            if mode is PauseMode.ABORT:
+                self._abort("")
+                await self._until(lambda: not self.in_flight)
+
+    async def continue_generation(self) -> None:
+        async with self._call("continue_generation"):
+            self.paused = None
+            self._notify()
+
+    async def flush_cache(self, timeout_s: float | None = None) -> None:
+        async with self._call("flush_cache", timeout_s=timeout_s):
+            if timeout_s is None:
+                is_idle = not self._num_holding_kv
+            else:
+                is_idle = await self._until(lambda: not self.in_flight, timeout_s)
+            if not is_idle:
+                raise self._rejected(
+                    "flush_cache", f"Flush cache failed: {len(self.in_flight)} requests in flight"
+                )
+            self.is_cache_stale = False
+
+    async def abort_request(self, rid: str | None = None) -> None:
+        async with self._call("abort_request", rid=rid):
+            self._abort(rid or "")
+
+    async def update_weight_version(
+        self, version: str, *, abort_all_requests: bool = False
+    ) -> None:
+        async with self._call("update_weight_version", version=version):
+            if abort_all_requests:
+                self._abort("")
+            self._version = version
+
+    # Questions
+
+    async def model_info(self) -> ModelInfo:
+        async with self._call("model_info"):
+            return ModelInfo(self._model_path, self._version)
+
+    async def server_info(self) -> ServerInfo:
+        async with self._call("server_info"):
+            by_tag = self.bytes_by_tag() if self._reports_memory else {}
+            info = ServerInfo("0.5.23", "fake", self._memory_saver, self._backup, by_tag)
+            if not self._reports_released:
+                return info
+            released = frozenset(self.released)
+            return replace(info, released=released, update_groups=frozenset(self.groups))
+
+    async def loads(self) -> Loads:
+        async with self._call("loads"):
+            return self._loads_at_pause if self.paused and self._loads_at_pause else self._loads()
+
+    async def endpoints(self) -> frozenset[str]:
+        async with self._call("endpoints"):
+            manifest = {"/weights_manifest"} if self._reports_manifest else set()
+            session = {"/begin_weight_update", "/end_weight_update"}
+            return _PATHS | manifest | (session if self._needs_session else set())
+
+    async def is_ready(self) -> bool:
+        async with self._call("is_ready"):
+            return self.paused is None
+
+    async def is_healthy(self) -> bool:
+        """A real request: in a pause it waits and returns False, and still does so afterwards.
+
+        Until the engine has completed a request of somebody else.
+        """
+        async with self._call("is_healthy"):
+            if not await self._until(lambda: self.paused is None, _HEALTH_TIMEOUT_S):
+                self._is_marked_unhealthy = True
+            return not self._is_marked_unhealthy
+
+    # Generation
+
+    async def generate(
+        self,
+        *,
+        logprob_start_len: int | None = None,
+        lora_path: str | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> GenerateReply:
+        request = _request_of(**arguments)
+        if lora_path is not None and lora_path not in self.adapters:
+            raise self._rejected("generate", f"no adapter {lora_path!r} is loaded")
+        async with self._admitted(request):
+            if request.return_logprob and logprob_start_len is not None and logprob_start_len >= 0:
+                adapter = self.adapters.get(lora_path or "", "")
+                prompt = request.input_ids[logprob_start_len:]
+                request.input_logprobs = self.weights.logprobs(prompt, adapter)
+            while not request.is_over:
+                await self._step(request)
+            return request.reply()
+
+    async def stream_generate(
+        self, **arguments: Unpack[GenerateArguments]
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """One reply per token, and a last one with the finish reason."""
+        request = _request_of(**arguments)
+        async with self._admitted(request):
+            while not request.is_over:
+                await self._step(request)
+                yield request.reply()
+
+    async def aclose(self) -> None:
+        self.num_closed += 1
+
+    # What calls do
+
+    def _loads(self) -> Loads:
+        return Loads(num_running_reqs=len(self.in_flight), num_waiting_reqs=self.num_held)
+
+    def _abort(self, prefix: str) -> None:
+        for rid, request in self.in_flight.items():
+            if rid.startswith(prefix):
+                request.is_aborted = True
+        self._notify()
+
+    @asynccontextmanager
+    async def _admitted(self, request: FakeRequest) -> AsyncIterator[None]:
+        try:
+            fault = await self._arrive("generate", {"rid": request.rid or None})
+            self.num_held += 1
+            try:
+                await self._until(lambda: self.paused is None)
+            finally:
+                self.num_held -= 1
+            self._admit(request)
+            request.fault = fault
+            try:
+                await self._pass_gate("generate", lambda: request.is_aborted)
+                yield
+                if request.is_aborted and self._drain_s:
+                    await self._until(never, self._drain_s)
+            finally:
+                del self.in_flight[request.rid]
+                self._notify()
+            self._is_marked_unhealthy = False
+            if fault is not None and fault.executed:
+                await self._strike("generate", fault)
+        except FatalCall as error:
+            self.die(str(error))
+            raise self._broken("generate") from None
+        except EngineDied:
+            raise self._broken("generate") from None
+
+    def _admit(self, request: FakeRequest) -> None:
+        self._num_requests += 1
+        request.rid = request.rid or f"{self.engine_id}/{self._num_requests}"
+        prompt = request.input_ids
+        if request.rid in self.in_flight:
+            raise self._rejected("generate", f"request id {request.rid!r} is in flight")
+        if self._context_length is not None and len(prompt) >= self._context_length:
+            raise self._rejected(
+                "generate", f"a prompt of {len(prompt)} tokens, of {self._context_length} there are"
+            )
+        self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
+        inside = all(0 <= token < self._vocab_size for token in prompt)
+        self._assert(inside, "a token id outside the vocabulary")
+        self.in_flight[request.rid] = request
+        self._notify()
+
+    async def _step(self, request: FakeRequest) -> None:
+        """One token, or the end of the request."""
+        fault = request.fault
+        if fault is not None and fault.tokens == len(request.output_ids):
+            request.fault = None
+            await self._strike("generate", fault)
+        frozen = (PauseMode.RETRACT, PauseMode.IN_PLACE)
+        if self._token_s:
+            await self._until(lambda: request.is_aborted, self._token_s)
+        await self._until(lambda: request.is_aborted or self.paused not in frozen)
+        if not request.is_aborted:
+            shift = self.weights.num_losses if self.weights.lost else 0
+            request.add_token(self._version, self._vocab_size, shift)
+
+
+def _request_of(
+    *,
+    input_ids: Sequence[int] | None = None,
+    text: str | None = None,
+    sampling_params: SamplingParams = DEFAULT_SAMPLING,
+    rid: str | None = None,
+    return_logprob: bool = False,
+) -> FakeRequest:
+    if (input_ids is None) == (text is None):
+        raise ValueError("generate takes either input_ids or text")
+    prompt = tuple((text or "").encode()) if input_ids is None else tuple(input_ids)
+    return FakeRequest(rid or "", prompt, sampling_params, return_logprob)

@@ -1,0 +1,74 @@
+"""A request in flight on a fake engine, and its reply as far as it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engines.fake.engine.faults import Fault
+from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """One request that was admitted.
+
+    Attributes:
+        versions: weight version of each output token, same length as ``output_ids``.
+        rid: empty until it is admitted, if its sender gave none.
+        is_aborted: it ends before its next token.
+        fault: the fault that strikes it, if any.
+        input_logprobs: those of its prompt, if they were requested.
+    """
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    return_logprob: bool
+    output_ids: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    is_aborted: bool = False
+    fault: Fault | None = None
+    input_logprobs: tuple[float, ...] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_aborted or len(self.output_ids) >= self.sampling.max_new_tokens
+
+    def add_token(self, version: str, vocab_size: int, shift: int = 0) -> None:
+        """One more token: a function of prompt and position, so that replies are predictable.
+
+        Args:
+            shift: added when the weights are corrupt.
+        """
+        position = len(self.output_ids)
+        self.output_ids.append((sum(self.input_ids) + 7 * position + shift) % vocab_size)
+        self.versions.append(version)
+
+    def reply(self) -> GenerateReply:
+        """The reply; without a finish reason while the request runs."""
+        reason = None
+        if self.is_aborted:
+            reason = FinishReason("abort", message="Aborted")
+        elif self.is_over:
+            reason = FinishReason("length")
+        return GenerateReply(
+            rid=self.rid,
+            text=" ".join(map(str, self.output_ids)),
+            output_ids=tuple(self.output_ids),
+            output_logprobs=(-1.0,) * len(self.output_ids) if self.return_logprob else None,
+            finish_reason=reason,
+            prompt_tokens=len(self.input_ids),
+            completion_tokens=len(self.output_ids),
+            weight_version=self.versions[-1] if self.versions else None,
+            weight_versions=tuple(self._spans()),
+            input_logprobs=self.input_logprobs,
+        )
+
+    def _spans(self) -> list[VersionSpan]:
+        spans: list[VersionSpan] = []
+        for position, version in enumerate(self.versions):
+            if spans and spans[-1].version == version:
+                spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
+            else:
+                spans.append(VersionSpan(version, position, position + 1))
+        return spans

@@ -1,0 +1,338 @@
+"""SGLang's HTTP control protocol: one method per endpoint.
+
+No policy: nothing is retried, and a call that kills the engine is sent like any other.  Every
+call ends within its deadline, with a reply or with an ``EngineError`` that names engine, operation
+and elapsed time.  The only file that knows endpoint paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from http import HTTPStatus
+from typing import Any, TypeVar, Unpack
+
+import orjson
+
+from engines.http import sglang_json
+from engines.http.call import Deadlines, EngineCall
+from engines.http.connections import Connections, HttpReply
+from engines.protocol import (
+    Endpoint,
+    GenerateReply,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    PauseMode,
+    ServerInfo,
+    TensorInfo,
+    WeightsReport,
+)
+from engines.protocol.types import GenerateArguments, UpdateGroup
+
+T = TypeVar("T")
+
+_DEFAULT_DEADLINES = Deadlines()
+
+
+class EngineClient:
+    """``protocol.Engine`` over HTTP.  Belongs to the event loop that first uses it.
+
+    Args:
+        engine_id: names the engine in errors; its URL does where there is none.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        engine_id: str = "",
+        deadlines: Deadlines = _DEFAULT_DEADLINES,
+        api_key: str | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.engine_id = engine_id
+        self.deadlines = deadlines
+        self._engine = engine_id or endpoint.url
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._control = Connections(endpoint, headers)
+        # A probe must not wait behind the calls whose engine it checks: it has its own connections.
+        self._probes = Connections(endpoint, headers)
+
+    async def aclose(self) -> None:
+        await self._control.aclose()
+        await self._probes.aclose()
+
+    # Requests in flight
+
+    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        await self._order("pause_generation", {"mode": mode}, self.deadlines.pause_s)
+
+    async def continue_generation(self) -> None:
+        await self._order("continue_generation", {}, self.deadlines.control_s)
+
+    async def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Empties the prefix cache.  The engine waits up to ``timeout_s`` to become idle first."""
+        budget_s = (timeout_s or 0.0) + self.deadlines.flush_margin_s
+        query = "" if timeout_s is None else f"?timeout={timeout_s:g}"
+        await self._order("flush_cache", {}, budget_s, query=query)
+
+    async def abort_request(self, rid: str | None = None) -> None:
+        """Aborts all requests, or those whose id *starts with* ``rid``."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._order("abort_request", body, self.deadlines.control_s)
+
+    # Memory
+
+    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        body = {"tags": list(tags)}
+        await self._order("release_memory_occupation", body, self.deadlines.memory_s)
+
+    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        body = {"tags": list(tags)}
+        await self._order("resume_memory_occupation", body, self.deadlines.memory_s)
+
+    # Weights
+
+    async def begin_weight_update(self) -> None:
+        await self._change("begin_weight_update", {}, self.deadlines.control_s)
+
+    async def end_weight_update(self) -> None:
+        await self._change("end_weight_update", {}, self.deadlines.update_s)
+
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        body = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "flush_cache": flush_cache,
+            **_given(load_format=load_format, weight_version=weight_version),
+        }
+        await self._change("update_weights_from_tensor", body, self.deadlines.update_s)
+
+    async def init_weights_update_group(self, **group: Unpack[UpdateGroup]) -> None:
+        await self._change("init_weights_update_group", group, self.deadlines.group_s)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        body = {"group_name": group_name}
+        await self._change("destroy_weights_update_group", body, self.deadlines.group_s)
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            **_given(load_format=load_format, weight_version=weight_version),
+        }
+        await self._change("update_weights_from_distributed", body, self.deadlines.update_s)
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        body = {
+            "model_path": model_path,
+            # Otherwise SGLang takes its own, and an engine started with "dummy" would fail.
+            "load_format": "auto",
+            "flush_cache": flush_cache,
+            **_given(weight_version=weight_version),
+        }
+        await self._change("update_weights_from_disk", body, self.deadlines.update_s)
+
+    async def update_weight_version(
+        self, version: str, *, abort_all_requests: bool = False
+    ) -> None:
+        body = {"new_version": version, "abort_all_requests": abort_all_requests}
+        await self._change("update_weight_version", body, self.deadlines.control_s)
+
+    async def weight_version(self) -> str:
+        return (await self.model_info()).weight_version
+
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
+        call, answer = await self._change(
+            "weights_checker", {"action": action}, self.deadlines.check_s
+        )
+        return call.read(answer, sglang_json.read_weights_report)
+
+    async def weights_manifest(self) -> tuple[TensorInfo, ...]:
+        """The engine's tensors.  Only the embedded engine lists them."""
+        return await self._ask("weights_manifest", sglang_json.read_weights_manifest)
+
+    # LoRA
+
+    async def load_lora_adapter(self, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
+        await self._change("load_lora_adapter", body, self.deadlines.update_s)
+
+    async def load_lora_adapter_from_tensors(
+        self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
+    ) -> None:
+        body = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": list(serialized_named_tensors),
+        }
+        await self._change("load_lora_adapter_from_tensors", body, self.deadlines.update_s)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        await self._change("unload_lora_adapter", {"lora_name": name}, self.deadlines.update_s)
+
+    # Queries
+
+    async def model_info(self) -> ModelInfo:
+        return await self._ask("model_info", sglang_json.read_model_info)
+
+    async def server_info(self) -> ServerInfo:
+        return await self._ask("server_info", sglang_json.read_server_info)
+
+    async def loads(self) -> Loads:
+        return await self._ask("loads", sglang_json.read_loads, path="/v1/loads")
+
+    async def endpoints(self) -> frozenset[str]:
+        """The paths it serves: older engines lack some, ``/begin_weight_update`` among them."""
+        return await self._ask("endpoints", lambda a: frozenset(a["paths"]), path="/openapi.json")
+
+    async def is_ready(self) -> bool:
+        """Whether it takes new requests: up, healthy and not paused.  Cheap."""
+        return await self._probe("is_ready", "/ready", self.deadlines.ready_s)
+
+    async def is_healthy(self) -> bool:
+        """Whether it generates.  On SGLang a real request: not while it is paused."""
+        return await self._probe("is_healthy", "/health", self.deadlines.health_s)
+
+    # Generation
+
+    async def generate(
+        self,
+        *,
+        logprob_start_len: int | None = None,
+        lora_path: str | None = None,
+        **request: Unpack[GenerateArguments],
+    ) -> GenerateReply:
+        """One completion.
+
+        Args:
+            logprob_start_len: with ``return_logprob``, from which prompt token on it also
+                returns the log-probabilities of the prompt.
+            lora_path: name of a loaded adapter.
+
+        Raises:
+            ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion
+                requested.
+        """
+        body = sglang_json.generate_body(**request)
+        body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
+        call, answer = await self._post("generate", body, self.deadlines.generate_s)
+        return call.read(answer, sglang_json.read_generate)
+
+    async def stream_generate(
+        self, **request: Unpack[GenerateArguments]
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """One completion as it grows; each reply holds all tokens so far.
+
+        Closing the generator early closes the connection, upon which the engine aborts.
+        An engine started with ``--incremental-streaming-output`` is not understood.
+        """
+        body = sglang_json.generate_body(**request)
+        call = EngineCall(self._engine, "generate", self.deadlines.generate_s)
+        async with AsyncExitStack() as stack:
+            content = orjson.dumps(body | {"stream": True})
+            async with call.bounded():
+                status, pieces = await stack.enter_async_context(
+                    self._control.post_for_stream("/generate", content)
+                )
+                if status != HTTPStatus.OK:
+                    call.accept(HttpReply(status, b"".join([piece async for piece in pieces])))
+            payloads = await stack.enter_async_context(aclosing(sglang_json.sse_payloads(pieces)))
+            # Bounded piece by piece: the deadline must not expire in the consumer's code.
+            while (payload := await self._next(call, payloads)) != sglang_json.DONE:
+                yield _read_streamed(call, payload)
+
+    @staticmethod
+    async def _next(call: EngineCall, payloads: AsyncGenerator[bytes, None]) -> bytes:
+        async with call.bounded():
+            payload = await anext(payloads, None)
+        if payload is None:
+            raise call.unreachable("its stream ended before [DONE]")
+        return payload
+
+    # How a call is made
+
+    async def _order(
+        self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
+    ) -> None:
+        """POSTs where any 2xx means done: the replies are empty, text, or unused JSON."""
+        call, answer = await self._post(operation, body, budget_s, query=query)
+        with suppress(ValueError):
+            reply = answer.json()
+            if isinstance(reply, dict) and reply.get("success") is False:
+                raise call.rejected("failed", status=answer.status, body=answer.text)
+
+    async def _change(
+        self, operation: str, body: Mapping[str, Any], budget_s: float
+    ) -> tuple[EngineCall, HttpReply]:
+        """POSTs where only ``{"success": true}`` means done."""
+        call, answer = await self._post(operation, body, budget_s)
+        if call.read(answer, lambda reply: reply["success"]) is not True:
+            raise call.rejected("failed", status=answer.status, body=answer.text)
+        return call, answer
+
+    async def _post(
+        self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
+    ) -> tuple[EngineCall, HttpReply]:
+        call = EngineCall(self._engine, operation, budget_s)
+        # orjson: weights by value are hundreds of megabytes of text, which json escapes slowly.
+        content = orjson.dumps(body)
+        sending = self._control.post(f"/{operation}{query}", content)
+        return call, await call.send(sending, num_bytes=len(content))
+
+    async def _ask(self, operation: str, read: Callable[[Any], T], *, path: str = "") -> T:
+        call = EngineCall(self._engine, operation, self.deadlines.control_s)
+        answer = await call.send(self._control.get(path or f"/{operation}"))
+        return call.read(answer, read)
+
+    async def _probe(self, operation: str, path: str, budget_s: float) -> bool:
+        call = EngineCall(self._engine, operation, budget_s)
+        async with call.bounded():
+            answer = await self._probes.get(path)
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return False
+        call.accept(answer)
+        return True
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _read_streamed(call: EngineCall, payload: bytes) -> GenerateReply:
+    def read(event: Any) -> GenerateReply:
+        if isinstance(event, dict) and "error" in event:
+            error = event["error"]
+            status = error.get("code") if isinstance(error, dict) else None
+            raise call.rejected(
+                "failed while streaming",
+                status=status if isinstance(status, int) else HTTPStatus.OK,
+                body=answer.text,
+            )
+        return sglang_json.read_generate(event)
+
+    answer = HttpReply(HTTPStatus.OK, payload)
+    return call.read(answer, read)

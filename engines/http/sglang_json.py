@@ -1,0 +1,184 @@
+"""SGLang's JSON: bodies for ``/generate``, replies as values of ``protocol``, events.
+
+Plain functions.  A reply of another shape raises ``KeyError``, ``TypeError`` or ``ValueError``,
+which ``client.py`` turns into an error that names the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from engines.protocol import (
+    FinishReason,
+    GenerateReply,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    SamplingParams,
+    ServerInfo,
+    TensorInfo,
+    VersionSpan,
+    WeightsReport,
+)
+from engines.protocol.types import DEFAULT_SAMPLING
+
+DONE = b"[DONE]"
+_GIB = 1 << 30
+_MEMORY_USAGE = {MemoryTag.WEIGHTS: "weight", MemoryTag.KV_CACHE: "kvcache"}
+
+
+async def sse_payloads(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """What follows ``data:`` on each line of a stream cut anywhere.
+
+    Lines end at a newline only: text in a payload may hold other characters that
+    ``str.splitlines`` takes for line ends.
+    """
+    unread = bytearray()
+    async for chunk in chunks:
+        unread += chunk
+        *lines, unread = unread.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield bytes(line[5:].strip())
+
+
+def generate_body(
+    *,
+    input_ids: Sequence[int] | None = None,
+    text: str | None = None,
+    sampling_params: SamplingParams = DEFAULT_SAMPLING,
+    rid: str | None = None,
+    return_logprob: bool = False,
+) -> dict[str, Any]:
+    """The body for ``/generate``.
+
+    Raises:
+        ValueError: not exactly one of ``input_ids`` and ``text``, or more than one completion.
+    """
+    if (input_ids is None) == (text is None):
+        raise ValueError("generate takes either input_ids or text")
+    if sampling_params.n != 1:
+        raise ValueError(f"generate makes one completion, not n={sampling_params.n}: call it again")
+    prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
+    body: dict[str, Any] = prompt | {"sampling_params": sampling_params.to_wire()}
+    if rid is not None:
+        body["rid"] = rid
+    return body | {"return_logprob": True} if return_logprob else body
+
+
+def read_generate(answer: Any) -> GenerateReply:
+    meta = answer["meta_info"]
+    reason = meta.get("finish_reason")
+    logprobs = meta.get("output_token_logprobs")
+    of_prompt = meta.get("input_token_logprobs")
+    version = meta.get("weight_version")
+    return GenerateReply(
+        rid=str(meta["id"]),
+        text=answer.get("text") or "",
+        output_ids=tuple(answer.get("output_ids") or ()),
+        output_logprobs=None
+        if logprobs is None
+        else tuple(_logprob(entry[0]) for entry in logprobs),
+        finish_reason=None if reason is None else _read_finish_reason(reason),
+        prompt_tokens=meta.get("prompt_tokens", 0),
+        completion_tokens=meta.get("completion_tokens", 0),
+        cached_tokens=meta.get("cached_tokens", 0),
+        weight_version=None if version is None else str(version),
+        weight_versions=tuple(
+            VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
+            for span in meta.get("weight_versions") or ()
+        ),
+        # The first token has no predecessor: SGLang sends null for it.
+        input_logprobs=tuple(_logprob(entry[0]) for entry in of_prompt[1:]) if of_prompt else None,
+    )
+
+
+def _logprob(value: float | None) -> float:
+    """SGLang's JSON writer has no NaN and sends null for it."""
+    return math.nan if value is None else float(value)
+
+
+def _read_finish_reason(reason: Mapping[str, Any]) -> FinishReason:
+    matched = reason.get("matched")
+    if isinstance(matched, list):
+        matched = matched[-1] if matched else None
+    return FinishReason(
+        kind=reason["type"], matched=matched, message=str(reason.get("message") or "")
+    )
+
+
+def read_model_info(answer: Any) -> ModelInfo:
+    return ModelInfo(
+        model_path=answer["model_path"],
+        weight_version=str(answer["weight_version"]),
+        raw=answer,
+    )
+
+
+def read_server_info(answer: Any) -> ServerInfo:
+    """SGLang does not report its kind; other engines put theirs under ``engine``."""
+    return ServerInfo(
+        version=str(answer["version"]),
+        engine=str(answer.get("engine", "sglang")),
+        enable_memory_saver=bool(answer.get("enable_memory_saver", False)),
+        enable_weights_cpu_backup=bool(answer.get("enable_weights_cpu_backup", False)),
+        resident_bytes=_memory_by_tag(answer),
+        released=_tags(answer, "released_tags"),
+        update_groups=_tags(answer, "weights_update_groups"),
+        raw=answer,
+    )
+
+
+def _memory_by_tag(answer: Any) -> dict[str, int]:
+    """Bytes of each tag on all GPUs.  SGLang reports GiB of one rank of each replica.
+
+    On a CPU, SGLang's figures are those of the whole host.  Those of CUDA graphs are left out:
+    whether a release frees them depends on the engine's environment.
+    """
+    if (reported := answer.get("resident_bytes")) is not None:
+        return {tag: int(num) for tag, num in reported.items()}
+    states = [state for state in answer.get("internal_states") or () if "memory_usage" in state]
+    if not states or answer.get("device") != "cuda":
+        return {}
+    num_ranks = states[0].get("world_size") or answer["tp_size"] * answer["pp_size"]
+    return {
+        tag: int(num_ranks * _GIB * fmean(state["memory_usage"][name] for state in states))
+        for tag, name in _MEMORY_USAGE.items()
+    }
+
+
+def _tags(answer: Any, key: str) -> frozenset[str] | None:
+    return None if answer.get(key) is None else frozenset(answer[key])
+
+
+def read_loads(answer: Any) -> Loads:
+    ranks = answer["loads"]
+    return Loads(
+        num_running_reqs=sum(rank["num_running_reqs"] for rank in ranks),
+        num_waiting_reqs=sum(rank["num_waiting_reqs"] for rank in ranks),
+        raw=answer,
+    )
+
+
+def read_weights_report(answer: Any) -> WeightsReport:
+    return WeightsReport(
+        checksum=answer.get("per_engine_checksum"),
+        tensors=tuple(dict(rank["checksums"]) for rank in answer.get("ranks") or ()),
+        message=answer.get("message") or "",
+        num_bytes=answer.get("num_bytes"),
+    )
+
+
+def read_weights_manifest(answer: Any) -> tuple[TensorInfo, ...]:
+    return tuple(
+        TensorInfo(
+            name=entry["name"],
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            is_tied=bool(entry.get("is_tied")),
+        )
+        for entry in answer
+    )

@@ -1,0 +1,61 @@
+"""uvicorn's server for an event loop of ours: it reports when it listens, and stops when requested.
+
+Always true: it leaves signals to the owner of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+_DATE_EVERY_S = 1.0
+
+
+def _nothing() -> None: ...
+
+
+class HttpServer(uvicorn.Server):
+    """One server.
+
+    Args:
+        on_stopping: called when it is requested to stop, before it closes connections.
+
+    Attributes:
+        on_started: called when it listens.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, *, on_stopping: Callable[[], None] = _nothing
+    ) -> None:
+        super().__init__(config)
+        self.on_started: Callable[[], None] = _nothing
+        self._on_stopping = on_stopping
+        self._stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_started()
+
+    async def main_loop(self) -> None:
+        """Unlike uvicorn's, wakes only where replies have a date, and ends at once."""
+        interval_s = _DATE_EVERY_S if self.config.date_header else None
+        while not self._stopping.is_set():
+            await self.on_tick(0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), interval_s)
+
+    def stop(self, graceful_s: float) -> None:
+        """Refuse connections, give requests so long to end, cancel the rest; on its event loop."""
+        # The annotation says int, but it only ever reaches asyncio.wait_for.
+        self.config.timeout_graceful_shutdown = graceful_s  # type: ignore[assignment]
+        self._on_stopping()
+        self._stopping.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None."""
+        yield

@@ -1,0 +1,1 @@
+"""Engine processes: started under a guard, identified, stopped, confirmed gone; TCP ports."""

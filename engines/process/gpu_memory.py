@@ -1,0 +1,72 @@
+"""Memory of this machine's GPUs, read with NVML.
+
+NVML needs no CUDA context, so reading takes no memory on the GPU.  It reports what all programs
+use together: per-process figures are those of the host's pids, which a container cannot match.
+
+Always true: without NVML, its library or a GPU that it knows, the memory counts as not measured,
+and nothing fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engines.protocol import GpuId, GpuMemory
+
+logger = logging.getLogger(__name__)
+
+
+def gpu_memory(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...] | None:
+    """Memory of these GPUs, in their order; None if one of them cannot be measured.
+
+    Args:
+        gpu_ids: of this machine; ``CUDA_VISIBLE_DEVICES`` does not matter.
+    """
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        return tuple(_read(nvml, gpu_id) for gpu_id in gpu_ids)
+    except nvml.NVMLError as error:
+        logger.warning("memory of GPUs %s is not measured: %s", list(gpu_ids), error)
+        return None
+
+
+def _read(nvml: Any, gpu_id: GpuId) -> GpuMemory:
+    find = nvml.nvmlDeviceGetHandleByIndex
+    handle = find(gpu_id) if isinstance(gpu_id, int) else nvml.nvmlDeviceGetHandleByUUID(gpu_id)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    return GpuMemory(uuid, memory.used, memory.total, _holders(nvml, handle))
+
+
+def _holders(nvml: Any, handle: Any) -> dict[str, int]:
+    """The programs on a GPU; empty if the driver does not name them, as in many containers."""
+    try:
+        return {
+            f"pid {process.pid} ({Path(nvml.nvmlSystemGetProcessName(process.pid)).name})": held
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            if (held := process.usedGpuMemory)
+        }
+    except nvml.NVMLError:
+        return {}
+
+
+@cache
+def _nvml() -> Any:
+    """The library, ready for calls; None if this machine has none."""
+    try:
+        import pynvml  # the package nvidia-ml-py
+    except ImportError as error:
+        logger.warning("GPU memory is not measured: %s (pip install nvidia-ml-py)", error)
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.warning("GPU memory is not measured: %s", error)
+        return None
+    return pynvml

@@ -1,0 +1,200 @@
+"""Owner side of the guard process: start it, send commands, read reports.
+
+Nothing here blocks or awaits; ``EngineProcess`` does the waiting.  The pipe ends are closed on
+exec and the guard also watches the owner's process, so neither another engine of this owner nor a
+forked helper can keep this engine alive.  Dropping the last reference kills the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from engines.process import engine_records
+from engines.process.guard import TOKEN_VARIABLE
+from engines.process.process_identity import find_processes, identify, kill_all
+from engines.protocol import ProcessIdentity
+
+NOTE, TERMINATE, KILL = b"n", b"t", b"k"
+_SCRIPT = Path(__file__).with_name("guard.py")
+
+
+class GuardedProcess:
+    """One command under one guard.
+
+    Attributes:
+        guard_pid: None until the guard has reported.
+        pid: the command's own process, leader of its session; None until it is started.
+        exit_status: as ``Popen.returncode``; None while it runs.  -9 also where the guard was
+            killed, since the kernel then kills the command.
+        is_noted: the guard has carried out ``note``.
+        num_killed: processes that had to be killed, known once it is gone.
+        is_gone: every process of the command is reaped.
+        is_lost: the guard died before it could report.
+        log_start: length of the log before this command wrote to it.
+        identity: by which the command is found again, also after this process has ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_path: Path,
+        cwd: Path | None = None,
+        cleanup: Sequence[str] = (),
+        name: str = "",
+    ) -> None:
+        self.guard_pid: int | None = None
+        self.pid: int | None = None
+        self.exit_status: int | None = None
+        self.is_noted = False
+        self.num_killed = 0
+        self.is_gone = False
+        self.is_lost = False
+        self.log_start = 0
+        self.identity: ProcessIdentity | None = None
+        self._is_confirmed = False
+        self._token = secrets.token_hex(16)
+        self._guard: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # pid -> start time, as in ``_guard``
+        self._unread = b""
+        self._lock = threading.Lock()  # health and control may run in threads of their own
+        order = {
+            "command": list(command),
+            "env": {**env, TOKEN_VARIABLE: self._token},
+            "cwd": None if cwd is None else str(cwd),
+            "cleanup": list(cleanup),
+            "name": name,
+        }
+        line = json.dumps(order).encode() + b"\n"  # before anything is open that could leak
+        command_read, command_write = os.pipe()
+        report_read, report_write = os.pipe()
+        self._commands = os.fdopen(command_write, "wb", buffering=0)
+        self._reports = os.fdopen(report_read, "rb", buffering=0)
+        os.set_blocking(report_read, False)
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with log_path.open("ab") as log:
+                self.log_start = log.seek(0, os.SEEK_END)
+                self._launcher = _start_guard(command_read, report_write, log, self._token)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(command_read)
+            os.close(report_write)
+        self.send(line)
+
+    def send(self, command: bytes) -> None:
+        """Sends a command; does nothing if the guard has ended."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            while command and not self._commands.closed:
+                command = command[self._commands.write(command) :]
+
+    def hear(self) -> None:
+        """Reads the reports of the guard since the last call."""
+        with self._lock:
+            self._launcher.poll()
+            if self._reports.closed:
+                return
+            while part := self._reports.read(4096):
+                self._unread += part
+            *lines, self._unread = self._unread.split(b"\n")
+            for line in lines:
+                word, *numbers = line.decode().split()
+                self._take(word, [int(number) for number in numbers])
+            if part is not None and self._is_guard_reaped():  # end of file: the guard has exited
+                self.is_gone = self._is_confirmed
+                self.is_lost = not self._is_confirmed
+                if self.is_lost and self.exit_status is None:
+                    self.exit_status = -signal.SIGKILL
+                self._close()
+
+    def _take(self, word: str, numbers: list[int]) -> None:
+        match word:
+            case "started":
+                self.guard_pid, self.pid = numbers
+                self.identity = identify(self.pid, self._token)
+                guard = identify(self.guard_pid)
+                self._guard = {} if guard is None else {guard.pid: guard.started}
+            case "noted":
+                self.is_noted = True
+            case "exited":
+                (self.exit_status,) = numbers
+            case "gone":
+                (self.num_killed,) = numbers
+                self._is_confirmed = True
+
+    def _is_guard_reaped(self) -> bool:
+        """True once no zombie of ours is left; the guard is our child only if we adopt orphans."""
+        if self._launcher.poll() is None:
+            return False
+        if self.guard_pid is None:
+            return True
+        try:
+            return os.waitpid(self.guard_pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            return True
+
+    def processes(self) -> dict[int, int]:
+        """The engine's processes below the guard at this moment: pid -> start time."""
+        return find_processes("", self._guard).engine
+
+    def note(self) -> None:
+        """Remembers the engine's processes, here and in the guard, for a clean-up after it."""
+        self.send(NOTE)
+        self._known |= self.processes()
+
+    def sweep(self) -> bool:
+        """After the guard was lost: kills the remaining processes; True while there are any.
+
+        With the last of them the files go that the guard would have removed.
+
+        Finds the processes noted earlier (by start time too, so a reused pid is safe), those that
+        still carry the token in their environment, and the descendants of both.  What escapes: a
+        process born after the last note that left its parent *and* overwrote its environment,
+        under a guard that was killed.
+        """
+        living = find_processes(self._token, self._known).engine
+        self._known |= living
+        kill_all(living)
+        if not living:
+            engine_records.clear_files(self._token)
+        return bool(living)
+
+    def _close(self) -> None:
+        self._commands.close()
+        self._reports.close()
+
+
+def _start_guard(
+    command_read: int, report_write: int, log: BinaryIO, token: str
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-I", "-S", str(_SCRIPT)),
+            *(str(command_read), str(report_write), str(os.getpid())),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        # Not the engine's: an LD_PRELOAD meant for it must not affect the guard.
+        env=_guard_environment(token),
+        pass_fds=(command_read, report_write),
+        start_new_session=True,
+    )
+
+
+def _guard_environment(token: str) -> dict[str, str]:
+    names = ("PATH", "LD_LIBRARY_PATH")  # the latter may hold libpython
+    return {TOKEN_VARIABLE: token} | {n: os.environ[n] for n in names if n in os.environ}

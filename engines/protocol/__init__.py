@@ -1,0 +1,51 @@
+"""The calls of an engine and their values: the vocabulary shared with ``rollout``.
+
+It fits any kind of engine: real SGLang, the embedded engine, a fake.  No file but
+``engines/http/client.py`` knows endpoint paths.
+"""
+
+from engines.protocol.engine import Engine
+from engines.protocol.types import (
+    FINGERPRINTS,
+    STAYS,
+    Endpoint,
+    FinishReason,
+    GenerateReply,
+    GpuId,
+    GpuMemory,
+    Loads,
+    MemoryTag,
+    ModelInfo,
+    PauseMode,
+    ProcessIdentity,
+    SamplingParams,
+    ServerInfo,
+    TensorInfo,
+    VersionSpan,
+    WeightsReport,
+    WorkerType,
+    read_gpu_id,
+)
+
+__all__ = [
+    "FINGERPRINTS",
+    "STAYS",
+    "Endpoint",
+    "Engine",
+    "FinishReason",
+    "GenerateReply",
+    "GpuId",
+    "GpuMemory",
+    "Loads",
+    "MemoryTag",
+    "ModelInfo",
+    "PauseMode",
+    "ProcessIdentity",
+    "SamplingParams",
+    "ServerInfo",
+    "TensorInfo",
+    "VersionSpan",
+    "WeightsReport",
+    "WorkerType",
+    "read_gpu_id",
+]

@@ -1,0 +1,34 @@
+"""Errors, values and sizes as text, for messages and tables."""
+
+from __future__ import annotations
+
+
+def describe(error: BaseException, *, with_type: bool = False) -> str:
+    """An error as text; its type where it has no text, as with a bare ``TimeoutError``."""
+    text, kind = str(error), type(error).__name__
+    if not text:
+        return kind
+    return f"{kind}: {text}" if with_type else text
+
+
+def first_line(text: object) -> str:
+    """The first line of a text, or of an error's."""
+    return str(text).strip().partition("\n")[0]
+
+
+def value_text(value: object, most: int = 80) -> str:
+    """A value as it is written in Python, cut to so many characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def size_text(num_bytes: float | None) -> str:
+    """Bytes in the unit that reads best: ``512 B``, ``12 KiB``, ``196 MiB``, ``1.50 GiB``; ``-``
+    where they are unknown."""
+    if num_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

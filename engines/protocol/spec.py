@@ -1,0 +1,193 @@
+"""Specification of one engine, for every kind, and how its process is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.protocol import Endpoint, GpuId, WorkerType
+
+AT_LAUNCH = {
+    "model_path": "the server's model_path",
+    "host": "chosen at launch",
+    "port": "chosen at launch",
+    "weight_version": "chosen at launch",
+    "nnodes": "follows from the placement",
+    "node_rank": "follows from the placement",
+    "dist_init_addr": "follows from the placement",
+}
+"""Options of every kind that ``EngineSpec.launch_options`` sets -> which setting each follows."""
+
+
+SGLANG_CPU = "sglang-cpu"
+"""As ``EngineSpec.python``: the interpreter that ``rollout sglang-cpu install`` made."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Specification of one engine.
+
+    Attributes:
+        kind: ``embedded`` or ``sglang``; ``attached`` is one that runs already.
+        gpu_ids: physical GPUs it gets on this node; empty runs it on the CPU.
+        num_cpus: cores it may use on this node when it runs on the CPU.
+        memory_saver: it must be able to give its memory back.
+        weights_cpu_backup: it keeps a host copy of its weights while they are released.
+        options: more options in the engine's own names, without the leading dashes.
+        log_path: its standard output and error.
+        worker_type: its part in a server that separates prefill, decode or encoding.
+        python: the interpreter to run it in; empty for this one, ``sglang-cpu`` for the one that
+            ``rollout sglang-cpu install`` made.
+        url: where it listens, for one that is attached.
+        num_nodes: nodes it spans; each is launched with a spec of its own.
+        node_rank: which of them this is; rank 0 takes the requests.
+        dist_init_addr: ``host:port`` where its nodes meet, see ``LocalLauncher.hold_address``.
+    """
+
+    engine_id: str
+    kind: str
+    model_path: str
+    log_path: str
+    gpu_ids: tuple[GpuId, ...] = ()
+    num_cpus: float = 1.0
+    memory_saver: bool = True
+    weights_cpu_backup: bool = False
+    weight_version: int = 0
+    start_timeout_s: float = 300.0
+    host: str = "127.0.0.1"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    worker_type: WorkerType = WorkerType.REGULAR
+    python: str = ""
+    url: str = ""
+    num_nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str = ""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """It has no GPUs, or they are only logical, because its interpreter has no CUDA."""
+        return not self.gpu_ids or self.python == SGLANG_CPU
+
+    @property
+    def visible_gpus(self) -> dict[str, str]:
+        """The environment in which it sees only its GPUs, numbered as NVML and Ray do."""
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu_id) for gpu_id in self.gpu_ids),
+        }
+
+    def launch_options(self, endpoint: Endpoint) -> dict[str, Any]:
+        """The options whose names all kinds share."""
+        options: dict[str, Any] = {
+            "model_path": self.model_path,
+            "host": endpoint.host,
+            "port": endpoint.port,
+            "weight_version": self.weight_version,
+        }
+        if self.num_nodes > 1:
+            options |= {
+                "nnodes": self.num_nodes,
+                "node_rank": self.node_rank,
+                "dist_init_addr": self.dist_init_addr,
+            }
+        return options
+
+
+# What torchrun gives to each rank.  With its store setting, an engine waits for ever to be joined.
+_OF_TORCHRUN = re.compile(
+    r"TORCHELASTIC_\w+|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+)
+# What configures the trainer's own memory saver and allocator.
+_OF_ITS_MEMORY = re.compile(r"TMS_\w+|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF")
+_MEMORY_SAVER = "torch_memory_saver"
+
+
+def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment that an engine inherits: without what configures its launcher as a trainer.
+
+    An engine that got it would not start, or would make all its memory pausable.
+    """
+    env = {
+        name: value
+        for name, value in environ.items()
+        if not _OF_TORCHRUN.fullmatch(name) and not _OF_ITS_MEMORY.fullmatch(name)
+    }
+    if "TORCHELASTIC_RUN_ID" in environ and env.get("OMP_NUM_THREADS") == "1":
+        del env["OMP_NUM_THREADS"]  # torchrun's own default
+    libraries = re.split(r"[ :]+", env.pop("LD_PRELOAD", ""))
+    if kept := [library for library in libraries if library and _MEMORY_SAVER not in library]:
+        env["LD_PRELOAD"] = ":".join(kept)
+    return env
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """How one engine process is started.
+
+    Attributes:
+        command: program and arguments.
+        env: its whole environment.
+        cleanup: patterns of files a killed engine leaves, as ``EngineProcess.spawn`` takes them.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cleanup: Sequence[str] = ()
+
+
+def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in one spelling: underscores, no leading dashes.
+
+    Raises:
+        ValueError: an option is given twice, in two spellings.
+    """
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        key = name.lstrip("-").replace("-", "_")
+        if key in found:
+            raise ValueError(f"option {key} is given twice, in two spellings")
+        found[key] = value
+    return found
+
+
+def refuse(options: Collection[str], owners: Mapping[str, str]) -> None:
+    """Refuse options that are set elsewhere, written out or cut short.
+
+    Args:
+        owners: option -> which setting it follows from.
+
+    Raises:
+        ValueError: naming each such option and what to set in its place.
+    """
+    # Command lines take unique beginnings of a flag for the whole of it.
+    taken = [
+        f"{name} ({reason})"
+        for name in sorted(options)
+        for owned, reason in owners.items()
+        if name == owned or (owned.startswith(name) and name not in owners)
+    ]
+    if taken:
+        raise ValueError(f"options that cannot be set here: {'; '.join(taken)}")
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """A command line: True is a bare flag, False and None are left out, a list is several words.
+
+    A mapping becomes JSON, which is how SGLang takes structured options.
+    """
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is False or value is None:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if isinstance(value, Mapping):
+            flags.append(json.dumps(dict(value)))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            flags += [str(item) for item in value]
+        elif value is not True:
+            flags.append(str(value))
+    return flags

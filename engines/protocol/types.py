@@ -1,0 +1,319 @@
+"""The values that an engine takes and returns, with SGLang's names.
+
+Field names follow SGLang 0.5.23's HTTP API (``sglang/srt/managers/io_struct.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, TypedDict
+from urllib.parse import urlsplit
+
+# In the metadata of a safetensors file whose writer promises that it will never be another length
+# and will be written again: a reader may keep it mapped, as long as it has its name.
+STAYS = "rollout.stays"
+# A file beside the safetensors of a checkpoint: JSON, name of each tensor -> its fingerprint.  An
+# engine that reports ``proves_loads`` in ``/server_info`` verifies such a checkpoint on loading.
+FINGERPRINTS = "rollout.fingerprints.json"
+
+
+GpuId = int | str
+"""A GPU of one machine: its index in PCI order, or the UUID of a GPU or of a MIG slice."""
+
+
+def read_gpu_id(text: str) -> GpuId:
+    """A GPU id as ``CUDA_VISIBLE_DEVICES`` spells it: ``3``, ``GPU-...`` or ``MIG-...``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = text.strip()
+    if text.isdigit():
+        return int(text)
+    if text.startswith(("GPU-", "MIG-")):
+        return text
+    raise ValueError(f"GPU id {text!r}: an index, or a UUID that starts with GPU- or MIG-")
+
+
+class WorkerType(StrEnum):
+    """What an engine is for within its server."""
+
+    REGULAR = "regular"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODER = "encoder"
+    PLACEHOLDER = "placeholder"
+
+
+class MemoryTag(StrEnum):
+    """A region of device memory that can be released and resumed by itself."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+
+
+class PauseMode(StrEnum):
+    """What a pause does to requests in flight: end them, requeue them, or freeze them."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one GPU.
+
+    Attributes:
+        uuid: of the GPU or of its MIG slice, as NVML gives it.
+        used_bytes: by all programs together.
+        holders: programs that use it, as far as the driver names them, with their bytes.
+    """
+
+    uuid: str
+    used_bytes: int
+    total_bytes: int
+    holders: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process of an engine that was launched here, see ``engines.process.process_identity``.
+
+    Attributes:
+        host: name of the machine it runs on.
+        boot_id: of that machine's last start; pids are valid only within it.
+        started: when it started, in the kernel's ticks since the boot.
+        token: in the environment of everything that its engine started.
+    """
+
+    pid: int
+    started: int
+    host: str
+    boot_id: str
+    token: str = ""
+
+
+class Endpoint(NamedTuple):
+    """Where an engine listens; a tuple, since every request uses it as a key."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @classmethod
+    def of_url(cls, url: str) -> Endpoint:
+        """Where ``url`` points.
+
+        Raises:
+            ValueError: it is no plain ``http://host:port``.
+        """
+        parts = urlsplit(url)
+        if (
+            parts.scheme != "http"
+            or not parts.hostname
+            or not parts.port  # which itself raises for a port that is no number
+            or parts.path not in ("", "/")
+            or parts.query
+            or parts.username
+        ):
+            raise ValueError(f"{url!r} is not the URL of an engine: http://host:port, no more")
+        return cls(parts.hostname, parts.port)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.  Names, defaults and units are SGLang's.
+
+    ``temperature`` 0 is greedy; ``top_k`` -1 means all; ``stop`` strings end the text before
+    them; ``stop_token_ids`` end it after them; ``sampling_seed`` makes one request repeatable
+    where the engine supports it.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON object of ``sampling_params``; what is at its default is left out."""
+        default = DEFAULT_SAMPLING
+        wire: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                wire[name] = list(value) if isinstance(value, tuple) else value
+        wire["max_new_tokens"] = self.max_new_tokens
+        return wire
+
+
+DEFAULT_SAMPLING = SamplingParams()
+
+
+class GenerateArguments(TypedDict, total=False):
+    """What ``generate`` and ``stream_generate`` take: exactly one of ``input_ids`` and ``text``."""
+
+    input_ids: Sequence[int] | None
+    text: str | None
+    sampling_params: SamplingParams
+    rid: str | None
+    return_logprob: bool
+
+
+class UpdateGroup(TypedDict):
+    """A group for broadcasts of weights, as torch's ``init_process_group`` takes it.
+
+    ``rank_offset`` is the rank of the engine's first process; the trainer is rank 0.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a completion ended.
+
+    Attributes:
+        kind: ``stop``, ``length`` or ``abort``.
+        matched: the stop string or stop token id that ended it, for ``stop``.
+        message: the engine's message, for ``abort``.
+    """
+
+    kind: str
+    matched: str | int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens ``start`` up to, not including, ``end`` came from weight ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReply:
+    """One completion, whole or (streamed) as far as it has come.
+
+    Attributes:
+        rid: the request's id.
+        text: the completion's text so far.
+        output_ids: its token ids, shape ``[completion_tokens]``.
+        output_logprobs: natural-log probability of each output id, same length, if requested.
+        input_logprobs: of each prompt token after the one at ``logprob_start_len``, which has none;
+            NaN where the engine computed none.  None unless requested.
+        finish_reason: None while a stream goes on.
+        weight_version: version that produced the last token, as text.
+        weight_versions: spans that cover all output tokens, where the engine reports them.
+    """
+
+    rid: str
+    text: str
+    output_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason | None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+    input_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Reply of ``/model_info``."""
+
+    model_path: str
+    weight_version: str
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Reply of ``/server_info``: what the engine was started with.
+
+    ``enable_memory_saver`` matters: without it SGLang answers release and resume with 200 and
+    frees nothing.
+
+    Attributes:
+        resident_bytes: memory of each tag now; empty where the engine does not report it.
+        released: tags that are released now; None where the engine does not report it.
+        update_groups: groups for broadcasts that it is in; None where it does not report it.
+    """
+
+    version: str
+    engine: str
+    enable_memory_saver: bool
+    enable_weights_cpu_backup: bool
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
+    released: frozenset[str] | None = None
+    update_groups: frozenset[str] | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Reply of ``/v1/loads``, summed over data-parallel ranks.  Stale while SGLang is paused."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """Reply of ``/weights_checker``.
+
+    Attributes:
+        checksum: one digest of all weights of the engine; None for actions without one.
+        tensors: per tensor-parallel rank, name of the tensor -> digest.  Names are the engine's
+            own (fused, sharded); digests of CPU and CUDA engines are not comparable.
+        num_bytes: of weights, read for the digests; None where the engine does not report them.
+    """
+
+    checksum: str | None
+    tensors: tuple[Mapping[str, str], ...] = ()
+    message: str = ""
+    num_bytes: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of an engine's weights, as ``/weights_manifest`` lists it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: for example ``float32``.
+        shape: its full shape, before any sharding.
+        is_tied: another name of one that is listed too; a push may leave it out.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_tied: bool = False

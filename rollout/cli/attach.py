@@ -1,0 +1,138 @@
+"""``rollout attach``: what still exists of a run whose driver has crashed, and cleaning up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engines.protocol.plain_text import first_line, size_text
+from rollout.cli.lib import find_run
+from rollout.cli.lib.output import AsJson, print_json
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.crash_cleanup import (
+    FoundEngine,
+    FoundServer,
+    ProcessState,
+    clean_up,
+    inspect,
+    is_from_earlier_boot,
+)
+from rollout.control.server.journal import read
+from rollout.core.errors import ConfigError
+
+Run = Annotated[str, typer.Argument(help="The run: its folder, or its id under ./runs.")]
+
+
+def attach(
+    run: Run,
+    clean: Annotated[
+        bool, typer.Option("--clean-up", help="Stop leftover engines that the run has launched.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what still exists of a run whose driver has crashed, and clean up.
+
+    Engines stop with the process that launched them, so usually only attached engines still run.
+    Without --clean-up nothing is changed; while the driver runs, --clean-up is refused.
+    """
+    found, ended = asyncio.run(_examine(journals_of(run), clean=clean))
+    if as_json:
+        print_json({"servers": [_as_dict(server) for server in found], "ended": ended})
+        return
+    for server in found:
+        _show(server)
+    if clean:
+        typer.echo(f"stopped: {', '.join(ended)}" if ended else "there was nothing to stop")
+
+
+async def _examine(paths: list[Path], *, clean: bool) -> tuple[list[FoundServer], list[str]]:
+    records = [read(path) for path in paths]
+    found = [await inspect(record) for record in records]
+    if not clean:
+        return found, []
+    ended = await clean_up(found)
+    return [await inspect(record) for record in records], ended
+
+
+def journals_of(run: str) -> list[Path]:
+    """The journals of a run.
+
+    Raises:
+        ConfigError: there is none; the message names the folders.
+    """
+    if files := find_run.files_of_run(run, JOURNAL_FILE, f"*/{JOURNAL_FILE}"):
+        return files
+    raise ConfigError(
+        f"no {JOURNAL_FILE} in {run} or {Path('runs', run)}; give the folder of a run, "
+        "<log_dir>/<run_id>"
+    )
+
+
+def _show(found: FoundServer) -> None:
+    record = found.record
+    age_s = max(0.0, time.time() - record.written_at_s)
+    phases = ", ".join(f"{group} {phase}" for group, phase in record.phases.items())
+    typer.echo(f"server {record.server} of run {record.run_id}, launched by {record.backend}:")
+    typer.echo(
+        f"  driver: process {record.driver.pid} on {record.driver.host}: {found.driver.value}"
+    )
+    if is_from_earlier_boot(record):
+        typer.echo("  this journal is stale: the machine has been restarted since")
+    if record.is_ended:
+        typer.echo("  it was stopped normally and has no leftovers")
+        return
+    doing = f", during {record.doing}" if record.doing else ""
+    typer.echo(
+        f"  last record {age_s:.0f} s ago: {phases or 'starting'}{doing}; gate {record.gate}, "
+        f"weight version {record.weight_version}"
+    )
+    for engine in found.engines:
+        typer.echo(f"  {_line(engine)}")
+    if found.driver is ProcessState.RUNS:
+        typer.echo("  its driver runs: --clean-up would be refused")
+
+
+def _line(engine: FoundEngine) -> str:
+    """One engine; with --json, its reply is whole."""
+    is_short = engine.is_ready or engine.weight_version or engine.reply.startswith("does not")
+    values = [
+        engine.entry.engine_id,
+        engine.entry.url,
+        f"process {engine.state.value}",
+        engine.reply if is_short else "does not answer",
+    ]
+    if engine.pids:
+        values.append(size_text(engine.resident_bytes))
+    if engine.weight_version:
+        values.append(f"weight version {engine.weight_version}")
+    if engine.entry.fence_reason:
+        values.append(f"fenced: {first_line(engine.entry.fence_reason)}")
+    return "  ".join(values)
+
+
+def _as_dict(found: FoundServer) -> dict[str, Any]:
+    return {
+        **asdict(found.record),
+        "driver_is": found.driver.value,
+        "is_stale": is_from_earlier_boot(found.record),
+        "engines": [
+            {
+                "engine_id": engine.entry.engine_id,
+                "group": engine.entry.group,
+                "url": engine.entry.url,
+                "process": engine.state.value,
+                "pids": list(engine.pids),
+                "resident_bytes": engine.resident_bytes,
+                "says": engine.reply,
+                "is_ready": engine.is_ready,
+                "weight_version": engine.weight_version,
+                "fence_reason": engine.entry.fence_reason,
+            }
+            for engine in found.engines
+        ],
+    }

@@ -1,0 +1,128 @@
+"""``rollout doctor``: why a run is stuck, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rollout.cli.lib import find_run, process_info
+from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.core.errors import RolloutError
+from rollout.rules.diagnosis import LONG_S, Finding, Severity, diagnose
+
+_COLORS = {
+    Severity.FINE: "green",
+    Severity.WATCH: "cyan",
+    Severity.WRONG: "yellow",
+    Severity.STUCK: "red",
+}
+_MAX_ENGINES = 3
+_TAIL_LINES = 12
+
+
+def doctor(
+    run: find_run.Run = "",
+    key: find_run.Key = "",
+    ray: find_run.OverRay = False,
+    address: find_run.Address = "auto",
+    namespace: find_run.Namespace = "rollout",
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds after which a phase counts as stuck.")
+    ] = LONG_S,
+    as_json: AsJson = False,
+) -> None:
+    """Explain why a run is stuck: which engine and call, since when, its stack, what to do.
+
+    Exit status: 0 nothing is wrong, 3 something is wrong or stuck.
+    """
+    found = find_run.find(run, key=key, ray=ray, address=address, namespace=namespace)
+    reports = [_examine(server, patience) for server in found]
+    if as_json:
+        print_json(reports)
+    else:
+        for report in reports:
+            _show(report)
+    if any(report["weight"] >= Severity.WRONG for report in reports):
+        raise typer.Exit(3)
+
+
+def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any]:
+    try:
+        now = server.state()
+    except RolloutError as error:
+        now = {"server": server.name, "is_answering": False, "trouble": str(error)}
+    findings = diagnose(now, long_s=patience_s)
+    engines = {engine["engine_id"]: engine for engine in now.get("engines", ())}
+    named = [engine_id for finding in findings for engine_id in finding.engine_ids]
+    examined = {
+        engine_id: _examine_engine(server, engines[engine_id])
+        for engine_id in list(dict.fromkeys(named))[:_MAX_ENGINES]
+        if engine_id in engines
+    }
+    report: dict[str, Any] = {
+        "server": server.name,
+        "where": server.where,
+        "phase": now.get("phase", "unknown"),
+        "weight": findings[0].severity.value,
+        "verdict": findings[0].severity.name.lower(),
+        "findings": [asdict(finding) for finding in findings],
+        "engines": examined,
+        "gpu_memory": process_info.gpu_holders(),
+    }
+    if not now.get("is_answering") and server.pid is not None:
+        report["server_process"] = process_info.examine(server.pid)
+    return report
+
+
+def _examine_engine(server: find_run.RunningServer, engine: dict[str, Any]) -> dict[str, Any]:
+    pid = process_info.pid_of(engine)
+    where = engine.get("node_id", "another node")
+    gone = f"its process is gone, or runs on another node ({where}): use py-spy there"
+    report = {"state": gone} if pid is None else process_info.examine(pid)
+    try:
+        log_tail = server.log_tail(engine["engine_id"])
+    except RolloutError as error:
+        log_tail = f"(no log: {error})"
+    return report | {"log_tail": log_tail}
+
+
+def _show(report: dict[str, Any]) -> None:
+    findings = [Finding(**values) for values in report["findings"]]
+    for number, finding in enumerate(findings):
+        color = _COLORS[Severity(finding.severity)]
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column()
+        for index, line in enumerate(finding.details):
+            grid.add_row("Why:" if not index else "", Text(line))
+        for index, line in enumerate(finding.advice):
+            grid.add_row(
+                Text("Do:" if not index else "", style="bold"), Text(f"{index + 1}. {line}")
+            )
+        parts = Group(Text(finding.what, style=f"bold {color}"), grid)
+        title = f"{report['server']}: {Severity(finding.severity).name}" if not number else None
+        console().print(Panel(parts, title=title, title_align="left", border_style=color))
+    for engine_id, known in report["engines"].items():
+        console().print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
+        if known.get("stack"):
+            console().print(Text(_indented(known["stack"])))
+        console().print("[dim]end of its log:[/dim]")
+        tail = known["log_tail"].splitlines()[-_TAIL_LINES:]
+        console().print(Text(_indented("\n".join(tail) or "(empty)"), style="dim"))
+    process = report.get("server_process")
+    if process:
+        console().print(f"[bold]the server[/bold]  {escape(process['state'])}")
+        console().print(Text(_indented(process["stack"])))
+    for line in report["gpu_memory"]:
+        console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

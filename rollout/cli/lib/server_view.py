@@ -1,0 +1,109 @@
+"""One server as text for a terminal: ``rollout status``, ``top`` and ``serve`` print it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from engines.protocol.plain_text import size_text
+
+_STATES = {"serving": "green", "fenced": "red", "stale": "yellow"}
+_MAX_ROWS = 40
+_NUM_EVENTS = 5
+_BAR = 24
+
+
+def render_server(state: dict[str, Any], where: str) -> RenderableType:
+    """The state of one server (``/api/state``) as text.
+
+    Args:
+        where: how the server was found, as in ``RunningServer``.
+    """
+    gate = state.get("gate", {})
+    phase = state.get("phase", "unknown")
+    head = Text.assemble(
+        (state.get("server", ""), "bold"),
+        (f"  {phase}", _STATES.get(phase, "cyan")),
+        f"  version {state.get('weight_version', '-')}  gate {gate.get('state', '-')}",
+        f" ({gate['num_held']} waiting)" if gate.get("num_held") else "",
+        f"  in flight {state.get('router', {}).get('num_in_flight', 0)}",
+        f"  router {state.get('router_url', '')}",
+        (f"  page {where}" if where.startswith("http") else "", "dim"),
+    )
+    parts: list[RenderableType] = [head]
+    if not state.get("is_answering"):
+        parts.append(Text(f"does not answer: {state.get('trouble')}", style="bold red"))
+    parts += [
+        _deadline(span) for span in state.get("running", ()) if span["kind"] in ("phase", "group")
+    ]
+    parts.append(_engines(state.get("engines", [])))
+    if state.get("steps"):
+        last = state["steps"][-1]
+        phases = "  ".join(f"{name} {took:.2f}" for name, took in last["phase_s"].items())
+        parts.append(
+            Text(f"last step: lost {last['lost_s']:.2f} s at the boundary ({phases})", style="dim")
+        )
+    for event in state.get("events", [])[-_NUM_EVENTS:]:
+        at = time.strftime("%H:%M:%S", time.localtime(event["start_s"]))
+        message = event.get("said", "").partition("\n")[0]
+        parts.append(
+            Text(f"{at} {event['name']} {event.get('engine_id', '')} {message}", style="dim")
+        )
+    return Group(*parts, Text(""))
+
+
+def _deadline(span: dict[str, Any]) -> Text:
+    elapsed_s, budget_s = span["elapsed_s"], span.get("budget_s", 0.0)
+    share = min(1.0, elapsed_s / budget_s) if budget_s else 0.0
+    color = "red" if share > 0.5 else "yellow" if share > 0.2 else "green"
+    filled = round(share * _BAR)
+    return Text.assemble(
+        f"{span['source']}: {span['name']} ",
+        ("█" * filled + "░" * (_BAR - filled), color),
+        f" {_seconds(elapsed_s)}" + (f" of {_seconds(budget_s)}" if budget_s else ""),
+        style="bold",
+    )
+
+
+def _engines(engines: list[dict[str, Any]]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("engine", "state", "version", "in flight", "memory", "doing", "last error"):
+        table.add_column(name, justify="right" if name in ("in flight", "memory") else "left")
+    order = sorted(engines, key=lambda engine: (engine["state"] == "serving", not engine["doing"]))
+    for engine in order[:_MAX_ROWS]:
+        doing = engine["doing"]
+        error = engine["fence_reason"] or (engine["last_error"] or {}).get("said", "")
+        table.add_row(
+            engine["engine_id"],
+            Text(engine["state"], style=_STATES.get(engine["state"], "cyan")),
+            str(engine["weight_version"] if engine["weight_version"] is not None else "-"),
+            str(engine["num_in_flight"]),
+            _memory(engine),
+            f"{doing['name']} since {_seconds(time.time() - doing['start_s'])}" if doing else "",
+            Text(error.partition("\n")[0][:60], style="red"),
+        )
+    if len(order) > _MAX_ROWS:
+        table.add_row(f"... and {len(order) - _MAX_ROWS} more, all serving")
+    return table
+
+
+def _memory(engine: dict[str, Any]) -> str:
+    """Of its GPUs, by all programs, or of the host if it has none."""
+    gpus = engine["gpus"]
+    if not gpus:
+        return size_text(engine["resident_bytes"])
+    used, total = (sum(gpu[name] for gpu in gpus) for name in ("used_bytes", "total_bytes"))
+    return f"{size_text(used)} of {size_text(total)} on {len(gpus)} GPUs"
+
+
+def _seconds(value: float) -> str:
+    """Seconds as text: ``4.2 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,236 @@
+"""``rollout validate`` and ``rollout plan``: check and show a configuration; start nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+from rich.table import Table
+
+from engines.protocol import WorkerType
+from engines.protocol.plain_text import size_text
+from rollout.cli.lib.config_file import ConfigPath, load_config
+from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.config import GroupConfig, RolloutConfig, ServerConfig, WeightUpdate
+from rollout.config.file import read_values
+from rollout.control.engine.memory import size_of_weights
+from rollout.core.errors import ConfigError, Mistake, PlacementError
+from rollout.rules.placement import PlacementPlan, check_capacity, plan_placement
+from rollout.rules.release_policy import elastic_backup_note, release_policy
+from rollout.runtime.local import visible_gpus
+from rollout.runtime.preflight import wrong_settings
+from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.store.layout.placement import node_bytes
+
+# Numbers of nodes for which the cost of a weight store is shown.
+_STORE_NODES = (1, 2, 4, 8)
+
+
+def validate(config: ConfigPath, as_json: AsJson = False) -> None:
+    """List all mistakes of a configuration, also in its folders; start nothing.
+
+    Exit status 2 if there is one.
+    """
+    loaded, mistakes = _examined(config)
+    if as_json:
+        values = {
+            "config": str(config),
+            "servers": list(loaded.servers) if loaded is not None else [],
+            "is_valid": not mistakes,
+            "mistakes": [asdict(mistake) for mistake in mistakes],
+        }
+        print_json(values)
+    elif loaded is not None and not mistakes:
+        console().print(f"{config}: {len(loaded.servers)} server(s), valid")
+    for mistake in mistakes if not as_json else ():
+        typer.echo(mistake.message, err=True)
+    if mistakes:
+        raise typer.Exit(2)
+
+
+def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
+    """The config of a file as far as it is right, and all mistakes."""
+    try:
+        loaded, mistakes = RolloutConfig.examined(read_values(path))
+    except ConfigError as error:
+        return None, [Mistake("", None, str(error))]
+    return loaded, mistakes + (wrong_settings(loaded) if loaded is not None else [])
+
+
+def plan(config: ConfigPath, as_json: AsJson = False) -> None:
+    """Show where engines run, their ports, what an offload discards, and its host memory.
+
+    Exit status 2 if a group would be refused; each refusal names the setting to change.
+    """
+    loaded = load_config(config)
+    values = summary(loaded)
+    if as_json:
+        print_json(values)
+    else:
+        _show(values)
+    if values["refusals"]:
+        raise typer.Exit(2)
+
+
+def _groups(config: RolloutConfig) -> list[tuple[str, WeightUpdate, GroupConfig]]:
+    """All groups, each with the path of its settings and the kind of its server's pushes."""
+    return [
+        (f"servers.{name}.groups.{group}", server.weights.update, of_group)
+        for name, server in config.servers.items()
+        for group, of_group in server.groups.items()
+    ]
+
+
+def summary(config: RolloutConfig) -> dict[str, Any]:
+    """Placement, addresses, memory and refusals of a configuration, ready for JSON."""
+    placement = plan_placement(
+        {name: server.groups for name, server in config.servers.items()},
+        trainer_gpus=config.cluster.trainer_gpus,
+    )
+    groups = [
+        _group(placement, name, server, group, of_group)
+        for name, server in config.servers.items()
+        for group, of_group in server.groups.items()
+    ]
+    host_bytes = sum(group["host_bytes"] for group in groups)
+    backup_notes = [
+        elastic_backup_note(where, group, update) for where, update, group in _groups(config)
+    ]
+    return {
+        "run_id": config.run_id,
+        "needs": placement.totals(),
+        "shared_gpu_bundles": placement.shared,
+        "servers": [_server(name, server) for name, server in config.servers.items()],
+        "groups": groups,
+        "host_bytes": host_bytes,
+        "refusals": [mistake.message for mistake in wrong_settings(config)],
+        "notes": [*_notes(placement, host_bytes), *filter(None, backup_notes)],
+    }
+
+
+def _server(name: str, server: ServerConfig) -> dict[str, Any]:
+    page = f"{server.page.host}:{server.page.port or 'any free'}" if server.page.enabled else "off"
+    return {
+        "server": name,
+        "router": f"{server.router.host}:{server.router.port or 'any free'}",
+        "page": page,
+        "needs_client_key": bool(server.router.client_key),
+        "weight_bytes": size_of_weights(server.model_path),
+        "store_bytes_per_node": _store_bytes(server),
+    }
+
+
+def _store_bytes(server: ServerConfig) -> dict[str, int]:
+    """Number of nodes -> bytes that the DRAM store takes on each; empty if it is off."""
+    store, manifest = server.weights.store, read_checkpoint_manifest(server.model_path)
+    if store is None or manifest is None:
+        return {}
+    return {str(number): node_bytes(manifest, store, number) for number in _STORE_NODES}
+
+
+def _group(
+    placement: PlacementPlan,
+    name: str,
+    server: ServerConfig,
+    group: str,
+    of_group: GroupConfig,
+) -> dict[str, Any]:
+    spans = [
+        placement.spans[name, group, index]
+        for index in range(of_group.num_engines)
+        if (name, group, index) in placement.spans
+    ]
+    try:
+        policy = release_policy(f"servers.{name}.groups.{group}", of_group, server.weights.update)
+        weights_from, has_backup = policy.weights_from, policy.weights_cpu_backup
+    except ConfigError:
+        weights_from, has_backup = "REFUSED", False
+    backup = size_of_weights(server.model_path) * of_group.num_engines if has_backup else 0
+    is_placeholder = of_group.worker_type is WorkerType.PLACEHOLDER
+    return {
+        "server": name,
+        "group": group,
+        "kind": "placeholder" if is_placeholder else of_group.engine.kind.value,
+        "num_engines": of_group.num_engines,
+        "gpus_each": of_group.engine.gpus,
+        "cpus_each": of_group.engine.cpus,
+        "bundles": [_span_text(span) for span in spans],
+        "urls": list(of_group.engine.urls) or ["any free port"],
+        "needs_offload": of_group.needs_offload,
+        "weights_from": weights_from,
+        "host_bytes": backup,
+    }
+
+
+def _span_text(span: range) -> str:
+    if not len(span):
+        return "elsewhere"
+    return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"
+
+
+def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:
+    """What this machine lacks; a cluster may have it."""
+    notes = []
+    here = {"GPU": float(len(visible_gpus())), "CPU": float(os.cpu_count() or 1)}
+    try:
+        check_capacity(placement, here, "this machine")
+    except PlacementError as error:
+        notes.append(f"{error}; a Ray cluster may have more (--backend ray)")
+    free = psutil.virtual_memory().available
+    if host_bytes > free:
+        notes.append(
+            f"backups take {size_text(host_bytes)} of host memory, "
+            f"this machine has {size_text(free)} free"
+        )
+    return notes
+
+
+def _store_text(by_nodes: Mapping[str, int]) -> str:
+    if not by_nodes:
+        return "no DRAM store"
+    costs = ", ".join(f"{size_text(size)} on {number}" for number, size in by_nodes.items())
+    return f"DRAM store: bytes per node {costs} nodes"
+
+
+def _show(values: dict[str, Any]) -> None:
+    table = Table(
+        "server",
+        "group",
+        "engines",
+        "GPUs each",
+        "bundles",
+        "offloads",
+        "weights come back from",
+        "host memory",
+    )
+    for group in values["groups"]:
+        bundles = group["bundles"]
+        table.add_row(
+            group["server"],
+            group["group"],
+            f"{group['num_engines']} {group['kind']}",
+            str(group["gpus_each"]),
+            ", ".join(bundles[:4]) + (" ..." if len(bundles) > 4 else ""),
+            "yes" if group["needs_offload"] else "no",
+            group["weights_from"],
+            size_text(group["host_bytes"]),
+        )
+    console().print(table)
+    for server in values["servers"]:
+        console().print(
+            f"{server['server']}: router {server['router']}, page {server['page']}, weights "
+            f"{size_text(server['weight_bytes'])}, {_store_text(server['store_bytes_per_node'])}"
+        )
+    needs = ", ".join(f"{amount:g} {name}" for name, amount in values["needs"].items()) or "nothing"
+    console().print(
+        f"needs {needs}; the trainer shares the first {values['shared_gpu_bundles']} GPU bundles"
+    )
+    for note in values["notes"]:
+        console().print(f"[yellow]note[/yellow] {note}")
+    for refusal in values["refusals"]:
+        console().print(f"[red]refused[/red] {refusal}")

@@ -1,0 +1,42 @@
+"""``rollout serve``: engines, router and page without a trainer."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+
+import rollout
+from rollout.cli.lib.config_file import Backend, ConfigPath, launch, load_config
+from rollout.cli.lib.find_run import find
+from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib.server_view import render_server
+from rollout.config.run_dir import RunFolder
+from rollout.core.errors import RolloutError
+
+
+def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = False) -> None:
+    """Run engines, router and page without a trainer until Ctrl-C."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    loaded = load_config(config)
+    done = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    with launch(loaded, backend) as deployment:
+        urls = {name: status.router_url for name, status in deployment.status().result().items()}
+        if as_json:
+            print_json({"run": str(RunFolder.of(loaded).path), "routers": urls})
+        else:
+            _show(loaded, urls)
+        done.wait()
+
+
+def _show(config: rollout.RolloutConfig, urls: dict[str, str]) -> None:
+    folder = RunFolder.of(config).path
+    try:
+        for server in find(str(folder)):
+            console().print(render_server(server.state(), server.where))
+    except RolloutError:  # the page is disabled or needs a key: show the routers
+        for name, url in urls.items():
+            console().print(f"{name}: router {url}")
+    console().print(f"serving; files in {folder}; stop with Ctrl-C")

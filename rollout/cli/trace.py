@@ -1,0 +1,87 @@
+"""``rollout trace``: the spans of a run as a trace file and as a summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rollout.cli.lib.launch_option import LaunchId, ListLaunches, show_launches, spans_of_launch
+from rollout.cli.lib.output import AsJson, console, print_json, write_text
+from rollout.observability.timeline.analysis import Step, slowest_engines, steps
+from rollout.observability.timeline.export import chrome_trace
+from rollout.observability.timeline.span import Span
+from rollout.observability.timeline.span_file import read_spans
+
+_NUM_SHOWN = 20
+_REPORTED = ("server", "start_s", "lost_s", "trainer_s", "weight_version", "phase_s")
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="A run folder, or one .spans.jsonl file.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File for the trace; default: trace.json.")
+    ] = None,
+    otel: Annotated[
+        bool, typer.Option(help="Also export to the OTLP endpoint of the OTEL_* variables.")
+    ] = False,
+    launch: LaunchId = "",
+    list_launches: ListLaunches = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace for chrome://tracing or ui.perfetto.dev, and summarize where time was spent.
+
+    It shows one launch of the run.
+    """
+    recorded = read_spans(file)
+    if list_launches:
+        show_launches(recorded, as_json=as_json)
+        return
+    chosen, spans = spans_of_launch(recorded, launch)
+    target = out or (file if file.is_dir() else file.parent) / "trace.json"
+    write_text(target, json.dumps(chrome_trace(spans)))
+    found = steps(spans)
+    if otel:
+        from rollout.observability.timeline.otel import export
+
+        console().print(f"sent {export(spans)} spans")
+    if as_json:
+        reported = [_as_dict(step) for step in found]
+        values = {"trace": str(target), "launch": chosen.launch, "num_spans": len(spans)}
+        print_json(values | {"steps": reported})
+        return
+    console().print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
+    _show(found, spans)
+
+
+def _as_dict(step: Step) -> dict[str, Any]:
+    values = {name: getattr(step, name) for name in _REPORTED}
+    return values | {"slowest": {name: slowest.engine_id for name, slowest in step.slowest.items()}}
+
+
+def _show(found: list[Step], spans: list[Span]) -> None:
+    table = Table("server", "version", "lost at the boundary", "trainer time", "longest phases")
+    for step in found[-_NUM_SHOWN:]:
+        longest = sorted(step.phase_s.items(), key=lambda item: -item[1])[:3]
+        table.add_row(
+            step.server,
+            str(step.weight_version),
+            f"{step.lost_s:.2f} s",
+            f"{step.trainer_s:.2f} s",
+            ", ".join(f"{name} {took:.2f}" for name, took in longest),
+        )
+    if found:
+        console().print(table)
+    engines = Table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
+    for phase, slowest in slowest_engines(spans).items():
+        engines.add_row(
+            phase,
+            slowest.engine_id,
+            f"{slowest.elapsed_s:.2f}",
+            f"{slowest.median_s:.2f}",
+            f"{slowest.waited_s:.2f}",
+        )
+    console().print(engines)

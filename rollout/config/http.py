@@ -1,0 +1,83 @@
+"""Settings of what a server offers over HTTP: the router and the live page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rollout.config.base import ConfigSection, Seconds, is_loopback
+
+
+class RouterConfig(ConfigSection):
+    """The router: clients send every request for a server's engines to it."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Default: loopback, for any client that reaches the router can generate."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to bind; 0 takes a free port, which ``rollout status`` shows."""
+    max_held_requests: Annotated[int, Field(ge=0)] = 4096
+    """Requests held while the engines are offloaded; each further request gets a 503."""
+    hold_timeout_s: Seconds = 600.0
+    """How long a request may be held before it gets a 503."""
+    connect_timeout_s: Seconds = 5.0
+    """Deadline for connecting to an engine; after it, another engine is tried."""
+    control_timeout_s: Seconds = 15.0
+    """Deadline for the router's reply to a command of its server."""
+    max_connections: Annotated[int, Field(ge=1)] = 16384
+    """Most open connections to engines; each needs a file descriptor."""
+    max_body_bytes: Annotated[int, Field(gt=0)] = 256 << 20
+    """Longest request body; a longer one gets a 413."""
+    request_timeout_s: Seconds = 7200.0
+    """Deadline from the head of a request to the last byte of its reply, including the time it was
+    held; after it, the client gets a 504 or an incomplete reply."""
+    policy: Literal["least_in_flight", "power_of_two", "round_robin", "session", "prefix"] = (
+        "least_in_flight"
+    )
+    """How an engine is chosen for a request. ``session`` uses ``X-Session-ID`` or ``session_id``,
+    ``prefix`` the beginning of the prompt; both skip an engine whose load is too high."""
+    session_ttl_s: Seconds = 3600.0
+    """A session without requests for this long is removed, with its engine and recorded turns."""
+    max_sessions: Annotated[int, Field(ge=1)] = 100_000
+    """Most sessions kept. Beyond it, the oldest is removed, and recording a new one is refused."""
+    token_failover: Literal["off", "asked", "on"] = "asked"
+    """Whether a request continues on another engine, with the tokens so far, when its engine dies:
+    never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always."""
+    failover_interval: Annotated[int, Field(ge=1)] = 32
+    """Tokens between two saved states of a request that can fail over; the tokens since the last
+    one are generated again. The interval is longer for a long request that is not streamed: its
+    state is saved at most 64 times."""
+    max_failovers: Annotated[int, Field(ge=1)] = 8
+    """Engines that one request may lose before it fails.  It fails at the second in a row that sent
+    it no token."""
+    client_key: str = Field(default="", repr=False)
+    """Bearer key that clients must send. Default: none is needed."""
+    control_key: str = Field(default="", repr=False)
+    """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts. Default: ``client_key``."""
+    max_recorded_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes of recorded turns over all sessions; beyond it, recording a turn is refused."""
+
+    @field_validator("token_failover", mode="before")
+    @classmethod
+    def _yaml_reads_off_and_on_as_booleans(cls, value: Any) -> Any:
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+class PageConfig(ConfigSection):
+    """The live page of a server, for people and for Prometheus."""
+
+    enabled: bool = True
+    """Whether to serve the page; without it, ``doctor`` and ``top`` work over Ray only."""
+    host: str = "127.0.0.1"
+    """Address to bind; any address but loopback needs ``key``."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to bind; 0 takes a free port, which ``rollout status`` shows."""
+    key: str = Field(default="", repr=False)
+    """Key for viewing, as a bearer token or typed into the page."""
+    control_key: str = Field(default="", repr=False)
+    """Bearer key for fencing and stopping from the page. Default: the page is read-only."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.enabled and not self.key and not is_loopback(self.host):
+            yield "host", f"host {self.host} can be reached from other machines: set page.key"

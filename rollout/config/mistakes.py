@@ -1,0 +1,179 @@
+"""All mistakes in the values of a configuration, each with its path and what would be accepted.
+
+Always true: a mistake that hides others does not: values are checked again without the wrong ones,
+until nothing new is found.  Secrets are never shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from engines.protocol.plain_text import value_text
+from rollout.config.base import DOES_NOT_FIT
+from rollout.core.errors import Mistake
+
+M = TypeVar("M", bound=BaseModel)
+Location = tuple[int | str, ...]
+
+_UNKNOWN = "extra_forbidden"
+# Errors that appear only because a wrong value was taken out.
+_OF_REMOVAL = ("missing", "too_short")
+_LISTS = ("tuple_type", "list_type")
+_SECTIONS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
+_PATTERNS = {
+    r"^[a-z][a-z0-9_]*$": "must be lower-case letters, digits and _, a letter first",
+    r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$": (
+        "must be at most 63 letters, digits, _, . and -, a letter or digit first"
+    ),
+    r"^[^\x00]*$": "must be the path of a file or folder",
+}
+
+
+def examine(model: type[M], values: Any) -> tuple[M | None, list[Mistake]]:
+    """The configuration without its wrong values, if it can do without them, and all mistakes."""
+    found: dict[str, list[Mistake]] = {}
+    while True:
+        try:
+            config = model.model_validate(values)
+            return config, [wrong for wrongs in found.values() for wrong in wrongs]
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        known = {*found, *_settings_of_removal(errors)} if found else set()
+        new = [wrong for wrong in _mistakes(model, errors) if wrong.setting not in known]
+        if not new:
+            return None, [wrong for wrongs in found.values() for wrong in wrongs]
+        for wrong in new:
+            found.setdefault(wrong.setting, []).append(wrong)
+        places = [(place, wrong) for wrong in errors for place in _places(wrong)]
+        values = _repaired(values, {place: _meant(model, wrong) for place, wrong in places})
+
+
+def _places(error: Mapping[str, Any]) -> Iterator[Location]:
+    """What to take out: the wrong value, or its section if it is a default."""
+    location, section = error["loc"], error["input"]
+    if error["type"] != DOES_NOT_FIT:
+        yield location
+        return
+    for name, _ in error["ctx"]["found"]:
+        first, *rest = name.split(".")
+        is_set = isinstance(section, Mapping) and first in section
+        yield (*location, first, *rest) if is_set else location
+
+
+def _settings_of_removal(errors: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {dotted(error["loc"]) for error in errors if error["type"] in _OF_REMOVAL}
+
+
+def dotted(location: Location) -> str:
+    """A place in the values as a path: ``servers.policy.model_path``."""
+    return ".".join(str(part) for part in location if part != "[key]")
+
+
+def _mistakes(model: type[BaseModel], errors: Iterable[Any]) -> Iterator[Mistake]:
+    errors = sorted(errors, key=lambda found: found["type"] != _UNKNOWN)
+    meant: set[str] = set()
+    for error in errors:
+        location, setting = error["loc"], dotted(error["loc"])
+        if error["type"] == _UNKNOWN:
+            meant.add(dotted((*location[:-1], _meant(model, error))))
+            value = _shown_value(setting, error["input"])
+            yield Mistake(setting, value, _unknown_key(model, location))
+        elif error["type"] == DOES_NOT_FIT:
+            for name, why in error["ctx"]["found"]:
+                yield _conflict(location, name, why, error["input"])
+        elif error["type"] == "missing":
+            if setting not in meant:  # a mistyped key is the cause
+                yield Mistake(setting, None, f"{setting} is missing")
+        else:
+            value = _shown_value(setting, error["input"])
+            shown = f"{setting or 'config'} = {_short(value)}"
+            yield Mistake(setting, value, f"{shown}: {_accepted(error)}")
+
+
+def _conflict(location: Location, name: str, why: str, section: Any) -> Mistake:
+    setting, value = dotted((*location, name)), section
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    value = _shown_value(setting, value)
+    return Mistake(setting, value, f"{setting} = {_short(value)}: {why}")
+
+
+def _accepted(error: Mapping[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _LISTS:
+        return f"must be a list, such as [{_short(error['input']).strip(chr(39))}]"
+    if kind in _SECTIONS:
+        return "must be a section, with its settings indented below it"
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], str(error["msg"]))
+    if kind == "too_short":
+        return "must have at least one entry"
+    return str(error["msg"])
+
+
+def _shown_value(setting: str, value: Any) -> Any:
+    return "(hidden)" if _is_secret(setting, value) else value
+
+
+def _is_secret(setting: str, value: Any) -> bool:
+    """Whether a value may be a secret: a key, the environment, or a section that contains keys."""
+    parts = setting.split(".")
+    holds = isinstance(value, Mapping) and any(str(name).endswith("key") for name in value)
+    is_key = parts[-1] == "key" or parts[-1].endswith("_key")
+    return is_key or "env" in parts or holds or parts[-1] == "page"
+
+
+def _short(value: Any) -> str:
+    return "(hidden)" if value == "(hidden)" else value_text(value)
+
+
+def _unknown_key(model: type[BaseModel], location: Location) -> str:
+    *parents, key = (str(part) for part in location)
+    known = _section_at(model, parents).model_fields
+    near = _nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown key {key!r} in {'.'.join(parents) or 'the config'}; {hint}"
+
+
+def _meant(model: type[BaseModel], error: Mapping[str, Any]) -> str:
+    """The key that an unknown key was probably meant to be; empty if there is none."""
+    *parents, key = (str(part) for part in error["loc"] or ("",))
+    is_unknown = error["type"] == _UNKNOWN
+    return _nearest(key, _section_at(model, parents).model_fields) if is_unknown else ""
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.5)
+    return near[0] if near else ""
+
+
+def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None:  # a name chosen by the user: the key of a dict of sections
+            continue
+        for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                model = candidate
+    return model
+
+
+def _repaired(values: Any, wrong: Mapping[Location, str]) -> Any:
+    """A copy of nested mappings without the values at these places.
+
+    Args:
+        wrong: place -> the key under which its value stays, if that is not taken; or empty.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    kept: dict[Any, Any] = {}
+    for name, value in values.items():
+        below = {place[1:]: key for place, key in wrong.items() if place and place[0] == name}
+        key = below.get((), name)
+        if ("[key]",) not in below and key and (key == name or key not in values):
+            kept[key] = _repaired(value, below)
+    return kept

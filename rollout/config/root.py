@@ -1,0 +1,151 @@
+"""The root of the configuration: servers, cluster, and how they are read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rollout.config.base import ConfigSection, Name, PathText, Seconds
+from rollout.config.file import read_values
+from rollout.config.groups import GroupConfig
+from rollout.config.http import PageConfig, RouterConfig
+from rollout.config.lifecycle import HealthConfig, LifecycleConfig
+from rollout.config.mistakes import examine
+from rollout.config.weights import WeightsConfig
+from rollout.core.errors import ConfigError, Mistake
+
+
+class TimelineConfig(ConfigSection):
+    """Where spans of phases, engines and calls are sent, besides the files of the run."""
+
+    otel: bool = False
+    """Also export spans through OpenTelemetry, configured by the ``OTEL_*`` variables."""
+
+
+class ServerConfig(ConfigSection):
+    """One model: its groups of engines behind one router."""
+
+    model_path: PathText
+    """Directory of the Hugging Face checkpoint that the engines load at start."""
+    groups: Annotated[dict[Name, GroupConfig], Field(min_length=1)]
+    """Groups of engines, by name."""
+    router: RouterConfig = RouterConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    health: HealthConfig = HealthConfig()
+    weights: WeightsConfig = WeightsConfig()
+    timeline: TimelineConfig = TimelineConfig()
+    page: PageConfig = PageConfig()
+
+
+class ClusterConfig(ConfigSection):
+    """The Ray cluster that the actors run on."""
+
+    address: str | None = None
+    """Ray address. Default: the cluster of the running job, else a new local one."""
+    namespace: str = "rollout"
+    """Ray namespace of the actor names."""
+    trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of the trainer; groups with ``needs_offload`` are placed on the same GPUs."""
+    placement_timeout_s: Seconds = 60.0
+    """Deadline for Ray to grant the placement group; the error names the missing resources."""
+
+
+class RolloutConfig(ConfigSection):
+    """A run: one or more servers and the cluster they run on."""
+
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] = "run"
+    """Name of the run; part of actor names and of the log folder."""
+    log_dir: PathText = "runs"
+    """Folder for logs and other files of runs; this run uses ``<log_dir>/<run_id>``."""
+    servers: Annotated[dict[Name, ServerConfig], Field(min_length=1)]
+    """The servers by name, for example policy, reference, reward, judge."""
+    cluster: ClusterConfig = ClusterConfig()
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Two that cannot both listen at one address, or both drive one engine."""
+        yield from _used_twice(
+            self._addresses(), "{} is the address of {} too; choose another port"
+        )
+        yield from _used_twice(
+            self._engine_urls(), "{} is an engine of {} too; list each engine once"
+        )
+
+    def _addresses(self) -> Iterator[tuple[str, str]]:
+        for name, server in self.servers.items():
+            if server.router.port:
+                yield f"servers.{name}.router.port", f"{server.router.host}:{server.router.port}"
+            if server.page.enabled and server.page.port:
+                yield f"servers.{name}.page.port", f"{server.page.host}:{server.page.port}"
+
+    def _engine_urls(self) -> Iterator[tuple[str, str]]:
+        for name, server in self.servers.items():
+            for group, settings in server.groups.items():
+                for url in settings.engine.urls:
+                    yield f"servers.{name}.groups.{group}.engine.urls", url.rstrip("/")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RolloutConfig:
+        """A config from nested mappings.
+
+        Raises:
+            ConfigError: all wrong settings, each with its path and what would be accepted.
+        """
+        config, mistakes = cls.examined(values)
+        if config is None or mistakes:
+            raise ConfigError.of(mistakes)
+        return config
+
+    @classmethod
+    def examined(cls, values: Any) -> tuple[RolloutConfig | None, list[Mistake]]:
+        """The config without its wrong settings, if it can do without them, and all mistakes."""
+        if isinstance(values, Mapping):
+            return examine(cls, values)
+        kind = "empty" if values is None else f"a {type(values).__name__}"
+        message = f"a config is a mapping with the key 'servers'; this one is {kind}"
+        return None, [Mistake("", values, message)]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> RolloutConfig:
+        """A config from a YAML, JSON or TOML file.
+
+        Raises:
+            ConfigError: the file is missing, cannot be parsed, or holds wrong settings.
+        """
+        if not isinstance(path, (str, Path)):
+            raise ConfigError(f"the path of a config is a str or Path, not {path!r}")
+        return cls.from_dict(read_values(Path(path)))
+
+
+def _used_twice(uses: Iterable[tuple[str, str]], why: str) -> Iterator[tuple[str, str]]:
+    owners: dict[str, str] = {}
+    for setting, used in uses:
+        if used in owners:
+            yield setting, why.format(used, owners[used])
+        owners.setdefault(used, setting)
+
+
+def check_paths(config: RolloutConfig) -> None:
+    """Check that every model directory exists, before anything is started.
+
+    Raises:
+        ConfigError: directories are missing or have no ``config.json``; names the settings.
+    """
+    if mistakes := list(wrong_paths(config)):
+        raise ConfigError.of(mistakes)
+
+
+def wrong_paths(config: RolloutConfig) -> Iterator[Mistake]:
+    """The model directories that are none."""
+    for name, server in config.servers.items():
+        shown, path = repr(server.model_path), Path(server.model_path)
+        if not path.is_dir():
+            reason = f"there is no directory {shown}; give the folder of a Hugging Face checkpoint"
+        elif not (path / "config.json").is_file():
+            reason = f"{shown} has no config.json, so it is not a Hugging Face checkpoint"
+        else:
+            continue
+        setting = f"servers.{name}.model_path"
+        yield Mistake(setting, server.model_path, f"{setting}: {reason}")

@@ -1,0 +1,109 @@
+"""Several rollout servers on the same GPUs: policy, reference, reward, judge.
+
+Always true: offload and onload are one transaction over all servers.  The trainer's GPUs are
+shared by all.  So no server releases before every server has flushed, and none serves before
+every server can.  One transaction runs at a time.  A repeated transaction, also one that failed,
+continues from the phase of each group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from engines.protocol.plain_text import describe
+from rollout.control.server.server import RolloutServer
+from rollout.core.command_lock import CommandLock
+from rollout.core.errors import ConfigError
+from rollout.core.fanout import barrier
+from rollout.core.types import ServerStatus, StepReport
+from rollout.rules.lifecycle import OFFLOAD, SERVE, Command
+from rollout.weights.push.weight_push import WeightPush
+
+logger = logging.getLogger(__name__)
+
+
+class Deployment:
+    """The lifecycle of all servers together.
+
+    Args:
+        stop_budget_s: deadline for one server to stop; None if the server has its own.
+        lock_timeout_s: how long a transaction waits for the previous one.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, RolloutServer],
+        *,
+        stop_budget_s: float | None = None,
+        lock_timeout_s: float = 900.0,
+    ) -> None:
+        self._servers = dict(servers)
+        self._stop_budget_s = stop_budget_s
+        self._lock = CommandLock(lock_timeout_s)
+
+    async def start(self) -> dict[str, ServerStatus]:
+        """Start all servers; if one does not start, all are stopped again."""
+        try:
+            return await barrier({name: server.start() for name, server in self._servers.items()})
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop all servers.  A lost or hanging server is logged; the launcher kills it."""
+        await barrier({name: self._stop(name, server) for name, server in self._servers.items()})
+
+    async def _stop(self, name: str, server: RolloutServer) -> None:
+        try:
+            async with asyncio.timeout(self._stop_budget_s):
+                await server.stop()
+        except Exception as error:  # the launcher must still kill the servers
+            logger.error("server %s did not stop by itself: %s", name, describe(error))
+
+    async def offload(self) -> dict[str, StepReport]:
+        """Pause all servers, then flush all, then release all."""
+        async with self._lock.held("offload"):
+            return await self._advance(*OFFLOAD)
+
+    async def onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+        """Resume the weights of all servers, push new weights, then serve.
+
+        Raises:
+            ConfigError: a push for a server that does not exist.
+        """
+        for name in pushes:
+            if name not in self._servers:
+                known = ", ".join(self._servers)
+                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
+        async with self._lock.held("onload"):
+            return await self._onload(pushes)
+
+    async def _onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+        # Groups that stopped in the middle of a failed offload cannot take new weights.
+        await barrier({name: self._servers[name].catch_up() for name in pushes})
+        reports = await self._advance(Command.RESUME_WEIGHTS)
+        updated = await barrier(
+            {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
+        )
+        served = await self._advance(*SERVE)
+        for name, report in reports.items():
+            if name in updated:
+                report = report.merged(updated[name])
+            reports[name] = report.merged(served[name])
+        return reports
+
+    async def status(self) -> dict[str, ServerStatus]:
+        """Status of every server."""
+        return await barrier({name: server.status() for name, server in self._servers.items()})
+
+    async def _advance(self, *commands: Command) -> dict[str, StepReport]:
+        """Run each command on all servers before the next.  Servers already past it do nothing."""
+        reports = {name: StepReport() for name in self._servers}
+        for command in commands:
+            done = await barrier(
+                {name: server.advance(command) for name, server in self._servers.items()}
+            )
+            reports = {name: reports[name].merged(done[name]) for name in reports}
+        return reports

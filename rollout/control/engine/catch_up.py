@@ -1,0 +1,148 @@
+"""Brings a restarted engine to the phase and weights of its group.
+
+Always true: the engine gets the calls that brought the others to their phase, in the same order.
+It serves only after its weights are verified to be those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from engines.protocol import MemoryTag, PauseMode, WeightsReport
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import WeightMismatch
+from rollout.rules.fingerprint_check import (
+    ALL_TENSORS,
+    EngineFingerprints,
+    find_mismatches,
+    first_difference,
+    why_inconclusive,
+)
+from rollout.rules.lifecycle import Phase
+from rollout.weights.push.weight_source import Restored, WeightSource
+
+
+async def replay_to_phase(
+    member: EngineState, phase: Phase, tags: Sequence[MemoryTag], *, weights_survive: bool
+) -> None:
+    """Bring a newly started engine, which serves, to the phase of its group.
+
+    Args:
+        tags: the memory tags that its group releases on offload; empty if it keeps its GPUs.
+        weights_survive: released weights are restored (CPU backup).
+    """
+    if phase is Phase.SERVING:
+        return
+    await member.engine.pause_generation(PauseMode.ABORT)
+    if phase is Phase.PAUSED:
+        return
+    await member.engine.flush_cache(timeout_s=None)
+    released = released_in(phase, tags)
+    if released:
+        await member.engine.release_memory_occupation(released)
+        member.released.update(released)
+        if MemoryTag.WEIGHTS in released and not weights_survive:
+            member.weight_version = None
+
+
+def released_in(phase: Phase, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
+    """The ``tags`` that an engine has released in ``phase``."""
+    if phase is Phase.OFFLOADED:
+        return list(tags)
+    if phase in (Phase.WEIGHTS_ONLOADED, Phase.WEIGHTS_UPDATED, Phase.VERIFIED):
+        return [tag for tag in tags if tag is not MemoryTag.WEIGHTS]
+    return []
+
+
+WhyWrong = Callable[[EngineState, int, str], Awaitable[str]]
+"""Why the weights of an engine are not those of a version, if fingerprints are inconclusive for the
+given reason; empty if they may be."""
+
+
+async def readmit(
+    member: EngineState,
+    version: int,
+    sources: Sequence[WeightSource],
+    expected: WeightsReport | None,
+    why_wrong: WhyWrong,
+) -> bool:
+    """See ``ServerGroup.readmit``.
+
+    Args:
+        expected: fingerprints of an engine verified at ``version``; None if there is none.
+    """
+    if MemoryTag.WEIGHTS in member.released:
+        return False
+    # After a release that lost the weights, the engine still reports their old version.
+    if member.weight_version is None or await member.engine.weight_version() != str(version):
+        member.weight_version = None
+        restored = await _restored(member, version, sources)
+        if restored is None:
+            return False
+        _note_restored(member, version, restored)
+    held = await member.engine.weight_version()
+    if held != str(version):
+        raise WeightMismatch(
+            f"engine {member.engine_id} was given weight version {version} and reports {held!r}",
+            engine_id=member.engine_id,
+        )
+    report = await member.fingerprints()
+    inconclusive = _why_inconclusive(member, version, report, expected)
+    member.weight_version = version
+    if inconclusive and (why := await why_wrong(member, version, inconclusive)):
+        raise WeightMismatch(
+            f"engine {member.engine_id} was given weight version {version}, but {why}",
+            engine_id=member.engine_id,
+        )
+    member.mark_verified(report)
+    member.is_stale = False
+    return True
+
+
+async def _restored(
+    member: EngineState, version: int, sources: Sequence[WeightSource]
+) -> Restored | None:
+    for source in sources:
+        restored = await source.restore(member.engine, version, member.current_slot)
+        if restored is not None:
+            return restored
+    return None
+
+
+def _note_restored(member: EngineState, version: int, restored: Restored) -> None:
+    manifest = restored.manifest
+    member.adapter = restored.adapter
+    member.base_version = version if restored.base_version is None else restored.base_version
+    member.pushed = dict(manifest.fingerprints)
+    member.pushed_dtypes = {name: tensor.dtype for name, tensor in manifest.tensors.items()}
+
+
+def _why_inconclusive(
+    member: EngineState, version: int, report: WeightsReport | None, expected: WeightsReport | None
+) -> str:
+    """Why its fingerprints are not enough to verify its weights; empty if they are.
+
+    Raises:
+        WeightMismatch: the fingerprints show other weights.
+    """
+    if report is None:
+        return "engine does not report fingerprints"
+    tensor = "" if expected is None else first_difference(expected, report)
+    if tensor:
+        raise WeightMismatch(
+            f"engine {member.engine_id} reports weight version {version}, but its tensor "
+            f"{tensor!r} differs from that of an engine verified at this version",
+            tensor=tensor,
+            engine_id=member.engine_id,
+        )
+    # Without another engine to compare with, the pushed fingerprints are the reference.
+    fingerprints = EngineFingerprints(
+        report, None, ALL_TENSORS, member.comparable_fingerprints(), member.adapter
+    )
+    if wrong := find_mismatches({member.engine_id: fingerprints}):
+        raise WeightMismatch(
+            f"engine {member.engine_id} was given weight version {version}, but "
+            f"{wrong[member.engine_id]}",
+            engine_id=member.engine_id,
+        )
+    return why_inconclusive(fingerprints, 0 if expected is None else 1)

@@ -1,0 +1,57 @@
+"""The settings of one group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+from rollout.weights.push.weight_source import DiskSource, WeightSource
+
+GROUP_MARGIN_S = 30.0
+"""A group has its own deadlines.  This long after them, the group itself counts as lost."""
+
+
+def fewest_engines(group: GroupConfig, lifecycle: LifecycleConfig, num: int) -> int:
+    """How many of ``num`` engines a group needs to continue."""
+    if group.min_engines is not None:
+        return group.min_engines
+    return num if lifecycle.on_failure == "raise" else min(1, num)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The part of a server's configuration that one group needs.
+
+    Attributes:
+        path: dotted path of the group's settings, for messages.
+        log_dir: folder for the logs of its engines and its timeline.
+        otel: whether its timeline is also exported through OpenTelemetry.
+        sources: weight sources for a restarted engine, tried before the disk.
+    """
+
+    name: str
+    path: str
+    model_path: str
+    log_dir: str
+    group: GroupConfig
+    update: WeightUpdate
+    lifecycle: LifecycleConfig
+    health: HealthConfig = field(default_factory=HealthConfig)
+    otel: bool = False
+    sources: tuple[WeightSource, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """``server/group``, the name of its timeline."""
+        return f"{self.path.split('.')[1]}/{self.name}"
+
+    @property
+    def raises(self) -> bool:
+        """Whether the failure of one engine stops the step."""
+        return self.lifecycle.on_failure == "raise"
+
+    def all_sources(self) -> tuple[WeightSource, ...]:
+        """Weight sources for a restarted engine, in the order in which they are tried."""
+        path = self.health.weights_path
+        disk = () if path is None else (DiskSource(path),)
+        return (*self.sources, *disk)

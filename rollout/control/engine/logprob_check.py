@@ -1,0 +1,219 @@
+"""The log-prob check: compares engines' log-probs of fixed prompts (canaries).
+
+Always true: an engine is queried only while it generates: after its ``continue`` and before the
+gate opens, or before it joins its group.  The caller fences an engine with wrong log-probs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.protocol import SamplingParams, WorkerType
+from engines.protocol.errors import EngineRejected
+from rollout.config import LifecycleConfig
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import LifecycleError, WeightMismatch
+from rollout.core.fanout import EngineReply
+from rollout.observability.timeline.recorder import current_span
+from rollout.rules.canary import (
+    CanaryLogprobs,
+    EngineLogprobs,
+    Logprobs,
+    Prompt,
+    find_logprob_mismatches,
+    prompts_for,
+)
+from rollout.rules.fingerprint_check import Verification, reports_adapter
+
+logger = logging.getLogger(__name__)
+
+AdapterLogprobs = dict[str, CanaryLogprobs]
+"""Log-probs by adapter; those of the model itself under the empty name."""
+RID_PREFIX = "canary-"
+_NO_TOKENS = SamplingParams(max_new_tokens=0, temperature=0.0)
+
+
+class LogprobCheck:
+    """The log-prob check of one group.
+
+    Attributes:
+        prompts: the fixed prompts; empty if the check is disabled or impossible.
+    """
+
+    def __init__(self, settings: GroupSettings) -> None:
+        self._tolerance = settings.lifecycle.canary_tolerance
+        self._is_wanted = settings.lifecycle.verify_by != "version"
+        self._warned_of: set[str] = set()
+        # Prefill and decode workers answer only in pairs, and encoders not at all.
+        has_logprobs = settings.group.worker_type is WorkerType.REGULAR
+        self.prompts: tuple[Prompt, ...] = ()
+        if has_logprobs:
+            self.prompts = prompts_of(settings.lifecycle, settings.model_path)
+
+    def is_only_check_for(self, member: EngineState) -> bool:
+        """Whether some of this engine's weights can be verified only by log-probs."""
+        has_fingerprints = member.has_checker and (
+            not member.adapter or (member.record and reports_adapter(member.adapter, member.record))
+        )
+        return bool(self.prompts) and not has_fingerprints
+
+    def require(self, member: EngineState, why_inconclusive: str) -> None:
+        """Require the check of an engine whose fingerprints are inconclusive."""
+        if self.prompts:
+            member.needs_logprob_check = True
+        elif self._is_wanted and member.engine_id not in self._warned_of:
+            self._warned_of.add(member.engine_id)
+            logger.warning(
+                "engine %s: verified by version only: %s, and the log-prob check is disabled or "
+                "not possible",
+                member.engine_id,
+                why_inconclusive,
+            )
+
+    def any_pending(self, members: Iterable[EngineState]) -> bool:
+        """Whether any engine needs the check.  Then all run it, as references for each other."""
+        return any(member.needs_logprob_check and not member.is_stale for member in members)
+
+    async def collect(self, member: EngineState) -> Verification:
+        """Its log-probs, for ``verify_replies``."""
+        verification = Verification("canary", canaries=await self.query(member))
+        if (span := current_span()) is not None:
+            span.verified_by = verification.by
+        return verification
+
+    async def query(self, member: EngineState) -> AdapterLogprobs:
+        """Its log-probs of all prompts, without and with its adapter.
+
+        Raises:
+            LifecycleError: the reply has no log-probs.
+        """
+        logprobs = {}
+        at = f"version {member.weight_version}"
+        made_of = {"": at if member.base_version is None else f"base {member.base_version}"}
+        if member.adapter:
+            made_of[member.adapter] = at
+        for adapter, of in made_of.items():
+            values = [
+                await self._query_prompt(member, index, adapter)
+                for index in range(len(self.prompts))
+            ]
+            logprobs[adapter] = CanaryLogprobs(of, tuple(values))
+        return logprobs
+
+    async def _query_prompt(
+        self, member: EngineState, index: int, adapter: str
+    ) -> tuple[float, ...]:
+        prompt = self.prompts[index]
+        try:
+            reply = await member.engine.generate(
+                input_ids=prompt,
+                sampling_params=_NO_TOKENS,
+                rid=f"{RID_PREFIX}{secrets.token_hex(4)}",
+                return_logprob=True,
+                logprob_start_len=0,
+                lora_path=adapter or None,
+            )
+        except EngineRejected as error:
+            raise LifecycleError(
+                f"it refuses canary prompt {index}: {error}; if it cannot return log-probs of "
+                "prompts, set lifecycle.verify_by to version"
+            ) from error
+        values = reply.input_logprobs
+        if values is None or len(values) != len(prompt) - 1:
+            reason = reply.finish_reason
+            detail = f": {reason.message}" if reason is not None and reason.message else ""
+            raise LifecycleError(
+                f"it returned {len(values or ())} log-probs of canary prompt {index}, which has "
+                f"{len(prompt)} tokens{detail}"
+            )
+        return values
+
+    def verify_replies(
+        self, answers: dict[str, EngineReply[Any]], members: Iterable[EngineState]
+    ) -> dict[str, EngineReply[Any]]:
+        """Mark the replies of engines with wrong log-probs as failures."""
+        engines = {member.engine_id: member for member in members}
+        logprobs = {
+            engine_id: reply.value.canaries
+            for engine_id, reply in answers.items()
+            if reply.failure is None and reply.value is not None
+        }
+        wrong = find_logprob_mismatches(
+            {
+                engine_id: EngineLogprobs(
+                    now,
+                    engines[engine_id].canary,
+                    not engines[engine_id].needs_logprob_check,
+                    engines[engine_id].expected,
+                )
+                for engine_id, now in logprobs.items()
+            },
+            self._tolerance,
+        )
+        for engine_id, now in logprobs.items():
+            if engine_id in wrong:
+                answers[engine_id] = answers[engine_id].as_failure(
+                    "canary", engine_id, wrong[engine_id]
+                )
+            else:
+                record_logprobs(engines[engine_id], now)
+        return answers
+
+    async def why_mismatch(self, member: EngineState, peers: Sequence[EngineState]) -> str:
+        """Check one restarted engine: why its log-probs are wrong; empty if they are right.
+
+        Args:
+            peers: engines verified at the same version.
+        """
+        now = await self.query(member)
+        by_engine = {
+            peer.engine_id: EngineLogprobs(peer.canary, is_verified=True)
+            for peer in peers
+            if peer.canary
+        }
+        by_engine[member.engine_id] = EngineLogprobs(now, member.canary, expected=member.expected)
+        if why := find_logprob_mismatches(by_engine, self._tolerance).get(member.engine_id, ""):
+            return why
+        record_logprobs(member, now)
+        return ""
+
+
+def record_logprobs(member: EngineState, logprobs: AdapterLogprobs) -> None:
+    """Record the log-probs of an engine that passed."""
+    member.canary = logprobs
+    member.needs_logprob_check = False
+
+
+def check_expected(expected: Logprobs, prompts: Sequence[Prompt]) -> None:
+    """Check the number of expected log-probs against the prompts.
+
+    Raises:
+        WeightMismatch: the numbers of prompts or tokens differ.
+    """
+    wanted = [len(prompt) - 1 for prompt in prompts]
+    given = [len(values) for values in expected]
+    if given != wanted:
+        raise WeightMismatch(
+            f"expected log-probs of {given} tokens; the canary prompts have {wanted} after the "
+            "first (see canary_prompts; none with verify_by: version)"
+        )
+
+
+def prompts_of(lifecycle: LifecycleConfig, model_path: str) -> tuple[Prompt, ...]:
+    """The canary prompts for this model; empty if the check is disabled or impossible."""
+    if lifecycle.verify_by == "version":
+        return ()
+    if lifecycle.canary_prompts:
+        return lifecycle.canary_prompts
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        text_config = config.get("text_config") or {}
+        return prompts_for(int(config.get("vocab_size") or text_config.get("vocab_size") or 0))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ()

@@ -1,0 +1,237 @@
+"""Releasing and resuming the memory of one engine.
+
+Always true:
+- nothing is released or resumed twice, because SGLang crashes on that;
+- a release counts only after the memory was measured to be free;
+- after a lost reply, the outcome is checked, not guessed.  The engine's report of its released
+  tags decides.  Without a report, the memory that was freed by the time of a later reply decides.
+  If both are inconclusive, the group ends the engine.  A call is repeated only if the engine
+  reports that it was not done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from engines.protocol import GpuMemory, MemoryTag
+from engines.protocol.errors import EngineError, EngineRejected, EngineUnreachable
+from engines.protocol.plain_text import size_text
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import LifecycleError
+from rollout.observability.timeline.recorder import current_span, record_event
+from rollout.rules.release_policy import ReleasePolicy, least_freed_bytes
+
+logger = logging.getLogger(__name__)
+
+_SERVER_ERROR = 500
+_MOST_HOLDERS = 4
+WEIGHTS_TAGS = (MemoryTag.WEIGHTS,)
+KV_TAGS = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
+
+
+class EngineMemory:
+    """Releases and resumes the memory of a group's engines, one at a time.
+
+    Args:
+        model_path: the checkpoint; its size bounds what a release must free.
+    """
+
+    def __init__(self, policy: ReleasePolicy, model_path: str) -> None:
+        self.policy = policy
+        self._checkpoint_bytes = size_of_weights(model_path)
+
+    async def release(self, member: EngineState) -> int:
+        """Release the tags of the policy that are not released yet.
+
+        Returns:
+            The freed bytes; 0 if not measured.
+
+        Raises:
+            LifecycleError: too little memory was freed.
+            EngineError: the call failed, and its outcome is unknown.
+        """
+        tags = [tag for tag in self.policy.tags if tag not in member.released]
+        if not tags:
+            return 0
+        by_tag = await member.memory_by_tag()
+        before = await member.used_bytes()
+        least = least_freed_bytes(tags, by_tag, self._checkpoint_bytes)
+        try:
+            await member.engine.release_memory_occupation(tags)
+        except EngineError as error:
+            released = await _released_after(member, error)
+            freed = _freed(before, await member.used_bytes())
+            if not _was_done(member, release_outcome(tags, released, freed, least), error):
+                await member.engine.release_memory_occupation(tags)
+        member.released.update(tags)
+        if not self.policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
+            member.weight_version = None
+        member.released_bytes |= {tag: by_tag[tag] for tag in tags if tag in by_tag}
+        after = await member.used_bytes()
+        _note(before, after)
+        freed = _freed(before, after)
+        if freed is None:
+            return 0
+        if least and freed < least:  # without a least value, a page more is no failure
+            raise LifecycleError(
+                f"release of {', '.join(tags)} freed {size_text(freed)}, at least "
+                f"{size_text(least)} must be freed; {size_text(after or 0)} are still in use"
+            )
+        return max(0, freed)
+
+    async def resume_weights(self, member: EngineState) -> None:
+        """Resume the memory of the weights; its contents are not verified yet."""
+        await self.resume(member, WEIGHTS_TAGS)
+
+    async def resume_kv(self, member: EngineState) -> None:
+        """Resume the memory of the KV cache and the CUDA graphs."""
+        await self.resume(member, KV_TAGS)
+
+    async def resume(self, member: EngineState, tags: Sequence[MemoryTag]) -> None:
+        """Resume those of ``tags`` that are released.
+
+        Raises:
+            EngineError: the call failed, and its outcome is unknown.
+        """
+        wanted = [tag for tag in tags if tag in member.released]
+        if not wanted:
+            return
+        before = await member.used_bytes()
+        try:
+            await member.engine.resume_memory_occupation(wanted)
+        except EngineError as error:
+            released = await _released_after(member, error)
+            if not _was_done(member, resume_outcome(wanted, released), error):
+                await member.engine.resume_memory_occupation(wanted)
+        member.released.difference_update(wanted)
+        _note(before, await member.used_bytes())
+
+
+async def why_no_room(tags: Sequence[MemoryTag], members: Sequence[EngineState]) -> str:
+    """Why the GPUs have no room to resume these tags; empty if they have, or if unknown.
+
+    Checked before any engine is called: the memory saver ends the process of an engine that
+    cannot get its memory back.
+    """
+    found = await asyncio.gather(*(_why_no_room_for(member, tags) for member in members))
+    return "; ".join(filter(None, found))
+
+
+async def _why_no_room_for(member: EngineState, tags: Sequence[MemoryTag]) -> str:
+    wanted = [tag for tag in tags if tag in member.released and member.released_bytes.get(tag)]
+    gpus = await member.gpu_memory() if wanted else ()
+    if not gpus:
+        return ""
+    # Tensor parallelism divides weights and KV cache equally.
+    needed = sum(member.released_bytes[tag] for tag in wanted) // len(gpus)
+    return "; ".join(
+        f"engine {member.engine_id}: GPU {gpu.uuid} has {size_text(gpu.free_bytes)} free, "
+        f"{' and '.join(wanted)} need {size_text(needed)}{_held_by(gpu)}"
+        for gpu in gpus
+        if gpu.free_bytes < needed
+    )
+
+
+def _held_by(gpu: GpuMemory) -> str:
+    most = sorted(gpu.holders.items(), key=lambda holder: -holder[1])[:_MOST_HOLDERS]
+    holders = [f"{name} holds {size_text(num)}" for name, num in most]
+    advice = "free it (in PyTorch: torch.cuda.empty_cache()) and repeat the command"
+    return f"; {', '.join([*holders, advice])}"
+
+
+class CallOutcome(StrEnum):
+    """The outcome of a call whose reply was lost."""
+
+    DONE = "done"
+    NOT_DONE = "not done"
+    UNCERTAIN = "uncertain"
+
+
+def is_lost(error: EngineError) -> bool:
+    """Whether a failed call may have been executed."""
+    if isinstance(error, EngineUnreachable):
+        return error.maybe_executed
+    return isinstance(error, EngineRejected) and error.status >= _SERVER_ERROR
+
+
+def release_outcome(
+    tags: Sequence[MemoryTag],
+    released: Collection[str] | None,
+    freed_bytes: int | None,
+    least_bytes: int,
+) -> CallOutcome:
+    """The outcome of a release of ``tags``.
+
+    Args:
+        released: tags that the engine reports as released; None without a report.
+        freed_bytes: measured from outside; None if not measured.
+        least_bytes: the least that must be freed; may be 0.
+    """
+    if released is not None:
+        return _outcome([tag in released for tag in tags])
+    if least_bytes and freed_bytes is not None and freed_bytes >= least_bytes:
+        return CallOutcome.DONE
+    return CallOutcome.UNCERTAIN  # the memory may still be freed later
+
+
+def resume_outcome(tags: Sequence[MemoryTag], released: Collection[str] | None) -> CallOutcome:
+    """The outcome of a resume of ``tags``.  Only the engine's report counts: resumed memory is
+    visible from outside only once it is used."""
+    if released is None:
+        return CallOutcome.UNCERTAIN
+    return _outcome([tag not in released for tag in tags])
+
+
+def _outcome(done: Sequence[bool]) -> CallOutcome:
+    if all(done):
+        return CallOutcome.DONE
+    return CallOutcome.UNCERTAIN if any(done) else CallOutcome.NOT_DONE
+
+
+async def _released_after(member: EngineState, error: EngineError) -> Collection[str] | None:
+    """The tags that the engine reports as released, after a call whose reply was lost.
+
+    Raises:
+        EngineError: ``error``, if its call was certainly not executed, or if the engine does not
+            reply.
+    """
+    if not is_lost(error):
+        raise error
+    try:
+        # SGLang's schedulers handle this call after the lost one.
+        return (await member.engine.server_info()).released
+    except EngineError as silent:
+        raise error from silent
+
+
+def _was_done(member: EngineState, outcome: CallOutcome, error: EngineError) -> bool:
+    """Whether the lost call was executed; the result is recorded.
+
+    Raises:
+        EngineError: ``error``, if that is unknown.
+    """
+    if outcome is CallOutcome.UNCERTAIN:
+        raise error
+    message = f"a reply was lost, its call is {outcome}: {error}"
+    record_event("checked", message, engine_id=member.engine_id)
+    logger.warning("engine %s: %s", member.engine_id, message)
+    return outcome is CallOutcome.DONE
+
+
+def _freed(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else before - after
+
+
+def _note(before: int | None, after: int | None) -> None:
+    """Record the measured memory in the current span."""
+    if (span := current_span()) is not None:
+        span.memory_before_bytes, span.memory_after_bytes = before, after
+
+
+def size_of_weights(model_path: str) -> int:
+    """Bytes of a checkpoint on disk."""
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))

@@ -1,0 +1,178 @@
+"""Launches one engine on a slot, queries its features, and admits it if they fit.
+
+Always true: an engine that is not admitted is ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from engines.http.call import Deadlines
+from engines.http.client import EngineClient
+from engines.launch import EngineLauncher, EngineSpec, RunningEngine
+from engines.protocol import Endpoint, Engine
+from engines.protocol.features import read_features
+from rollout.config import GroupConfig, HealthConfig, LifecycleConfig
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import ConfigError
+from rollout.core.types import EngineSlot
+from rollout.rules.engine_compat import why_incompatible
+
+Connect = Callable[[Endpoint, str], Engine]
+
+
+def connect_http(budgets: LifecycleConfig, health: HealthConfig) -> Connect:
+    """The client for engines over HTTP; its deadlines are those of the phases."""
+    deadlines = Deadlines(
+        control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
+        pause_s=budgets.pause_timeout_s,
+        memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
+        update_s=budgets.update_timeout_s,
+        ready_s=health.probe_timeout_s,
+    )
+
+    def connect(endpoint: Endpoint, engine_id: str) -> Engine:
+        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+
+    return connect
+
+
+CatchUp = Callable[[EngineState], Awaitable[None]]
+"""Brings a new engine to the phase of the others, before it joins them."""
+
+
+class Starter:
+    """Starts the engines of one group."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        launcher: EngineLauncher,
+        connect: Connect,
+        *,
+        logprob_check: LogprobCheck,
+        memory_saver: bool,
+        weights_cpu_backup: bool,
+    ) -> None:
+        self._logprob_check = logprob_check
+        self._settings = settings
+        self._launcher = launcher
+        self._connect = connect
+        self._memory_saver = memory_saver
+        self._weights_cpu_backup = weights_cpu_backup
+
+    async def start(self, slot: EngineSlot, catch_up: CatchUp | None = None) -> EngineState:
+        """Launch the engine of a slot.  With ``catch_up``, it joins others and is stale."""
+        process = await self._launcher.launch(self._spec(slot))
+        try:
+            member = await self.admit(slot, process)
+        except BaseException:
+            await process.kill()
+            raise
+        if catch_up is None:
+            return member
+        try:
+            member.is_stale, member.is_verified = True, False
+            await catch_up(member)
+            return member
+        except BaseException:
+            await process.kill()
+            await member.engine.aclose()
+            raise
+
+    async def admit(self, slot: EngineSlot, process: RunningEngine) -> EngineState:
+        """Query an engine's features, and admit it.
+
+        Raises:
+            ConfigError: it does not fit its group.
+        """
+        engine = self._connect(process.endpoint, slot.engine_id)
+        try:
+            return await self._admit(slot, process, engine)
+        except BaseException:
+            await engine.aclose()
+            raise
+
+    def unknown(self, slot: EngineSlot, process: RunningEngine, reason: str) -> EngineState:
+        """The state of an engine about which nothing is known; it is fenced for ``reason``."""
+        return EngineState(
+            slot=slot,
+            process=process,
+            engine=self._connect(process.endpoint, slot.engine_id),
+            has_session=False,
+            weight_version=None,
+            is_verified=False,
+            fence_reason=reason,
+        )
+
+    async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> EngineState:
+        info, endpoints = await engine.server_info(), await engine.endpoints()
+        features = read_features(info, endpoints)
+        if why := why_incompatible(
+            features,
+            self._settings.group,
+            self._settings.update,
+            self._settings.lifecycle.drain,
+            memory_saver=self._memory_saver,
+            weights_cpu_backup=self._weights_cpu_backup,
+        ):
+            raise ConfigError(self._settings.path + why.replace("{engine}", slot.engine_id))
+        version = await engine.weight_version()
+        by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
+        member = EngineState(
+            slot=slot,
+            process=process,
+            engine=engine,
+            has_session=features.has_weight_session,
+            num_payloads=features.num_payloads,
+            takes_flat_broadcast=features.takes_flat_broadcast,
+            weight_version=int(version) if version.isdigit() else None,
+            base_version=int(version) if version.isdigit() else None,
+            has_checker=by_fingerprint and "/weights_checker" in endpoints,
+            reports_memory=bool(info.resident_bytes),
+            reports_groups=info.update_groups is not None,
+            tensors=tuple(await engine.weights_manifest())
+            if "/weights_manifest" in endpoints
+            else (),
+        )
+        if self._weights_cpu_backup:
+            # Some weights must survive a release: the current ones are the reference.
+            member.record = await member.fingerprints()
+            if self._logprob_check.is_only_check_for(member):  # it has no adapter yet
+                record_logprobs(member, await self._logprob_check.query(member))
+        return member
+
+    def _spec(self, slot: EngineSlot) -> EngineSpec:
+        urls = self._settings.group.engine.urls
+        return replace(
+            configured_spec(self._settings.model_path, self._settings.group),
+            engine_id=slot.engine_id,
+            log_path=str(Path(self._settings.log_dir) / f"{slot.engine_id}.log"),
+            gpu_ids=slot.gpu_ids,
+            num_cpus=slot.num_cpus,
+            memory_saver=self._memory_saver,
+            weights_cpu_backup=self._weights_cpu_backup,
+            url=urls[slot.index] if urls else "",
+        )
+
+
+def configured_spec(model_path: str, group: GroupConfig) -> EngineSpec:
+    """The part of an engine's specification that its group's settings decide alone."""
+    config = group.engine
+    return EngineSpec(
+        engine_id="engine-0",
+        kind=config.kind.value,
+        model_path=model_path,
+        log_path="",
+        num_cpus=config.cpus,
+        memory_saver=group.needs_offload,
+        start_timeout_s=config.start_timeout_s,
+        options=config.options,
+        env=config.env,
+        worker_type=group.worker_type,
+        python=config.python,
+    )

@@ -1,0 +1,187 @@
+"""The recorded state of one engine of a group.
+
+Always true: ``released`` records the released memory tags, and alone decides which tags may be
+released or resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engines.launch import RunningEngine
+from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
+from rollout.core.types import EngineSlot, EngineStatus
+from rollout.rules.canary import CanaryLogprobs
+from rollout.rules.fingerprint_check import ADAPTER_PREFIX
+from rollout.weights.format.manifest import Manifest, TensorSpec
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine and its recorded state.
+
+    Attributes:
+        num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
+        takes_flat_broadcast: it accepts many tensors flattened into one broadcast.
+        update_group: name of its broadcast group; empty for none.
+        is_verified: its weights were verified after their last change.
+        record: its fingerprints at its last verification; None if there were none.
+        changed: names of the tensors that were pushed since the record.
+        has_checker: it reports fingerprints of its weights, and the settings use them.
+        reports_memory: it reports the memory of each tag.
+        released_bytes: what each tag held when it was released, as far as it reported that.
+        reports_groups: it reports its broadcast groups.
+        tensors: its own list of weights; empty if it reports none.
+        pushed: the trainer's fingerprints of the pushed tensors; ``pushed_dtypes`` likewise.
+        base_version: the version of its base weights; None if unknown.
+        adapter: name of the adapter that was pushed; empty for none.
+        expected: log-probs of the trainer's model for the canary prompts, by adapter.
+        canary: its log-probs at its last log-prob check, by adapter; see ``logprob_check``.
+        needs_logprob_check: fingerprints were inconclusive, so it must pass before it serves.
+        is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
+            others, but gets no request.
+        is_gone: it is fenced, and known to have ended.
+    """
+
+    slot: EngineSlot
+    process: RunningEngine
+    engine: Engine
+    has_session: bool
+    weight_version: int | None
+    num_payloads: int = 1
+    takes_flat_broadcast: bool = False
+    update_group: str = ""
+    released: set[MemoryTag] = field(default_factory=set)
+    released_bytes: dict[MemoryTag, int] = field(default_factory=dict)
+    is_verified: bool = True
+    fence_reason: str = ""
+    has_checker: bool = False
+    reports_memory: bool = False
+    reports_groups: bool = False
+    record: WeightsReport | None = None
+    changed: frozenset[str] = frozenset()
+    tensors: tuple[TensorInfo, ...] = ()
+    pushed: dict[str, str] = field(default_factory=dict)
+    pushed_dtypes: dict[str, str] = field(default_factory=dict)
+    base_version: int | None = None
+    adapter: str = ""
+    expected: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    canary: dict[str, CanaryLogprobs] = field(default_factory=dict)
+    needs_logprob_check: bool = False
+    is_stale: bool = False
+    is_gone: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        return self.slot.engine_id
+
+    @property
+    def current_slot(self) -> EngineSlot:
+        """Its slot on its current nodes; bundles of a lost node move to another node."""
+        nodes = self.process.node_ids
+        if not nodes:
+            return self.slot
+        pairs = zip(self.slot.shares, nodes, strict=True)
+        first, *more = (replace(share, node_id=node) for share, node in pairs)
+        return replace(self.slot, node_id=first.node_id, more=tuple(more))
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its own list of tensors, without tied names."""
+        return Manifest.of(
+            TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+            for tensor in self.tensors
+            if not tensor.is_tied
+        )
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Other names of tensors that are in ``manifest``."""
+        return frozenset(tensor.name for tensor in self.tensors if tensor.is_tied)
+
+    def comparable_fingerprints(self) -> dict[str, str]:
+        """The trainer's fingerprints of pushed tensors whose dtype the engine kept.  It converted
+        the others to its own dtype, so their fingerprints differ."""
+        own = {tensor.name: tensor.dtype for tensor in self.tensors}
+        return {
+            name: text
+            for name, text in self.pushed.items()
+            if name.startswith(ADAPTER_PREFIX) or own.get(name) == self.pushed_dtypes.get(name)
+        }
+
+    async def fingerprints(self) -> WeightsReport | None:
+        """Fingerprints of its current weights; None if it does not report them."""
+        return await self.engine.weights_checker() if self.has_checker else None
+
+    async def gpu_memory(self) -> Sequence[GpuMemory]:
+        """Memory of its GPUs, in order of rank; empty if it has none, or if not measured."""
+        return (await self.process.gpu_memory() or ()) if self.slot.gpu_ids else ()
+
+    async def used_bytes(self) -> int | None:
+        """The memory in use where a release shows: on its GPUs, or of the host if it has none.
+
+        Pages of the host that back up a GPU's memory grow with a release.  Programs beside it on
+        its GPUs count too.  None if it is not measured.
+        """
+        if not self.slot.gpu_ids:
+            return await self.process.resident_bytes()
+        gpus = await self.gpu_memory()
+        return sum(gpu.used_bytes for gpu in gpus) if gpus else None
+
+    async def memory_by_tag(self) -> Mapping[str, int]:
+        """Its current memory in bytes by tag; empty if it does not report it."""
+        return (await self.engine.server_info()).resident_bytes if self.reports_memory else {}
+
+    def is_verified_at(self, version: int) -> bool:
+        """Whether all its weights are verified to be those of ``version``."""
+        is_whole = self.is_verified and not self.needs_logprob_check and not self.is_stale
+        return is_whole and self.weight_version == version
+
+    def mark_verified(self, report: WeightsReport | None) -> None:
+        """Record that its weights are verified, with their fingerprints."""
+        self.is_verified = True
+        self.record = report
+        self.changed = frozenset()
+
+    async def status(self, phase: str) -> EngineStatus:
+        """Its public status.
+
+        Args:
+            phase: the phase of its group.
+        """
+        resident_bytes = await self.process.resident_bytes()
+        state = "fenced" if self.fence_reason else "stale" if self.is_stale else phase
+        return EngineStatus(
+            engine_id=self.engine_id,
+            endpoint=self.process.endpoint,
+            state=state,
+            weight_version=self.weight_version,
+            released=tuple(sorted(self.released)),
+            node_id=self.process.node_id or self.slot.node_id,
+            pid=self.process.pid,
+            resident_bytes=resident_bytes,
+            fence_reason=self.fence_reason,
+            is_stale=self.is_stale,
+            is_verified=self.is_verified and not self.needs_logprob_check,
+            processes=tuple(self.process.processes),
+            gpus=tuple(await self.gpu_memory()),
+        )
+
+    # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does
+    # not show that, so these two look at the engine itself.
+
+    def why_cannot_serve(self) -> str:
+        """Why it must not generate; empty if it may."""
+        if self.released:
+            return self._has_released()
+        if not self.is_verified and not self.is_stale:
+            return f"the weights of engine {self.engine_id} were not verified"
+        return ""
+
+    def why_cannot_update(self) -> str:
+        """Why it cannot take new weights; empty if it can."""
+        return self._has_released() if MemoryTag.WEIGHTS in self.released else ""
+
+    def _has_released(self) -> str:
+        return f"engine {self.engine_id} has {', '.join(sorted(self.released))} released"

@@ -1,0 +1,60 @@
+"""Confirms that a stopped engine has ended and its memory is free.
+
+Always true: ``is_gone`` is set only after both were measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from engines.launch import RunningEngine
+from engines.protocol.plain_text import describe
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import EngineFailure
+
+# Together less than the margin that the server adds to a phase's budget.
+TAIL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 20.0
+
+
+async def confirm_gone(member: EngineState) -> None:
+    """Kill what still runs of a fenced engine, and check that its memory is free.
+
+    Raises:
+        EngineFailure: it still holds memory.
+    """
+    async with asyncio.timeout(KILL_TIMEOUT_S):
+        await member.process.kill()
+    held = await member.process.resident_bytes()
+    if held:
+        raise EngineFailure(
+            f"engine {member.engine_id} was killed and still holds {held} bytes",
+            engine_id=member.engine_id,
+            operation="kill",
+        )
+    member.is_gone = True
+
+
+async def confirm_ended_by_others(member: EngineState) -> None:
+    """Check that an attached engine has ended.  We must not kill it, and its state after a failure
+    is unknown.
+
+    Raises:
+        EngineFailure: it still runs.
+    """
+    if await member.process.is_alive():
+        raise EngineFailure(
+            f"engine {member.engine_id} is attached and still runs; its owner has to stop and "
+            "restart it before it can serve",
+            engine_id=member.engine_id,
+            operation="restart",
+        )
+
+
+async def log_tail(process: RunningEngine) -> str:
+    """The last lines of its log, for an error message."""
+    try:
+        async with asyncio.timeout(TAIL_TIMEOUT_S):
+            return await process.log_tail()
+    except Exception as error:  # a missing log must not hide the failure it would explain
+        return f"(no log: {describe(error)})"

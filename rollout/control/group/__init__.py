@@ -1,0 +1,1 @@
+"""Operations on the engines of one group."""

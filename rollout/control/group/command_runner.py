@@ -1,0 +1,158 @@
+"""The phase of a group: which commands it allows, and the phase after the engines' replies.
+
+Always true:
+- only a command that the table allows is sent to any engine, and one command at a time;
+- an engine that fails a command is fenced and ended;
+- all engines that are not fenced are in this phase, also after a command that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rollout.control.engine.group_settings import GroupSettings, fewest_engines
+from rollout.control.group.engine_set import EngineSet, format_failures
+from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.core.fanout import EngineReply
+from rollout.core.types import EngineReport, PhaseReport
+from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import Kind
+from rollout.rules import lifecycle
+from rollout.rules.fingerprint_check import Verification
+from rollout.rules.lifecycle import Command, GroupTraits, Phase
+
+logger = logging.getLogger(__name__)
+
+
+class CommandRunner:
+    """The phase of one group, and its transitions.
+
+    Attributes:
+        turn: held while a command runs on the engines.  A caller that gave up on a command may
+            send the next one while the first still runs.
+        num_commands: number of commands so far.
+    """
+
+    def __init__(
+        self, settings: GroupSettings, traits: GroupTraits, engines: EngineSet, timeline: Timeline
+    ) -> None:
+        self.phase = Phase.STARTING
+        self.turn = asyncio.Lock()
+        self.num_commands = 0
+        self._settings = settings
+        self._traits = traits
+        self._engines = engines
+        self._timeline = timeline
+        self._last_order = 0
+
+    @asynccontextmanager
+    async def in_turn(
+        self, order: int | None, command: str, budget_s: float
+    ) -> AsyncIterator[None]:
+        """Hold the engines for one command and record it in the timeline.
+
+        Raises:
+            LifecycleError: a newer command has already arrived.
+        """
+        self._check_order(order)
+        async with self.turn:
+            with self._timeline.span(Kind.GROUP, str(command), budget_s=budget_s):
+                yield
+
+    def target(self, command: Command, why_not: str = "") -> Phase:
+        """The phase after ``command``.
+
+        Raises:
+            LifecycleError: it is not legal now, or ``why_not`` is not empty.
+        """
+        target = lifecycle.next_phase(self.phase, command, self._traits)
+        if why_not:
+            raise LifecycleError(
+                f"group {self._settings.name}: cannot {command} while {self.phase}: {why_not}",
+                command=command,
+                phase=self.phase,
+            )
+        return target
+
+    async def conclude(
+        self,
+        command: Command,
+        target: Phase,
+        answers: Mapping[str, EngineReply[Any]],
+        started: float,
+    ) -> PhaseReport:
+        """Fence the engines that failed, and move the group to its new phase.
+
+        Raises:
+            PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``.
+        """
+        name = self._settings.name
+        failures = [reply.failure for reply in answers.values() if reply.failure is not None]
+        if answers and not len(self._engines):
+            raise PhaseFailed(
+                f"group {name}: {command} ended because the group was stopped",
+                phase=command.value,
+                failures=failures,
+            )
+        await self._engines.fence(failures)
+        num_left = len(self._engines.unfenced())
+        if num_left:  # all of them completed the command
+            self.phase = target
+        if num_left < self.min_engines() or (failures and self._settings.raises):
+            failed = format_failures(command.value, name, failures)
+            raise PhaseFailed(
+                f"{failed}; {num_left} of {len(self._engines)} engines left, "
+                f"{self.min_engines()} needed; the group is {self.phase}",
+                phase=command.value,
+                failures=failures,
+            )
+        self.phase = target
+        report = self.report(command, answers, started)
+        logger.info("group %s: %s -> %s in %.3f s", name, command, target, report.elapsed_s)
+        return report
+
+    def report(
+        self, command: Command, answers: Mapping[str, EngineReply[Any]], started: float
+    ) -> PhaseReport:
+        """The report of one command: per engine, and the group's phase."""
+        return PhaseReport(
+            group=self._settings.name,
+            command=command.value,
+            phase=self.phase.value,
+            elapsed_s=now() - started,
+            engines=tuple(
+                EngineReport(
+                    engine_id=engine_id,
+                    elapsed_s=answer.elapsed_s,
+                    failure=str(answer.failure or ""),
+                    freed_bytes=answer.value if isinstance(answer.value, int) else 0,
+                    verified_by=answer.value.by if isinstance(answer.value, Verification) else "",
+                )
+                for engine_id, answer in answers.items()
+            ),
+        )
+
+    def _check_order(self, order: int | None) -> None:
+        """Refuse a command older than the last one: Ray does not keep the order of calls."""
+        self.num_commands += 1
+        if order is None:
+            return
+        if order <= self._last_order:
+            raise LifecycleError(
+                f"group {self._settings.name}: command {order} came after command "
+                f"{self._last_order}"
+            )
+        self._last_order = order
+
+    def min_engines(self) -> int:
+        """The least number of engines that the group needs to continue."""
+        return fewest_engines(self._settings.group, self._settings.lifecycle, len(self._engines))
+
+
+def now() -> float:
+    """The time, in seconds."""
+    return asyncio.get_running_loop().time()

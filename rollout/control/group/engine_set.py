@@ -1,0 +1,270 @@
+"""The engines of one group: start, fence, replace, stop.
+
+Always true: an engine joins the set only after its features were checked against the
+configuration.  A fenced engine was killed, or the failed kill was reported.  After ``stop`` no
+engine that was launched here runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from engines.protocol.plain_text import describe
+from rollout.config import EngineKind
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.start import CatchUp, Starter
+from rollout.control.engine.state import EngineState
+from rollout.control.engine.stop import (
+    KILL_TIMEOUT_S,
+    confirm_ended_by_others,
+    confirm_gone,
+    log_tail,
+)
+from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.core.fanout import EngineReply, fan_out, wait_all
+from rollout.core.types import EngineSlot
+from rollout.observability.timeline.recorder import record_event
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSet:
+    """All engines of a group, by engine id, in the order of their slots."""
+
+    def __init__(
+        self, settings: GroupSettings, slots: Sequence[EngineSlot], starter: Starter
+    ) -> None:
+        self._settings = settings
+        self._slots = tuple(slots)
+        self._starter = starter
+        self._members: dict[str, EngineState] = {}
+        self._vacant: dict[str, EngineSlot] = {}
+        self._sleeping: dict[str, EngineState] = {}
+        self._launching: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self._members
+
+    def __getitem__(self, engine_id: str) -> EngineState:
+        return self._members[engine_id]
+
+    def members(self) -> list[EngineState]:
+        return list(self._members.values())
+
+    def unfenced(self) -> list[EngineState]:
+        return [member for member in self._members.values() if not member.fence_reason]
+
+    async def start(self) -> None:
+        """See ``ServerGroup.start``."""
+        self._is_stopped = False
+        budget_s = self._settings.group.engine.start_timeout_s + 30.0
+        try:
+            answers = await fan_out(
+                {slot.engine_id: self._start(slot) for slot in self._slots},
+                operation="start",
+                budget_s=budget_s,
+            )
+            if self._is_stopped:
+                raise PhaseFailed(
+                    f"group {self._settings.name}: stopped while it started", phase="start"
+                )
+            failures = [reply.failure for reply in answers.values() if reply.failure is not None]
+            if failures:
+                raise PhaseFailed(
+                    format_failures("start", self._settings.name, failures),
+                    phase="start",
+                    failures=failures,
+                )
+        except BaseException:
+            await self.stop()
+            raise
+        self._in_order()
+
+    def fill(self, members: Sequence[EngineState]) -> None:
+        """Begin with engines that already run; slots without an engine are vacant."""
+        self._members = {member.engine_id: member for member in members}
+        self._vacant = {
+            slot.engine_id: slot for slot in self._slots if slot.engine_id not in self._members
+        }
+
+    async def replace(self, engine_id: str, catch_up: CatchUp) -> EngineState:
+        """Restart a fenced engine on its slot; the new engine is stale.
+
+        Args:
+            catch_up: brings the new engine to the phase of the others, before it joins them.
+        """
+        old = self._members[engine_id]
+        if self._is_stopped or not old.fence_reason:
+            raise LifecycleError(f"engine {engine_id} is not fenced, or its group was stopped")
+        budget_s = self._settings.group.engine.start_timeout_s + KILL_TIMEOUT_S
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(budget_s):
+                if self._settings.group.engine.kind is EngineKind.ATTACHED:
+                    await confirm_ended_by_others(old)
+                await confirm_gone(old)
+                await self._start(old.slot, catch_up)()
+        except Exception as error:
+            raise as_failure(error, engine_id, "restart", started) from error
+        return self._members[engine_id]
+
+    # -- vacant slots -----------------------------------------------------------------------
+
+    def vacant_slots(self) -> tuple[str, ...]:
+        """Ids of the slots whose engines were removed."""
+        return tuple(self._vacant)
+
+    def sleeping(self, engine_id: str) -> EngineState | None:
+        """The engine that sleeps on a vacant slot; None if none runs there."""
+        return self._sleeping.get(engine_id)
+
+    def vacate(self, engine_id: str, *, keeps_process: bool) -> None:
+        """Remove a drained engine whose memory is free; its slot is vacant then."""
+        member = self._members.pop(engine_id)
+        self._vacant[engine_id] = member.slot
+        if keeps_process:
+            self._sleeping[engine_id] = member
+
+    async def fill_vacant(self, engine_id: str, catch_up: CatchUp) -> None:
+        """Start an engine on a vacant slot where none sleeps; it is stale."""
+        if self._is_stopped:
+            raise LifecycleError(f"engine {engine_id}: its group was stopped")
+        await self._start(self._vacant[engine_id], catch_up)()
+        del self._vacant[engine_id]
+        self._in_order()
+
+    def rejoin(self, member: EngineState) -> None:
+        """Add an engine that was sleeping to the set again."""
+        del self._sleeping[member.engine_id], self._vacant[member.engine_id]
+        self._members[member.engine_id] = member
+        self._in_order()
+
+    async def end_sleeping(self, engine_id: str) -> None:
+        """End an engine that cannot be woken; its slot stays vacant."""
+        member = self._sleeping.pop(engine_id)
+        try:
+            await member.process.kill()
+        finally:
+            await member.engine.aclose()
+
+    def _in_order(self) -> None:
+        slots = (slot.engine_id for slot in self._slots)
+        self._members = {name: self._members[name] for name in slots if name in self._members}
+
+    def _start(
+        self, slot: EngineSlot, catch_up: CatchUp | None = None
+    ) -> Callable[[], Awaitable[None]]:
+        async def start() -> None:
+            # In a separate task, so that a stop can cancel the start.
+            task = asyncio.create_task(launch(), name=f"launch:{slot.engine_id}")
+            self._launching.add(task)
+            task.add_done_callback(self._launching.discard)
+            await task
+
+        async def launch() -> None:
+            self._members[slot.engine_id] = await self._starter.start(slot, catch_up)
+
+        return start
+
+    async def stop(self) -> None:
+        """Stop all engines within ``stop_timeout_s``, then kill the rest."""
+        grace_s = self._settings.lifecycle.stop_timeout_s
+        self._is_stopped = True
+        launching = list(self._launching)
+        for task in launching:
+            task.cancel()
+        await wait_all(launching)
+        members = [*self._members.values(), *self._sleeping.values()]
+        self._members, self._vacant, self._sleeping = {}, {}, {}
+
+        async def end(member: EngineState) -> None:
+            try:
+                if await member.process.stop(grace_s):
+                    logger.warning("engine %s had to be killed", member.engine_id)
+            finally:
+                await member.engine.aclose()
+
+        answers = await fan_out(
+            {member.engine_id: partial(end, member) for member in members},
+            operation="stop",
+            budget_s=grace_s + 30.0,
+        )
+        _log_failures(answers)
+
+    async def fence(self, failures: Sequence[EngineFailure]) -> None:
+        """Fence these engines and end their processes."""
+        for failure in failures:
+            self._members[failure.engine_id].fence_reason = str(failure)
+            record_event("fenced", str(failure), engine_id=failure.engine_id)
+
+        async def end(member: EngineState) -> None:
+            logger.error("fenced: %s\n%s", member.fence_reason, await log_tail(member.process))
+            try:
+                await member.process.kill()
+                member.is_gone = True
+            finally:
+                await member.engine.aclose()
+
+        answers = await fan_out(
+            {
+                failure.engine_id: partial(end, self._members[failure.engine_id])
+                for failure in failures
+            },
+            operation="kill",
+            budget_s=KILL_TIMEOUT_S,
+        )
+        _log_failures(answers)  # the engine stays fenced
+
+    async def confirm_gone(self) -> None:
+        """Check that no fenced engine holds memory; kill again where the kill failed.
+
+        Raises:
+            PhaseFailed: names the engines that may still hold memory.
+        """
+        answers = await fan_out(
+            {
+                member.engine_id: partial(confirm_gone, member)
+                for member in self._members.values()
+                if member.fence_reason and not member.is_gone
+            },
+            operation="kill",
+            budget_s=KILL_TIMEOUT_S,
+        )
+        failures = [reply.failure for reply in answers.values() if reply.failure is not None]
+        if failures:
+            failed = format_failures("kill", self._settings.name, failures)
+            raise PhaseFailed(
+                f"{failed}; its memory may not be free",
+                phase="release",
+                failures=failures,
+            )
+
+
+def as_failure(error: Exception, engine_id: str, operation: str, started: float) -> EngineFailure:
+    """The failure of an operation on one engine that began at ``started``."""
+    return EngineFailure(
+        f"engine {engine_id}: {operation} failed: {describe(error)}",
+        engine_id=engine_id,
+        operation=operation,
+        elapsed_s=asyncio.get_running_loop().time() - started,
+    )
+
+
+def format_failures(command: str, group: str, failures: Sequence[EngineFailure]) -> str:
+    """One line for the failures of one command."""
+    reasons = "; ".join(str(failure) for failure in failures) or "too few engines"
+    return f"group {group}: {command} failed: {reasons}"
+
+
+def _log_failures(answers: Mapping[str, EngineReply[Any]]) -> None:
+    for reply in answers.values():
+        if reply.failure is not None:
+            logger.error("%s", reply.failure)

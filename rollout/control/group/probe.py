@@ -1,0 +1,98 @@
+"""Health probes of the engines of a group.
+
+Always true: a probe has its own deadline and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from engines.launch import RunningEngine
+from engines.protocol.plain_text import describe
+from rollout.control.engine.state import EngineState
+from rollout.rules.health import ProbeKind, ProbeResult
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProbe:
+    """The result of probing one engine.
+
+    Attributes:
+        reason: why the result is bad; empty if it is good.
+        is_stale: it restarted and lacks the pushed weights, so it does not serve.
+    """
+
+    engine_id: str
+    result: ProbeResult
+    reason: str = ""
+    is_stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProbe:
+    """The results of probing a group.
+
+    Attributes:
+        is_steady: no command ran meanwhile, so that the results can be compared with the phase.
+    """
+
+    is_steady: bool
+    engines: tuple[EngineProbe, ...]
+
+
+async def probe_all(
+    members: Iterable[EngineState], kind: ProbeKind, budget_s: float, distrusted: Collection[str]
+) -> tuple[EngineProbe, ...]:
+    """Probe all members at the same time.
+
+    Args:
+        distrusted: engines whose weight version is checked too.
+    """
+    probes = (_probe(member, kind, budget_s, member.engine_id in distrusted) for member in members)
+    return tuple(await asyncio.gather(*probes))
+
+
+async def _probe(
+    member: EngineState, kind: ProbeKind, budget_s: float, is_distrusted: bool
+) -> EngineProbe:
+    result, reason = ProbeResult.FENCED, member.fence_reason
+    if not reason:
+        try:
+            async with asyncio.timeout(budget_s):
+                result, reason = await _probe_running(member, kind, is_distrusted)
+        except TimeoutError:
+            result, reason = ProbeResult.FAILED, f"no answer to a probe within {budget_s:g} s"
+        except Exception as error:  # any error counts as a failed probe
+            result, reason = ProbeResult.FAILED, describe(error)
+    # Read only now: a command may have fenced or verified it during the probe.
+    if member.fence_reason:
+        result, reason = ProbeResult.FENCED, member.fence_reason
+    return EngineProbe(member.engine_id, result, reason, member.is_stale)
+
+
+async def _probe_running(
+    member: EngineState, kind: ProbeKind, is_distrusted: bool
+) -> tuple[ProbeResult, str]:
+    if await _has_exited(member.process):
+        return ProbeResult.EXITED, "its process has ended"
+    if kind is ProbeKind.PROCESS:
+        return ProbeResult.ASLEEP, ""
+    if not await member.engine.is_ready() and kind is ProbeKind.READY:
+        return ProbeResult.FAILED, "it reports that it takes no requests"
+    if is_distrusted and member.weight_version is not None:
+        held = await member.engine.weight_version()
+        if held != str(member.weight_version):
+            return ProbeResult.EXITED, (
+                f"it reports weight version {held!r}, not '{member.weight_version}': "
+                "it has restarted"
+            )
+    return ProbeResult.ANSWERED, ""
+
+
+async def _has_exited(process: RunningEngine) -> bool:
+    try:
+        return not await process.is_alive()
+    except Exception:  # the owner of the process does not reply: unknown
+        return False

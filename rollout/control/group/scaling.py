@@ -1,0 +1,200 @@
+"""Removes engines from a group that runs, and adds them again.
+
+Always true: before a slot is reported vacant, its engine is drained and the freed memory is
+measured.  An added engine gets no requests until its weights are verified.  A slot never has two
+engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from engines.protocol import MemoryTag
+from rollout.config import Drain, EngineKind
+from rollout.control.engine.catch_up import released_in, replay_to_phase
+from rollout.control.engine.drain import flush, pause
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.memory import EngineMemory
+from rollout.control.engine.state import EngineState
+from rollout.control.engine.stop import KILL_TIMEOUT_S, confirm_gone
+from rollout.control.group.command_runner import CommandRunner, now
+from rollout.control.group.engine_set import EngineSet, as_failure
+from rollout.core.errors import LifecycleError
+from rollout.core.fanout import run_to_completion
+from rollout.core.types import EngineReport, GroupStatus
+from rollout.rules.lifecycle import Phase
+from rollout.weights.transports.carriers import leave_group
+
+logger = logging.getLogger(__name__)
+
+_BEFORE_FLUSH = (Phase.SERVING, Phase.PAUSED)
+
+
+def check_can_leave(engine_id: str, group: GroupStatus, min_engines: int | None) -> None:
+    """Refuse to remove an engine from a group that could not continue without it.
+
+    Args:
+        min_engines: as configured; None counts as 1.
+
+    Raises:
+        LifecycleError: too few engines would remain.
+    """
+    unfenced = [engine.engine_id for engine in group.engines if not engine.fence_reason]
+    fewest = 1 if min_engines is None else min_engines
+    num_left = len(unfenced) - (engine_id in unfenced)
+    if engine_id in unfenced and num_left < fewest:
+        raise LifecycleError(
+            f"cannot remove engine {engine_id}: {num_left} engines would remain in group "
+            f"{group.name}, {fewest} needed (min_engines)",
+            command="remove_engine",
+            phase=group.phase,
+        )
+
+
+class EngineScaling:
+    """The part of a group that removes and adds engines."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        engines: EngineSet,
+        commands: CommandRunner,
+        memory: EngineMemory,
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._commands = commands
+        self._memory = memory
+
+    # -- remove -----------------------------------------------------------------------------
+
+    async def remove(self, engine_id: str, *, keep_process: bool) -> EngineReport:
+        """See ``ServerGroup.remove``.
+
+        Args:
+            keep_process: the engine sleeps with its memory released, and ``add`` wakes it;
+                otherwise its process is ended.  An attached engine is always kept.
+        """
+        if engine_id not in self._engines:
+            raise LifecycleError(f"group {self._settings.name} has no engine {engine_id}")
+        member, started = self._engines[engine_id], now()
+        keeps = keep_process or self._settings.group.engine.kind is EngineKind.ATTACHED
+        if member.fence_reason:
+            await confirm_gone(member)
+            freed, keeps = 0, False
+        else:
+            # Not cancellable: the released tags would be unknown.
+            freed = await run_to_completion(self._empty(member, keeps))
+        if engine_id not in self._engines:
+            raise LifecycleError(f"engine {engine_id}: its group was stopped meanwhile")
+        self._engines.vacate(engine_id, keeps_process=keeps)
+        report = EngineReport(engine_id, now() - started, freed_bytes=freed)
+        logger.info("engine %s left its group after %.1f s", engine_id, report.elapsed_s)
+        return report
+
+    async def _empty(self, member: EngineState, keeps_process: bool) -> int:
+        budgets, started = self._settings.lifecycle, now()
+        try:
+            await self._drain(member)
+            if keeps_process:
+                async with asyncio.timeout(budgets.release_timeout_s):
+                    return await self._release(member)
+            before = await member.process.resident_bytes()
+            await self._end(member)
+            return before or 0
+        except Exception as error:
+            failure = as_failure(error, member.engine_id, "remove", started)
+            if member.engine_id in self._engines:  # its group was not stopped meanwhile
+                await self._engines.fence([failure])
+            raise failure from error
+
+    async def _drain(self, member: EngineState) -> None:
+        """Pause and flush; afterwards nothing is in flight."""
+        budgets = self._settings.lifecycle
+        if self._commands.phase in _BEFORE_FLUSH:
+            async with asyncio.timeout(budgets.pause_timeout_s):
+                await pause(member, Drain.ABORT, budgets.pause_timeout_s)
+            async with asyncio.timeout(budgets.flush_timeout_s):
+                await flush(member, Drain.ABORT, budgets.flush_timeout_s)
+
+    async def _release(self, member: EngineState) -> int:
+        if member.update_group:  # the next push creates a broadcast group without it
+            await leave_group(member.engine, member.update_group)
+            member.update_group = ""
+        if not self._memory.policy.tags:
+            return 0  # a group that keeps its GPUs has engines without a memory saver
+        return await self._memory.release(member)
+
+    async def _end(self, member: EngineState) -> None:
+        """Stop its process, and confirm that it has ended."""
+        try:
+            async with asyncio.timeout(self._settings.lifecycle.stop_timeout_s + KILL_TIMEOUT_S):
+                await member.process.stop(self._settings.lifecycle.stop_timeout_s)
+        finally:
+            await member.engine.aclose()
+        await confirm_gone(member)
+
+    # -- add --------------------------------------------------------------------------------
+
+    async def add(self, engine_id: str, tags: Sequence[MemoryTag]) -> EngineState:
+        """Fill a vacant slot: wake the engine that sleeps there, or start one; it is stale then.
+
+        Args:
+            tags: the memory tags that the group releases on offload; empty if it keeps its GPUs.
+        """
+        self._check_is_free(engine_id)
+        phase, started = self._commands.phase, now()
+        sleeping = self._engines.sleeping(engine_id)
+        if sleeping is None and phase is Phase.OFFLOADED and tags:
+            raise LifecycleError(
+                f"cannot add engine {engine_id}: group {self._settings.name} is offloaded and "
+                "the trainer uses its memory; onload first",
+                command="add_engine",
+                phase=phase,
+            )
+        try:
+            if sleeping is None:
+                budget_s = self._settings.group.engine.start_timeout_s + KILL_TIMEOUT_S
+                async with asyncio.timeout(budget_s):
+                    survive = self._memory.policy.weights_cpu_backup
+                    replay = partial(
+                        replay_to_phase, phase=phase, tags=tags, weights_survive=survive
+                    )
+                    await self._engines.fill_vacant(engine_id, replay)
+            else:
+                await run_to_completion(self._wake(sleeping, phase, tags))
+        except Exception as error:
+            raise as_failure(error, engine_id, "add", started) from error
+        return self._engines[engine_id]
+
+    def _check_is_free(self, engine_id: str) -> None:
+        if engine_id not in self._engines.vacant_slots():
+            vacant = ", ".join(self._engines.vacant_slots()) or "none"
+            raise LifecycleError(
+                f"cannot add engine {engine_id}: it has no vacant slot in group "
+                f"{self._settings.name}; vacant: {vacant}",
+                command="add_engine",
+            )
+
+    async def _wake(self, member: EngineState, phase: Phase, tags: Sequence[MemoryTag]) -> None:
+        """Bring a sleeping engine (paused, flushed, released) to the phase of the others."""
+        budgets = self._settings.lifecycle
+        try:
+            if member.released and not self._memory.policy.weights_cpu_backup:
+                member.weight_version = None
+            member.is_stale, member.is_verified = True, False
+            stays = released_in(phase, tags)
+            for tags_now in ((MemoryTag.WEIGHTS,), (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)):
+                async with asyncio.timeout(budgets.resume_timeout_s):
+                    await self._memory.resume(member, [tag for tag in tags_now if tag not in stays])
+            if phase is Phase.SERVING:
+                async with asyncio.timeout(budgets.continue_timeout_s):
+                    await member.engine.continue_generation()
+        except BaseException:
+            # Its state is unknown now.
+            await self._engines.end_sleeping(member.engine_id)
+            raise
+        self._engines.rejoin(member)

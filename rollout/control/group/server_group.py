@@ -1,0 +1,379 @@
+"""Engines with equal settings and one common lifecycle.
+
+Always true:
+- the group is in one phase, and a command runs on all its engines (``command_runner``);
+- an engine that fails a command is fenced and its process killed, so that it neither serves nor
+  holds memory that the trainer is about to use;
+- what each engine has released is recorded per memory tag, and nothing is released or resumed
+  twice: SGLang crashes on that;
+- no engine generates with memory released, or with changed weights that were not verified;
+- a release returns only after fenced engines are known to be gone.
+
+``ServerGroup`` does not depend on Ray; every method is a coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from engines.launch import EngineLauncher, RunningEngine
+from rollout.config import Drain
+from rollout.control.engine.catch_up import replay_to_phase
+from rollout.control.engine.drain import flush, pause
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.logprob_check import LogprobCheck, check_expected
+from rollout.control.engine.memory import KV_TAGS, WEIGHTS_TAGS, EngineMemory, why_no_room
+from rollout.control.engine.start import Connect, Starter, connect_http
+from rollout.control.engine.state import EngineState
+from rollout.control.engine.stop import log_tail
+from rollout.control.group.command_runner import CommandRunner, now
+from rollout.control.group.engine_recovery import EngineRecovery, adopt_running_engines
+from rollout.control.group.engine_set import EngineSet, as_failure
+from rollout.control.group.probe import GroupProbe, probe_all
+from rollout.control.group.scaling import EngineScaling
+from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
+from rollout.control.group.weight_update import WeightUpdater
+from rollout.core.errors import EngineFailure
+from rollout.core.fanout import EngineReply, fan_out, run_to_completion
+from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
+from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import Excerpt, Kind
+from rollout.rules import lifecycle
+from rollout.rules.fingerprint_check import Verification
+from rollout.rules.health import PROBE_KINDS
+from rollout.rules.lifecycle import Command, Phase
+from rollout.rules.release_policy import elastic_backup_note, group_traits, release_policy
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+_RESUMED_BY = {Command.RESUME_WEIGHTS: WEIGHTS_TAGS, Command.RESUME_KV: KV_TAGS}
+
+
+class ServerGroup:
+    """One lifecycle over several engines."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        slots: Sequence[EngineSlot],
+        launcher: EngineLauncher,
+        connect: Connect | None = None,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Decide the release policy; nothing is started.
+
+        Args:
+            timeline: records the commands; None records in memory.
+
+        Raises:
+            ConfigError: an offload would lose weights that nothing restores.
+        """
+        self.name = settings.name
+        self.timeline = timeline or Timeline(settings.source)
+        self._settings = settings
+        if note := elastic_backup_note(settings.path, settings.group, settings.update):
+            logger.warning("%s", note)
+        self._policy = release_policy(settings.path, settings.group, settings.update)
+        self._traits = group_traits(settings.path, settings.group, settings.update)
+        self._slots = {slot.engine_id: slot for slot in slots}
+        self._logprob_check = LogprobCheck(settings)
+        starter = self._starter = Starter(
+            settings,
+            launcher,
+            connect or connect_http(settings.lifecycle, settings.health),
+            logprob_check=self._logprob_check,
+            memory_saver=self._traits.needs_offload,
+            weights_cpu_backup=self._policy.weights_cpu_backup,
+        )
+        self._engines = EngineSet(settings, slots, starter)
+        self._commands = CommandRunner(settings, self._traits, self._engines, self.timeline)
+        self._memory = EngineMemory(self._policy, settings.model_path)
+        self._weight_updater = WeightUpdater(settings, self._engines)
+        self._recovery = EngineRecovery(
+            self._engines,
+            self._commands,
+            self._policy.tags if self._traits.needs_offload else (),
+            self._sources(),
+            self._logprob_check,
+        )
+        self._scaling = EngineScaling(settings, self._engines, self._commands, self._memory)
+
+    def _sources(self) -> tuple[WeightSource, ...]:
+        sources = self._settings.all_sources()
+        return (*sources, self._weight_updater.adapters.over(sources))
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    async def start(self) -> GroupStatus:
+        """Launch all engines and check their features.
+
+        Raises:
+            PhaseFailed: an engine did not start; those that did are stopped again.
+        """
+        with self.timeline.span(Kind.GROUP, "start"):
+            await self._engines.start()
+            self._commands.phase = Phase.SERVING
+        return await self.status()
+
+    async def take_over(
+        self, known: GroupStatus, processes: Mapping[str, RunningEngine], version: int | None
+    ) -> GroupStatus:
+        """Continue from the phase of a lost group, with its engines.
+
+        Args:
+            known: the last known status of the lost group, in the last phase it completed.
+            processes: the running process of each engine.
+            version: the weight version an engine must hold to be reused; None ends all engines,
+                and recovery restarts them.
+        """
+        budget_s = 2 * self._settings.health.probe_timeout_s
+        await adopt_running_engines(
+            self._engines, self._starter, self._slots, known, processes, version, budget_s
+        )
+        self._commands.phase = Phase(known.phase)
+        return await self.status()
+
+    async def stop(self) -> None:
+        """Stop all engines within ``stop_timeout_s``, then kill the rest."""
+        with self.timeline.span(Kind.GROUP, "stop"):
+            await self._engines.stop()
+        await self.timeline.aclose()
+
+    # -- the lifecycle ----------------------------------------------------------------------
+
+    async def run(
+        self,
+        command: Command,
+        order: int | None = None,
+        *,
+        push: WeightPush | None = None,
+        version: int | None = None,
+    ) -> PhaseReport:
+        """Run one command of the lifecycle on every engine that is not fenced.
+
+        Ends after all engines have replied, even if the caller has given up.
+
+        Args:
+            order: number of the command; one older than the last is refused.
+            push: the new weights, for ``update_weights``.
+            version: the weight version the engines must hold, for ``verify``.
+
+        Raises:
+            LifecycleError: the command is not legal now; no engine was called.
+            PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``.
+        """
+        budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
+        async with self._commands.in_turn(order, command, budget_s):
+            started = now()
+            if lifecycle.is_repeat(self._commands.phase, command):
+                report = self._commands.report(command, {}, started)
+            else:
+                why_not = self._why_not(command, version) or await why_no_room(
+                    _RESUMED_BY.get(command, ()), self._engines.unfenced()
+                )
+                target = self._commands.target(command, why_not)
+                if command is Command.UPDATE_WEIGHTS:
+                    assert push is not None, "update_weights needs a push"
+                    answers = await self._update_weights(push)
+                    work = self._commands.conclude(command, target, answers, started)
+                else:
+                    work = self._carry_out(command, version, budget_s, target, started)
+                # Not cancellable: the group would not know the phase of its engines.
+                report = await run_to_completion(work)
+        if command is Command.RELEASE:
+            await self._engines.confirm_gone()
+        return report
+
+    def _why_not(self, command: Command, version: int | None) -> str:
+        """Why ``command`` cannot run although the table allows it; empty if it can."""
+        engines = self._engines.unfenced()
+        match command:
+            case Command.UPDATE_WEIGHTS:
+                return next(filter(None, (engine.why_cannot_update() for engine in engines)), "")
+            case Command.VERIFY:
+                return why_no_engine_holds(version, self._engines)
+            case Command.CONTINUE:
+                return next(filter(None, (engine.why_cannot_serve() for engine in engines)), "")
+        return ""
+
+    async def _carry_out(
+        self,
+        command: Command,
+        version: int | None,
+        budget_s: float,
+        target: Phase,
+        started: float,
+    ) -> PhaseReport:
+        work: dict[Command, Callable[[EngineState], Awaitable[Any]]] = {
+            Command.PAUSE: self._pause,
+            Command.FLUSH: self._flush,
+            Command.RELEASE: self._memory.release,
+            Command.RESUME_WEIGHTS: self._memory.resume_weights,
+            Command.VERIFY: partial(collect_fingerprints, version=version),
+            Command.RESUME_KV: self._memory.resume_kv,
+            Command.CONTINUE: self._continue,
+        }
+        answers = await fan_out(
+            {
+                member.engine_id: partial(work[command], member)
+                for member in self._engines.unfenced()
+            },
+            operation=command.value,
+            budget_s=budget_s,
+        )
+        if len(self._engines):  # it was not stopped meanwhile
+            if command is Command.VERIFY:
+                answers = verify_group(answers, self._engines, self._logprob_check)
+            elif command is Command.CONTINUE:
+                answers = self._logprob_check.verify_replies(answers, self._engines.members())
+        return await self._commands.conclude(command, target, answers, started)
+
+    async def _pause(self, member: EngineState) -> None:
+        await pause(member, self._drain_of(member), self._settings.lifecycle.pause_timeout_s)
+
+    async def _flush(self, member: EngineState) -> None:
+        await flush(member, self._drain_of(member), self._settings.lifecycle.flush_timeout_s)
+
+    def _drain_of(self, member: EngineState) -> Drain:
+        drain = self._settings.lifecycle.drain
+        if drain is Drain.RETRACT and self._logprob_check.is_only_check_for(member):
+            return Drain.ABORT  # retracted requests would continue before the log-prob check
+        return drain
+
+    async def _update_weights(self, push: WeightPush) -> dict[str, EngineReply[None]]:
+        if push.canary and self._logprob_check.prompts:
+            check_expected(push.canary, self._logprob_check.prompts)
+        return await self._weight_updater.push(push)
+
+    async def _continue(self, member: EngineState) -> Verification | None:
+        # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
+        any_pending = self._logprob_check.any_pending(self._engines.unfenced())
+        await member.engine.continue_generation()
+        return (
+            await self._logprob_check.collect(member)
+            if any_pending and not member.is_stale
+            else None
+        )
+
+    # -- status -----------------------------------------------------------------------------
+
+    async def status(self) -> GroupStatus:
+        """The recorded state of the group and its engines; calls no engine."""
+        phase = self._commands.phase.value
+        engines = await asyncio.gather(
+            *(member.status(phase) for member in self._engines.members())
+        )
+        return GroupStatus(
+            name=self.name,
+            worker_type=self._settings.group.worker_type,
+            phase=phase,
+            needs_offload=self._traits.needs_offload,
+            engines=tuple(engines),
+            vacant_slots=self._engines.vacant_slots(),
+        )
+
+    async def recorded(self, cursor: int) -> Excerpt:
+        """The timeline since ``cursor``, and the open spans."""
+        return self.timeline.since(cursor)
+
+    async def log_tail(self, engine_id: str) -> str:
+        """The last lines of an engine's log."""
+        return await log_tail(self._engines[engine_id].process)
+
+    # -- remove and add engines -------------------------------------------------------------
+
+    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+        """Drain an engine that is out of routing, free its memory, and vacate its slot.
+
+        Raises what ``RolloutServer.remove_engine`` raises.
+        """
+        budgets = self._settings.lifecycle
+        budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
+        async with self._commands.in_turn(None, "remove", budget_s):
+            return await self._scaling.remove(engine_id, keep_process=keep_process)
+
+    async def add(self, engine_id: str, version: int) -> EngineStatus:
+        """Fill a vacant slot; bring the engine to this phase and, if possible, to ``version``.
+
+        Raises what ``RolloutServer.add_engine`` raises.
+        """
+        async with self._recovery.exclusive():
+            started = now()
+            member = await self._scaling.add(engine_id, self._recovery.tags)
+            try:
+                await self._recovery.readmit(engine_id, version)
+            except Exception as error:  # it is in the group, and its weights are unknown
+                failure = as_failure(error, engine_id, "add", started)
+                await self._engines.fence([failure])
+                raise failure from error
+            return await member.status(self._commands.phase.value)
+
+    # -- recovery ---------------------------------------------------------------------------
+
+    async def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> GroupProbe:
+        """Probe all engines, with the kind of probe for this phase.
+
+        Args:
+            distrusted: engines whose weight version is checked too.
+        """
+        commands, kind = self._commands, PROBE_KINDS[self._commands.phase]
+        num_commands, had_command = commands.num_commands, self._recovery.is_command_running()
+        probes = await probe_all(self._engines.members(), kind, budget_s, distrusted)
+        return GroupProbe(num_commands == commands.num_commands and not had_command, probes)
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        """Fence an engine and end its process, also while a command hangs on it.
+
+        An engine that is already fenced only gets the new reason.
+        """
+        with self.timeline.span(Kind.GROUP, "fence", engine_id=engine_id):
+            member = self._engines[engine_id]
+            if member.fence_reason:
+                member.fence_reason = reason
+                return
+            failure = EngineFailure(reason, engine_id=engine_id, operation="fence")
+            await self._engines.fence([failure])
+
+    async def restart(self, engine_id: str) -> None:
+        """Restart a fenced engine on its slot and bring it to this phase; it is stale then.
+
+        Raises:
+            EngineFailure: the old engine may still run, or the new one did not start; it stays
+                fenced.
+        """
+        async with self._recovery.exclusive():
+            with self.timeline.span(Kind.ENGINE, "restart", engine_id=engine_id):
+                replay = partial(
+                    replay_to_phase,
+                    phase=self._commands.phase,
+                    tags=self._recovery.tags,
+                    weights_survive=self._policy.weights_cpu_backup,
+                )
+                await self._engines.replace(engine_id, replay)
+            self.timeline.event("restarted", engine_id=engine_id)
+
+    async def readmit(self, engine_id: str, version: int) -> bool:
+        """Let a stale engine serve if it holds ``version`` or a source can restore it.
+
+        Returns:
+            Whether it serves now.
+
+        Raises:
+            WeightMismatch: it does not hold the weights that it reports.
+        """
+        async with self._recovery.exclusive():
+            with self.timeline.span(Kind.ENGINE, "readmit", engine_id=engine_id):
+                serves = await self._recovery.readmit(engine_id, version)
+            if serves:
+                self.timeline.event("readmitted", f"at version {version}", engine_id=engine_id)
+            return serves
+
+
+__all__ = ["GroupSettings", "ServerGroup"]

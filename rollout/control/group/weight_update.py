@@ -1,0 +1,159 @@
+"""New weights for the engines of one group.
+
+Always true: a push that does not fit an engine's own list of tensors is refused before anything is
+sent.  From the first change until the end of a push, an engine has no weight version and is not
+verified, so that half a push never serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engines.protocol.errors import EngineRejected
+from rollout.config import WeightUpdate
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.state import EngineState
+from rollout.control.group.engine_set import EngineSet
+from rollout.core.errors import EngineFailure, WeightMismatch
+from rollout.core.fanout import EngineReply
+from rollout.rules.fingerprint_check import ALL_TENSORS
+from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
+from rollout.weights.push.weight_source import AdapterSource
+from rollout.weights.transports.broadcast_group import process_text
+from rollout.weights.transports.carriers import AsAdapter
+
+
+class WeightUpdater:
+    """Sends pushes to a group, and records their contents per engine.
+
+    Attributes:
+        adapters: restores the last pushed adapter on a restarted engine.
+    """
+
+    def __init__(self, settings: GroupSettings, engines: EngineSet) -> None:
+        self.adapters = AdapterSource()
+        self._settings = settings
+        self._engines = engines
+
+    async def push(self, push: WeightPush) -> dict[str, EngineReply[None]]:
+        """Send a push to every engine that is not fenced; replies by engine id.
+
+        Raises:
+            WeightMismatch: an engine has no such tensors, and nothing was sent; or all engines
+            refused an adapter, and have the one from before.
+            WeightsUnavailable: the trainer did not send what it announced.
+        """
+        members = self._engines.unfenced()
+        contents = push.contents_under(self._settings.update)
+        for member in members:
+            _check(push, contents, member)
+        sent: dict[str, str] = {}
+        is_full = contents is WeightUpdate.FULL
+        changed = ALL_TENSORS if is_full else frozenset(push.manifest.tensors)
+
+        def mark_changed() -> None:
+            for member in members:
+                member.weight_version = None
+                member.is_verified = False
+                member.changed |= changed
+
+        held = {member.engine_id: member.update_group for member in members}
+        targets = {member.engine_id: _target(member) for member in members}
+        before = [(member.weight_version, member.is_verified, member.changed) for member in members]
+        try:
+            answers = await push_weights(
+                push,
+                targets,
+                budget_s=self._settings.lifecycle.update_timeout_s,
+                reader=self._settings.name,
+                on_begin=mark_changed,
+                fingerprints=sent,
+                held=held,
+            )
+        finally:
+            for member in members:
+                member.update_group = held.get(member.engine_id, "")
+        if why := await self._why_adapter_refused(push, answers, targets):
+            for member, (version, is_verified, changed) in zip(members, before, strict=True):
+                member.weight_version, member.is_verified = version, is_verified
+                member.changed = changed
+            raise WeightMismatch(why)
+        copies = max((member.num_payloads for member in members), default=1)
+        self.adapters.has_pushed(push, contents, copies)
+        for member in members:
+            if answers[member.engine_id].failure is None:
+                self._record_push(member, push, contents, sent)
+        return answers
+
+    async def _why_adapter_refused(
+        self,
+        push: WeightPush,
+        answers: Mapping[str, EngineReply[None]],
+        targets: Mapping[str, PushTarget],
+    ) -> str:
+        """Why no engine takes an adapter, if all have the one from before again; else empty."""
+        refusals = [answer.failure for answer in answers.values() if _is_refusal(answer.failure)]
+        if not isinstance(push.carrier, AsAdapter) or not 0 < len(refusals) == len(answers):
+            return ""
+        if not await self.adapters.reload(targets):
+            return ""
+        return (
+            f"no engine of group {self._settings.name} takes the adapter of weight version "
+            f"{push.version}; all keep the one from before: {refusals[0]}"
+        )
+
+    def _record_push(
+        self, member: EngineState, push: WeightPush, contents: WeightUpdate, sent: Mapping[str, str]
+    ) -> None:
+        known = {} if contents is WeightUpdate.FULL else member.pushed
+        kept = {name: value for name, value in known.items() if name not in push.manifest.tensors}
+        member.pushed = kept | dict(sent)
+        member.pushed_dtypes |= {
+            name: tensor.dtype for name, tensor in push.manifest.tensors.items()
+        }
+        if contents is not WeightUpdate.LORA:
+            member.base_version = push.version
+        elif isinstance(push.carrier, AsAdapter):
+            member.adapter = push.carrier.name
+        adapter = member.adapter if contents is WeightUpdate.LORA else ""
+        member.expected = {adapter: push.canary} if push.canary else {}
+        is_whole = contents is WeightUpdate.FULL or (
+            # The adapter needs the base weights on disk, unless other base weights were pushed.
+            contents is WeightUpdate.LORA and self.adapters.base_version == 0
+        )
+        if is_whole or not member.is_stale:
+            member.weight_version, member.is_stale = push.version, False
+
+
+def _target(member: EngineState) -> PushTarget:
+    return PushTarget(
+        member.engine,
+        member.num_payloads,
+        member.has_session,
+        process_text(member.process.processes),
+        member.takes_flat_broadcast,
+        member.reports_groups,
+    )
+
+
+def _is_refusal(failure: EngineFailure | None) -> bool:
+    return failure is not None and isinstance(failure.__cause__, EngineRejected)
+
+
+def _check(push: WeightPush, contents: WeightUpdate, member: EngineState) -> None:
+    if contents is WeightUpdate.LORA or not member.tensors:
+        return
+    pushed = push.manifest.tensors
+    try:
+        check_push(
+            Manifest({name: pushed[name] for name in pushed if name not in member.tied}),
+            member.manifest,
+            must_be_complete=contents is WeightUpdate.FULL,
+        )
+    except WeightMismatch as error:
+        raise WeightMismatch(
+            f"engine {member.engine_id}: {error}; nothing was sent",
+            tensor=error.tensor,
+            engine_id=member.engine_id,
+        ) from None

@@ -1,0 +1,1 @@
+"""Recovery of one server: health of its engines, and restarts."""

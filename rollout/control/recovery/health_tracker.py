@@ -1,0 +1,282 @@
+"""The health of each engine of a server, by group.
+
+Always true: nothing here awaits, so each call is atomic.  A probe that began before an engine died
+never marks that engine as healthy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from engines.protocol.plain_text import describe
+from rollout.config import HealthConfig, ServerConfig
+from rollout.control.group.probe import GroupProbe
+from rollout.rules.health import (
+    EngineHealth,
+    GroupHealth,
+    Liveness,
+    ProbeResult,
+    RecoveryState,
+    Restart,
+    due_restarts,
+    has_enough_without,
+    liveness,
+    may_return,
+    may_use_memory,
+    next_retry_s,
+    out_of_routing,
+    plan_recovery,
+)
+from rollout.rules.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTerms:
+    """The settings of a group that recovery needs.
+
+    Attributes:
+        min_engines: least number of engines it needs to continue; None: all.
+        has_processes: we launched its engines, and may kill them.
+        start_timeout_s: deadline for one engine to start.
+    """
+
+    needs_offload: bool
+    min_engines: int | None
+    has_processes: bool = True
+    start_timeout_s: float = 300.0
+    readmit_timeout_s: float = 600.0
+
+
+def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
+    """The recovery settings of one group of a server."""
+    group = config.groups[name]
+    fewest = None if config.lifecycle.on_failure == "raise" else 1
+    return GroupTerms(
+        needs_offload=group.needs_offload,
+        min_engines=fewest if group.min_engines is None else group.min_engines,
+        has_processes=group.engine.kind != "attached",
+        start_timeout_s=group.engine.start_timeout_s,
+        readmit_timeout_s=config.lifecycle.update_timeout_s,
+    )
+
+
+class HealthTracker:
+    """The health of all engines.
+
+    Args:
+        phases, clock: return the phase of each group, and the time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: HealthConfig,
+        terms: Mapping[str, GroupTerms],
+        phases: Callable[[], Mapping[str, Phase]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.terms = dict(terms)
+        self._config = config
+        self._phases = phases
+        self._clock = clock
+        self._engines: dict[str, dict[str, EngineHealth]] = {group: {} for group in terms}
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def add_all(self, engines: Mapping[str, Iterable[str]]) -> None:
+        """Track engines that have just started."""
+        for group, ids in engines.items():
+            self._engines[group] = {
+                engine_id: EngineHealth(since_s=self._clock()) for engine_id in ids
+            }
+
+    def add(self, group: str, engine_id: str, *, is_stale: bool) -> None:
+        """Track an engine that was added to a running group."""
+        state = RecoveryState.STALE if is_stale else RecoveryState.SERVING
+        self._engines[group][engine_id] = EngineHealth(state, since_s=self._clock())
+
+    def remove(self, group: str, engine_id: str) -> None:
+        """Stop tracking a removed engine."""
+        self._engines[group].pop(engine_id, None)
+
+    def snapshot(self) -> dict[str, dict[str, EngineHealth]]:
+        """The current health of all engines."""
+        return {group: dict(engines) for group, engines in self._engines.items()}
+
+    def apply_probe(
+        self, group: str, probe: GroupProbe, before: Mapping[str, EngineHealth]
+    ) -> None:
+        """Apply the results of a probe.
+
+        Args:
+            before: health of the engines when the probe began.
+        """
+        engines = self._engines[group]
+        now_s = self._clock()
+        for found in probe.engines:
+            if found.engine_id in before and found.engine_id not in engines:
+                continue  # it was removed meanwhile
+            health = engines.setdefault(found.engine_id, EngineHealth(since_s=now_s))
+            if found.engine_id in before and not health.is_same_life(before[found.engine_id]):
+                continue  # it was replaced meanwhile: the result is about the old engine
+            result = found.result
+            if result is ProbeResult.FAILED and not probe.is_steady:
+                result = ProbeResult.ASLEEP  # ignore probe failures while a command was running
+            health = health.after(result, self._config)
+            if (
+                health.state is RecoveryState.STALE
+                and not found.is_stale
+                and result is not ProbeResult.FENCED
+            ):
+                logger.info("engine %s has the published weights again", found.engine_id)
+                health = health.verified(now_s)
+            engines[found.engine_id] = health
+            self._update_liveness(group, found.engine_id, found.reason)
+
+    def apply_router_report(self, engine_id: str, reason: str) -> None:
+        """The router lost a request to this engine."""
+        for group, engines in self._engines.items():
+            if engine_id in engines:
+                engines[engine_id] = engines[engine_id].after(ProbeResult.REPORTED, self._config)
+                self._update_liveness(group, engine_id, reason)
+
+    def _update_liveness(self, group: str, engine_id: str, reason: str) -> None:
+        health = self._engines[group][engine_id]
+        if health.is_out or liveness(health.streaks, self._config) is not Liveness.DEAD:
+            return  # Others of the group count only here: a round of probes stays linear in them.
+        can_spare = has_enough_without(engine_id, self._engines[group], self._min_engines(group))
+        if liveness(health.streaks, self._config, can_spare=can_spare) is Liveness.DEAD:
+            reason = f"engine {engine_id} is dead: {reason or 'the router lost it too often'}"
+            logger.error("%s", reason, extra={"engine_id": engine_id})
+            self._engines[group][engine_id] = health.died(reason, self._clock(), self._config)
+
+    # -- results of actions -----------------------------------------------------------------
+
+    def mark_fenced(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        engines[engine_id] = replace(engines[engine_id], is_fenced=True)
+
+    def mark_restarting(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        engines[engine_id] = engines[engine_id].restarting(self._clock())
+
+    def mark_started(self, group: str, engine_id: str) -> float:
+        """Record a restart; returns its duration in seconds."""
+        engines = self._engines[group]
+        elapsed_s = self._clock() - engines[engine_id].since_s
+        engines[engine_id] = engines[engine_id].started(self._clock())
+        return elapsed_s
+
+    def mark_verified(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        engines[engine_id] = engines[engine_id].verified(self._clock())
+
+    def mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
+        reason = f"engine {engine_id} {what}: {describe(error)}"
+        logger.error("%s", reason, extra={"engine_id": engine_id})
+        engines = self._engines[group]
+        engines[engine_id] = engines[engine_id].died(reason, self._clock(), self._config)
+
+    # -- decisions --------------------------------------------------------------------------
+
+    def distrusted(self, group: str) -> list[str]:
+        """Engines that the router lost: a probe must also check their weight version."""
+        engines = self._engines[group]
+        return [engine_id for engine_id, health in engines.items() if health.streaks.reports]
+
+    def why_dead(self, group: str, engine_id: str) -> str:
+        """Why an engine died, and whether recovery has given up on it."""
+        health = self._engines[group][engine_id]
+        if not health.is_given_up(self._max_restarts(group)):
+            return health.reason
+        return f"{health.reason} (given up after {health.num_restarts} restarts)"
+
+    def out_of_routing(self) -> dict[str, tuple[Liveness, str]]:
+        """Engines without requests, also if their group reports them as serving, and why."""
+        out: dict[str, tuple[Liveness, str]] = {}
+        for group in self._group_health():
+            out |= out_of_routing(group, self._config)
+        return out
+
+    def may_return(self, *, can_restart: bool, can_restore: bool) -> set[str]:
+        """Engines that recovery may make serve again without a command."""
+        return {
+            engine_id
+            for group, engines in self._engines.items()
+            for engine_id, health in engines.items()
+            if may_return(
+                health,
+                self._max_restarts(group),
+                can_restart=can_restart,
+                can_restore=can_restore,
+            )
+        }
+
+    def unfenced_dead(self) -> list[tuple[str, str]]:
+        """Group and id of each engine that is dead and not yet ended."""
+        return [
+            (group, engine_id)
+            for group, engines in self._engines.items()
+            for engine_id, health in engines.items()
+            if health.state is RecoveryState.DEAD and not health.is_fenced
+        ]
+
+    def stale(self) -> list[tuple[str, str]]:
+        """Group and id of each stale engine that may restore its weights now."""
+        return [
+            (group.name, engine_id)
+            for group in self._group_health()
+            if may_use_memory(group)
+            for engine_id, health in group.engines.items()
+            if health.state is RecoveryState.STALE
+        ]
+
+    def plan(self) -> list[Restart]:
+        """Engines to restart now."""
+        return plan_recovery(self._group_health(), self._clock(), self._config)
+
+    def plan_for_short(self, groups: Collection[str]) -> list[Restart]:
+        """Engines to restart so that these groups can continue; ignores backoffs."""
+        return [
+            Restart(group.name, engine_id)
+            for group in self._group_health()
+            if group.name in groups and group.num_up < group.min_engines
+            for engine_id in due_restarts(group, math.inf)[: self._config.max_parallel_restarts]
+        ]
+
+    def is_any_short(self, groups: Collection[str]) -> bool:
+        """Whether one of these groups has too few engines to continue."""
+        return any(
+            group.name in groups and group.num_up < group.min_engines
+            for group in self._group_health()
+        )
+
+    def next_retry_s(self) -> float | None:
+        """When the next backoff ends, in seconds of the clock; None if there is none."""
+        return next_retry_s(self._group_health())
+
+    def _group_health(self) -> list[GroupHealth]:
+        phases = self._phases()
+        return [
+            GroupHealth(
+                name=name,
+                phase=phases[name],
+                needs_offload=self.terms[name].needs_offload,
+                min_engines=self._min_engines(name),
+                max_restarts=self._max_restarts(name),
+                engines=engines,
+            )
+            for name, engines in self._engines.items()
+        ]
+
+    def _min_engines(self, group: str) -> int:
+        fewest = self.terms[group].min_engines
+        return len(self._engines[group]) if fewest is None else fewest
+
+    def _max_restarts(self, group: str) -> float:
+        """Unlimited for attached engines: their owner may restart them at any time."""
+        return self._config.max_restarts if self.terms[group].has_processes else math.inf

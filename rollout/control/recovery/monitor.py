@@ -1,0 +1,257 @@
+"""Probes the engines of a server, and recovers those that die.
+
+Always true:
+- a dead engine is out of routing before any other action on it;
+- recovery acts on engines only between commands: it holds the server's command lock, whose owner
+  is then ``recover``;
+- a failed round is logged, and the next one follows;
+- after ``stop``, no probe, restart or task runs.
+
+``rules/health.py`` decides on liveness and restarts, from the state in ``health_tracker.py``.
+``actions.py`` carries them out.  This module decides when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from engines.protocol.plain_text import describe
+from rollout.config import HealthConfig
+from rollout.control.engine.group_settings import GROUP_MARGIN_S
+from rollout.control.group.probe import GroupProbe
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.recovery.actions import RecoveryActions
+from rollout.control.recovery.health_tracker import GroupTerms, HealthTracker
+from rollout.core.command_lock import CommandLock
+from rollout.core.errors import ActorLost, LifecycleError
+from rollout.core.fanout import wait_all
+from rollout.rules.health import Liveness
+from rollout.rules.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+OWNER = "recover"
+_LISTEN_TIMEOUT_S = 30.0
+
+
+Routing = tuple[Mapping[str, tuple[Liveness, str]], Collection[str]]
+"""Engines without requests and why, also if their group reports them as serving; and the engines
+that recovery may bring back without a command."""
+
+
+class MonitoredServer(Protocol):
+    """The methods of the server that recovery calls."""
+
+    @property
+    def weight_version(self) -> int: ...
+    def phases(self) -> Mapping[str, Phase]: ...
+    async def publish_members(self) -> None: ...
+    async def replace_lost_group(self, name: str) -> None: ...
+
+
+class RecoveryMonitor:
+    """The background tasks of one server: probe, listen, recover.
+
+    Args:
+        router_failures: waits until the router has removed engines from routing, at most this
+            long; returns them, with the reason of each.
+        has_sources: a weight store is configured.
+        keeps_adapters: groups keep the last adapter for an engine that restarts.
+
+    Attributes:
+        published: the routing that the router knows; None if it changed that itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: HealthConfig,
+        groups: Mapping[str, ServerGroup],
+        terms: Mapping[str, GroupTerms],
+        server: MonitoredServer,
+        router_failures: Callable[[float], Awaitable[list[tuple[str, str]]]],
+        lock: CommandLock,
+        *,
+        has_sources: bool = False,
+        keeps_adapters: bool = False,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._has_sources = has_sources or config.weights_path is not None
+        self._keeps_adapters = keeps_adapters
+        self._groups = groups
+        self._lost_groups: dict[str, ServerGroup] = {}
+        self._server = server
+        self._router_failures = router_failures
+        self._lock = lock
+        self.tracker = HealthTracker(config, terms, server.phases, _now)
+        self.published: Routing | None = None
+        self._probe_now = asyncio.Event()
+        self._work = asyncio.Event()
+        self._actions = RecoveryActions(name, config, self._groups, self.tracker, self._work.set)
+        self._task: asyncio.Task[None] | None = None
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    def start(self, engines: Mapping[str, Iterable[str]]) -> None:
+        """Start the tasks, if ``health.recover`` is set.
+
+        Args:
+            engines: ids of the started engines, by group.
+        """
+        if self._config.recover and self._task is None:
+            self.tracker.add_all(engines)
+            self._task = asyncio.create_task(self._run(), name=f"recovery:{self._name}")
+
+    async def stop(self) -> None:
+        """Cancel the tasks and the restarts under way; returns when all have ended."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await wait_all([task])
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for act in (self._watch, self._listen, self._recover):
+                tasks.create_task(self._again(act), name=f"recovery:{self._name}:{act.__name__}")
+
+    async def _again(self, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await act()
+            except Exception:  # one failed round must not end the task
+                logger.exception("server %s: recovery: %s failed", self._name, act.__name__)
+                await asyncio.sleep(self._config.probe_interval_s)
+
+    # -- probes -----------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._probe_now.wait(), self._config.probe_interval_s)
+        self._probe_now.clear()
+        await self.probe_once()
+
+    async def probe_once(self) -> None:
+        """Probe all engines once, and publish changes of routing."""
+        before = self.tracker.snapshot()
+        probes = await asyncio.gather(*(self._probe(name) for name in self._groups))
+        for name, probe in zip(self._groups, probes, strict=True):
+            if probe is not None:
+                self.tracker.apply_probe(name, probe, before[name])
+        await self._publish_if_changed()
+        if self._has_work():
+            self._work.set()
+
+    async def _probe(self, name: str) -> GroupProbe | None:
+        budget_s = self._config.probe_timeout_s
+        distrusted = self.tracker.distrusted(name)
+        group = self._groups[name]
+        try:
+            async with asyncio.timeout(2 * budget_s + GROUP_MARGIN_S):
+                return await group.probe(budget_s, distrusted)
+        except Exception as error:  # the engines may still be healthy
+            if isinstance(error, ActorLost) and error.is_dead:
+                self._lost_groups[name] = group
+            logger.error("group %s/%s cannot be probed: %s", self._name, name, describe(error))
+            return None
+
+    # -- reports of the router --------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        for engine_id, reason in await self._router_failures(_LISTEN_TIMEOUT_S):
+            # The router has removed it from routing, so publish the members again.
+            self.tracker.apply_router_report(engine_id, reason)
+            self.published = None
+            self._probe_now.set()
+
+    def probe_soon(self) -> None:
+        """Probe now, because an engine has failed or changed."""
+        self._probe_now.set()
+
+    def _may_return(self) -> set[str]:
+        """Engines that may serve again without a command: dead ones with restarts left, while the
+        published weights can be restored; for the others, the next probe decides."""
+        if not self._config.recover:
+            return set()
+        is_checkpoint = self._server.weight_version == 0
+        return self.tracker.may_return(
+            can_restart=self._has_sources or self._keeps_adapters or is_checkpoint,
+            can_restore=self._has_sources,
+        )
+
+    async def _publish_if_changed(self) -> None:
+        if self.routing() != self.published:
+            await self._server.publish_members()
+
+    def routing(self) -> Routing:
+        """The engines out of routing and why, and those that may return."""
+        return self.tracker.out_of_routing(), self._may_return()
+
+    # -- recovery: fence, restart, readmit --------------------------------------------------
+
+    async def _recover(self) -> None:
+        """Recover as soon as a probe finds work, or a backoff ends."""
+        retry_s = self.tracker.next_retry_s()
+        # A timer may fire a little early; the minimum wait prevents a busy loop.
+        wait_s = max(retry_s - _now(), 0.001) if retry_s and retry_s > _now() else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), wait_s)
+        self._work.clear()
+        await self.recover()
+
+    async def recover(self) -> None:
+        """Fence, restart and readmit engines once, if any need it."""
+        if not self._has_work():
+            return
+        try:
+            async with self._lock.held(OWNER):
+                await self._replace_lost_groups()
+                await self._actions.fence_dead()
+                await self._actions.restart(self.tracker.plan())
+                await self._actions.readmit_stale(self._server.weight_version)
+                await self._server.publish_members()
+        except LifecycleError as error:  # another command has held the lock for too long
+            logger.warning("server %s: %s", self._name, error)
+
+    async def _replace_lost_groups(self) -> None:
+        lost, self._lost_groups = self._lost_groups, {}  # the next probe finds those still lost
+        for name, group in lost.items():
+            if group is not self._groups[name]:
+                continue  # a late reply: another group has replaced it already
+            try:
+                await self._server.replace_lost_group(name)
+            except Exception as error:
+                logger.error("group %s/%s is lost: %s", self._name, name, describe(error))
+        if lost:  # engines that were not reused must be known as dead before the next command
+            await self.probe_once()
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._lost_groups
+            or self.tracker.unfenced_dead()
+            or self.tracker.plan()
+            or (self._has_sources and self.tracker.stale())
+        )
+
+    async def restart_if_short(self, groups: Collection[str]) -> None:
+        """Restart dead engines of groups that have too few to continue; ignores backoffs.
+
+        The caller holds the lock, and the trainer has just freed the memory.
+        """
+        if self._config.recover and self.tracker.is_any_short(groups):
+            await self._actions.fence_dead()
+            await self._actions.restart(self.tracker.plan_for_short(groups))
+
+    async def readmit_stale(self, version: int) -> None:
+        """Let stale engines serve that hold ``version`` or can restore it; the caller holds the
+        lock."""
+        if self._config.recover:
+            await self._actions.readmit_stale(version)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

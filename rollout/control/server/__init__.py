@@ -1,0 +1,1 @@
+"""A rollout server: its groups, its router, its journal."""

@@ -1,0 +1,122 @@
+"""Removes engines from a running server, and adds them again.
+
+Always true: a leaving engine is first taken out of routing, and its requests get
+``drain_timeout_s`` to finish.  An added engine is in routing only after its group verified it.  The
+caller holds the server's command lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rollout.config import ServerConfig
+from rollout.control.engine.group_settings import GROUP_MARGIN_S
+from rollout.control.group.scaling import check_can_leave
+from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.gate_control import GateControl
+from rollout.control.server.group_registry import GroupRegistry
+from rollout.core.errors import EngineFailure, LifecycleError
+from rollout.core.types import EngineReport, EngineStatus
+
+logger = logging.getLogger(__name__)
+
+
+class ElasticSlots:
+    """The slots of a server whose engines come and go."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ServerConfig,
+        registry: GroupRegistry,
+        gate: GateControl,
+        recovery: RecoveryMonitor,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._registry = registry
+        self._gate = gate
+        self._recovery = recovery
+
+    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+        """See ``RolloutServer.remove_engine``."""
+        statuses = await self._registry.statuses()
+        group = next(
+            (
+                name
+                for name, status in statuses.items()
+                if any(engine.engine_id == engine_id for engine in status.engines)
+            ),
+            None,
+        )
+        if group is None:
+            known = [engine.engine_id for status in statuses.values() for engine in status.engines]
+            raise LifecycleError(
+                f"server {self._name} has no engine {engine_id} to remove; known: "
+                f"{', '.join(known)}",
+                command="remove_engine",
+            )
+        check_can_leave(engine_id, statuses[group], self._config.groups[group].min_engines)
+        budgets = self._config.lifecycle
+        self._gate.leaving.add(engine_id)
+        try:
+            await self._gate.publish_members()
+            late = await self._gate.drain(budgets.drain_timeout_s, engine_id)
+            if late:
+                logger.warning("server %s: %s; these requests are aborted", self._name, late)
+            async with asyncio.timeout(
+                budgets.pause_timeout_s
+                + budgets.flush_timeout_s
+                + budgets.release_timeout_s
+                + budgets.stop_timeout_s
+                + 2 * GROUP_MARGIN_S
+            ):
+                report = await self._registry.groups[group].remove(engine_id, keep_process)
+            self._recovery.tracker.remove(group, engine_id)
+        except TimeoutError:
+            raise _late(engine_id, "remove") from None
+        finally:
+            # Its group knows the result: it is removed, fenced, or serves as before.
+            self._gate.leaving.discard(engine_id)
+            await self._gate.publish_members()
+            self._recovery.probe_soon()
+        return report
+
+    async def add(self, engine_id: str, version: int) -> EngineStatus:
+        """Fill a vacant slot; the engine serves immediately if ``version`` is verified on it."""
+        statuses = await self._registry.statuses()
+        group = next(
+            (name for name, status in statuses.items() if engine_id in status.vacant_slots), None
+        )
+        if group is None:
+            vacant = [slot for status in statuses.values() for slot in status.vacant_slots]
+            raise LifecycleError(
+                f"server {self._name} has no vacant slot {engine_id}; vacant: "
+                f"{', '.join(vacant) or 'none'}",
+                command="add_engine",
+            )
+        budgets = self._config.lifecycle
+        try:
+            async with asyncio.timeout(
+                self._config.groups[group].engine.start_timeout_s
+                + 2 * budgets.resume_timeout_s
+                + budgets.update_timeout_s
+                + 2 * GROUP_MARGIN_S
+            ):
+                status = await self._registry.groups[group].add(engine_id, version)
+            self._recovery.tracker.add(group, engine_id, is_stale=status.is_stale)
+        except TimeoutError:
+            raise _late(engine_id, "add") from None
+        finally:
+            await self._gate.publish_members()
+            self._recovery.probe_soon()
+        return status
+
+
+def _late(engine_id: str, operation: str) -> EngineFailure:
+    return EngineFailure(
+        f"engine {engine_id}: {operation} did not end in time; see its status for how far it got",
+        engine_id=engine_id,
+        operation=operation,
+    )

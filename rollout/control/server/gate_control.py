@@ -1,0 +1,167 @@
+"""Controls the router of a server: the gate, and which engines get requests.
+
+Always true: an older list of members never replaces a newer one.  ``state`` changes only after the
+router confirmed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from engines.protocol import WorkerType
+from rollout.config import ServerConfig
+from rollout.control.engine.group_settings import fewest_engines
+from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.group_registry import GroupRegistry
+from rollout.control.server.router_client import RouterClient
+from rollout.core.errors import PhaseFailed, PhaseTimeout
+from rollout.core.types import EngineStatus, GroupStatus
+from rollout.observability.timeline.recorder import Timeline
+from rollout.rules.health import Liveness
+from rollout.rules.lifecycle import why_none_serves
+from rollout.rules.routing import Backend, BackendState
+
+Out = Mapping[str, tuple[Liveness, str]]
+"""Engines without requests, also if their group reports them as serving, and why."""
+
+
+class GateControl:
+    """The gate and the members of one server.
+
+    Args:
+        recovery: decides which engines are out of routing; gets what was published.
+
+    Attributes:
+        state: open, holding or closed, as the lifecycle has set it.
+        leaving: engines about to be removed: they only finish their requests.
+    """
+
+    def __init__(
+        self,
+        router: RouterClient,
+        registry: GroupRegistry,
+        recovery: RecoveryMonitor,
+        config: ServerConfig,
+        timeline: Timeline,
+    ) -> None:
+        self.state = "closed"
+        self.leaving: set[str] = set()
+        self._waits_for_recovery = False
+        self._router = router
+        self._registry = registry
+        self._recovery = recovery
+        self._config = config
+        self._timeline = timeline
+        self._publishing = asyncio.Lock()
+        self._epoch = 0
+
+    @property
+    def shown_state(self) -> str:
+        """What requests meet: an open gate holds while recovery brings back the only engines."""
+        return "holding" if self.state == "open" and self._waits_for_recovery else self.state
+
+    @property
+    def router_url(self) -> str:
+        """Base URL of the router; empty if it does not run."""
+        return self._router.url
+
+    async def why_none_serves(self, weight_version: int) -> str:
+        """Why no engine could serve if the gate opened now; empty if one could."""
+        statuses = (await self._registry.statuses()).values()
+        return why_none_serves(statuses, weight_version, self._config.weights.update)
+
+    async def open(self, weight_version: int) -> None:
+        """Open the gate.
+
+        Raises:
+            PhaseFailed: no engine holds the weights, or a group has too few engines; the gate
+                stays as it is.
+        """
+        statuses = await self.publish_members()
+        update = self._config.weights.update
+        if why := why_none_serves(statuses.values(), weight_version, update):
+            raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue")
+        for name, group in statuses.items():
+            num_left = sum(not engine.fence_reason for engine in group.engines)
+            budgets = self._config.lifecycle
+            fewest = fewest_engines(self._config.groups[name], budgets, len(group.engines))
+            if num_left < fewest:
+                reasons = (engine.fence_reason for engine in group.engines)
+                fenced = "; ".join(reason for reason in reasons if reason)
+                raise PhaseFailed(
+                    f"group {name}: {num_left} of {len(group.engines)} engines left, {fewest} "
+                    f"needed; the gate stays {self.state}: {fenced}",
+                    phase="continue",
+                )
+        await self._router.set_gate("open", weight_version=weight_version)
+        self.state = "open"
+        self._timeline.event("gate", f"open at weight version {weight_version}")
+
+    async def shut(self, state: str, reason: str, phase: str) -> None:
+        """Hold requests, or reject them with 503 and the reason."""
+        await self._router.set_gate(state, reason=reason, phase=phase)
+        self.state = state
+        self._timeline.event("gate", f"{state}: {reason}")
+
+    async def drain(self, timeout_s: float, engine_id: str = "") -> str:
+        """Wait until the requests in flight, of all engines or of one, have finished.
+
+        Returns:
+            The engines that still have requests after ``timeout_s``; empty if none.
+        """
+        try:
+            await self._router.drained(timeout_s, engine_id)
+        except PhaseTimeout as error:
+            return str(error)
+        return ""
+
+    async def publish_members(self) -> Mapping[str, GroupStatus]:
+        """Send the router the current members; returns the status of each group."""
+        async with self._publishing:  # or an older list could get a newer epoch
+            statuses = await self._registry.statuses()
+            routing = out, returning = self._recovery.routing()
+            self._epoch += 1
+            members = [
+                replace(
+                    self._member(status.worker_type, engine, out),
+                    may_return=engine.engine_id in returning,
+                )
+                for status in statuses.values()
+                for engine in status.engines
+            ]
+            await self._router.set_members(self._epoch, members)
+            self._recovery.published = routing
+            self._note_waiting(members)
+            return statuses
+
+    def _note_waiting(self, members: Sequence[Backend]) -> None:
+        """Record whether an open gate holds now, as the router decides it too."""
+        states = {member.state for member in members}
+        is_waiting = BackendState.SERVING not in states and any(
+            member.may_return for member in members
+        )
+        if self.state == "open" and is_waiting != self._waits_for_recovery:
+            text = "holding: recovery brings engines back" if is_waiting else "open again"
+            self._timeline.event("gate", text)
+        self._waits_for_recovery = is_waiting
+
+    def _member(self, worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
+        made = member(worker_type, engine, out)
+        if engine.engine_id in self.leaving and made.state is BackendState.SERVING:
+            return replace(made, state=BackendState.DRAINING, reason="it is being removed")
+        return made
+
+
+def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
+    """The router's view of an engine."""
+    state, reason = BackendState.SERVING, ""
+    if engine.fence_reason:
+        state, reason = BackendState.FENCED, engine.fence_reason
+    elif engine.is_stale:
+        state, reason = BackendState.FENCED, "it restarted and lacks the published weights"
+    elif engine.engine_id in out:
+        liveness, reason = out[engine.engine_id]
+        state = BackendState.DEAD if liveness is Liveness.DEAD else BackendState.DRAINING
+    return Backend(engine.engine_id, engine.endpoint, state, worker_type, reason=reason)

@@ -1,0 +1,163 @@
+"""The groups of a server: their phases and their last known status.
+
+Always true: a lost group does not hide the others.  It is shown with its last known status, and all
+its engines as fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from engines.protocol import Endpoint
+from engines.protocol.plain_text import describe
+from rollout.config import ServerConfig
+from rollout.control.group.server_group import ServerGroup
+from rollout.core.errors import ActorLost, ConfigError
+from rollout.core.fanout import barrier
+from rollout.core.types import GroupStatus
+from rollout.router.host import RouterHost
+from rollout.rules.lifecycle import Command, GroupTraits, Phase, groups_that_need
+from rollout.rules.release_policy import group_traits
+
+_STATUS_TIMEOUT_S = 15.0
+# An actor starts, inspects its engines and ends those that it cannot reuse.
+_REPLACE_TIMEOUT_S = 120.0
+
+
+class ActorFactory(Protocol):
+    """Creates a new actor for a group or a router whose actor is lost."""
+
+    def make_router(self, endpoint: Endpoint) -> Awaitable[RouterHost]:
+        """A router that will listen on ``endpoint``; the lost one has ended."""
+        ...
+
+    def make_group(
+        self, name: str, known: GroupStatus, version: int | None
+    ) -> Awaitable[ServerGroup]:
+        """A group in the place of a lost one; see ``ServerGroup.take_over``."""
+        ...
+
+
+class GroupRegistry:
+    """The groups of one server.
+
+    Attributes:
+        phases: the phase of each group.
+        traits: the traits of each group, for the lifecycle table.
+    """
+
+    def __init__(self, name: str, config: ServerConfig, groups: Mapping[str, ServerGroup]) -> None:
+        self.groups = dict(groups)
+        self.phases = dict.fromkeys(self.groups, Phase.STARTING)
+        self.traits: dict[str, GroupTraits] = {
+            group: group_traits(
+                f"servers.{name}.groups.{group}", config.groups[group], config.weights.update
+            )
+            for group in self.groups
+        }
+        self._last_known: dict[str, GroupStatus] = {}
+
+    async def statuses(self) -> dict[str, GroupStatus]:
+        """The status of each group; a lost group is shown as last known, fenced."""
+        return await barrier(
+            {name: self._status(name, group) for name, group in self.groups.items()}
+        )
+
+    async def _status(self, name: str, group: ServerGroup) -> GroupStatus:
+        try:
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                status = await group.status()
+        except Exception as error:  # a lost group must not hide the others
+            known = self._last_known.get(name)
+            if known is None:
+                raise
+            return _as_lost(known, describe(error))
+        self._last_known[name] = status
+        return status
+
+    def last_known(self, name: str) -> GroupStatus:
+        """The last known status of a group, in the last phase that it completed.
+
+        Raises:
+            KeyError: its status was never read.
+        """
+        return replace(self._last_known[name], phase=self.phases[name].value)
+
+    def all_last_known(self) -> list[GroupStatus]:
+        """The last known status of all groups."""
+        return list(self._last_known.values())
+
+    async def replace_lost(
+        self, name: str, factory: ActorFactory | None, version: int | None
+    ) -> None:
+        """Create and start a group in the place of a lost one; see ``ServerGroup.take_over``.
+
+        Raises:
+            ActorLost: there is no factory.
+        """
+        if factory is None:
+            raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
+        known = self.last_known(name)
+        async with asyncio.timeout(_REPLACE_TIMEOUT_S):
+            group = await factory.make_group(name, known, version)
+            status = await group.start()
+        self.groups[name] = group
+        self._last_known[name] = status
+        self.phases[name] = Phase(status.phase)
+
+    def have_started(self, statuses: Mapping[str, GroupStatus]) -> None:
+        """Set the phases of groups that have just started."""
+        self._last_known.update(statuses)
+        self.use_last_known_phases()
+
+    async def refresh_phases(self) -> None:
+        """Read the phases from the groups: a late command may have changed one."""
+        for name, status in (await self.statuses()).items():
+            self.phases[name] = Phase(status.phase)
+
+    def use_last_known_phases(self) -> None:
+        """Set the phases to those of the last known statuses."""
+        self.phases.update({name: Phase(status.phase) for name, status in self._last_known.items()})
+
+    def fenced(self) -> dict[str, str]:
+        """Engines known to be fenced, and why."""
+        return {
+            engine.engine_id: engine.fence_reason
+            for status in self._last_known.values()
+            for engine in status.engines
+            if engine.fence_reason
+        }
+
+    def that_need(self, command: Command) -> list[str]:
+        """The groups that still need ``command``."""
+        return groups_that_need(command, self.phases, self.traits)
+
+    def group_of(self, engine_id: str) -> str:
+        """The last known group of an engine.
+
+        Raises:
+            ConfigError: no group has it.
+        """
+        for name, status in self._last_known.items():
+            if any(engine.engine_id == engine_id for engine in status.engines):
+                return name
+        known = [
+            engine.engine_id for status in self._last_known.values() for engine in status.engines
+        ]
+        raise ConfigError(f"no engine {engine_id!r}; known: {', '.join(known) or 'none yet'}")
+
+    def offloading(self) -> list[str]:
+        """The groups that share their memory with the trainer."""
+        return [name for name, traits in self.traits.items() if traits.needs_offload]
+
+
+def _as_lost(status: GroupStatus, error: str) -> GroupStatus:
+    reason = f"its group cannot be reached: {error}"
+    engines = (
+        replace(engine, state="fenced", fence_reason=engine.fence_reason or reason)
+        for engine in status.engines
+    )
+    return replace(status, engines=tuple(engines))

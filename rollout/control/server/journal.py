@@ -1,0 +1,192 @@
+"""The journal of a server: a file by which its engines are found after a crash.
+
+Always true: the file always holds one whole record, the newest or an older one.  The record names a
+command before any engine gets it.  Only the server writes the file; a reader also checks which
+processes still exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engines.process.process_identity import identify
+from engines.protocol import ProcessIdentity
+from rollout.core.errors import RolloutError
+from rollout.core.types import GroupStatus
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_READABLE = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One engine.
+
+    Attributes:
+        processes: identities of its processes; none if it is attached.
+    """
+
+    engine_id: str
+    group: str
+    url: str
+    node_id: str
+    weight_version: int | None
+    fence_reason: str = ""
+    processes: tuple[ProcessIdentity, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """The state of a server at one moment.
+
+    Attributes:
+        backend: ``local`` or ``ray``.
+        driver: the process that launched it; its engines end with it.
+        phases: the phase of each group after the last command.
+        doing: the command that runs; empty for none.
+        gate: state of the router's gate.
+        is_ended: it was stopped in order, and has no leftovers.
+        written_at_s: seconds since 1970.
+    """
+
+    run_id: str
+    server: str
+    backend: str
+    driver: ProcessIdentity
+    phases: dict[str, str] = field(default_factory=dict)
+    doing: str = ""
+    gate: str = "closed"
+    weight_version: int = 0
+    router_url: str = ""
+    engines: tuple[EngineEntry, ...] = ()
+    is_ended: bool = False
+    written_at_s: float = 0.0
+    format: int = FORMAT
+
+
+def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
+    """The journal entries for the engines of these groups."""
+    return tuple(
+        EngineEntry(
+            engine.engine_id,
+            status.name,
+            engine.endpoint.url,
+            engine.node_id,
+            engine.weight_version,
+            engine.fence_reason,
+            engine.processes,
+        )
+        for status in statuses
+        for engine in status.engines
+    )
+
+
+class ServerJournal:
+    """The file of one server.
+
+    Args:
+        path: the file; its folder is created.
+        first: the record before anything is started.
+    """
+
+    def __init__(self, path: Path, first: JournalRecord) -> None:
+        self.path = path
+        self._first = first
+        self._num_asked = 0
+        self._num_written = 0
+        self._lock = threading.Lock()
+        self._is_broken = False
+
+    @classmethod
+    def of(cls, path: Path, run_id: str, server: str, backend: str) -> ServerJournal:
+        """The journal of a server that this process launches."""
+        driver = identify(os.getpid())
+        assert driver is not None
+        return cls(path, JournalRecord(run_id, server, backend, driver))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ServerJournal, (self.path, self._first)
+
+    async def write(self, *, durable: bool = True, **now: Any) -> None:
+        """Write the fields ``now``; the other fields are those of the first record.
+
+        If the record cannot be written, that is logged once, and the server continues.
+
+        Args:
+            durable: flush to disk, to survive a power failure.  Not worth its time for every
+                command: a power failure ends the engines too.
+        """
+        self._num_asked += 1
+        record = replace(self._first, written_at_s=time.time(), **now)
+        await asyncio.to_thread(self._write, record, self._num_asked, durable)
+
+    def _write(self, record: JournalRecord, number: int, durable: bool) -> None:
+        with self._lock:
+            if number < self._num_written:  # this thread was slow: a newer record is there already
+                return
+            try:
+                _replace(self.path, orjson.dumps(record, option=_READABLE), durable)
+                self._num_written, self._is_broken = number, False
+            except (OSError, TypeError) as error:  # no disk, or a value that JSON cannot have
+                if not self._is_broken:
+                    logger.error("journal %s cannot be written: %s", self.path, error)
+                self._is_broken = True
+
+
+def _replace(path: Path, content: bytes, durable: bool) -> None:
+    """Replace the file atomically; if ``durable``, also across a power failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One name, so that the next launch replaces what a killed process had begun.
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    part.replace(path)
+    if not durable:
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path) -> JournalRecord:
+    """The record in a file.
+
+    Raises:
+        RolloutError: it cannot be read, or another version of ray-rollout wrote it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if content.get("format") != FORMAT:
+            raise RolloutError(
+                f"journal {path} has format {content.get('format')!r}, not {FORMAT}: another "
+                "version of ray-rollout wrote it; use that one"
+            )
+        engines = tuple(
+            EngineEntry(
+                **entry
+                | {"processes": tuple(ProcessIdentity(**each) for each in entry["processes"])}
+            )
+            for entry in content["engines"]
+        )
+        driver = ProcessIdentity(**content["driver"])
+        return JournalRecord(**content | {"engines": engines, "driver": driver})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RolloutError(f"journal {path} cannot be read: {error}") from error

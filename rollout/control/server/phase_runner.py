@@ -1,0 +1,266 @@
+"""Runs one command of the lifecycle on the groups of a server, on all at the same time.
+
+Always true: a command ends after every group has replied or is late.  After a failed command, a
+gate that was not open is closed: requests get 503 with the reason.  No ``finally`` opens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+
+from engines.protocol.plain_text import describe
+from rollout.config import Drain, LifecycleConfig
+from rollout.control.engine.group_settings import GROUP_MARGIN_S
+from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.gate_control import GateControl
+from rollout.control.server.group_registry import GroupRegistry
+from rollout.control.server.journal import ServerJournal, entries_of
+from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.core.fanout import barrier
+from rollout.core.types import EngineStatus, PhaseReport, StepReport
+from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import Kind
+from rollout.rules import lifecycle
+from rollout.rules.lifecycle import Command, Phase
+from rollout.weights.push.push_version import LastPush, why_not_newer
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.store.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseRunner:
+    """Runs commands; the caller decides their order.
+
+    Args:
+        journal: gets the state before and after each command.
+
+    Attributes:
+        doing: the command that runs; empty for none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budgets: LifecycleConfig,
+        registry: GroupRegistry,
+        gate: GateControl,
+        recovery: RecoveryMonitor,
+        timeline: Timeline,
+        store: WeightStore | None = None,
+        journal: ServerJournal | None = None,
+    ) -> None:
+        self.doing = ""
+        self._journal = journal
+        self._timeline = timeline
+        self._name = name
+        self._budgets = budgets
+        self._registry = registry
+        self._gate = gate
+        self._recovery = recovery
+        self._store = store
+        self._last_push = LastPush()
+        self._pushed: WeightPush | None = None
+        self._order = 0
+        self._has_failed = False
+
+    @property
+    def weight_version(self) -> int:
+        """The version published last."""
+        return self._last_push.version
+
+    def start_at(self, version: int) -> None:
+        """The engines hold this version from the start."""
+        self._last_push = LastPush(version)
+
+    # -- several commands -------------------------------------------------------------------
+
+    async def advance(self, *commands: Command) -> StepReport:
+        """Run the commands in order, each on the groups that still need it."""
+        await self._refresh_phases()
+        report = StepReport(weight_version=self.weight_version)
+        for command in commands:
+            if command is Command.PAUSE:
+                lifecycle.check_can_offload(self._registry.phases)
+            report = report.merged(await self.run(command, self._registry.that_need(command)))
+        return report
+
+    async def catch_up(self) -> StepReport:
+        """Pause and flush groups that a failed offload skipped, so that they can take weights."""
+        if self._gate.state == "open":
+            return StepReport(weight_version=self.weight_version)
+        await self._refresh_phases()
+        return await self._flush()
+
+    async def flush_for_update(self) -> StepReport:
+        """Pause and flush the groups that serve; those in the middle of an onload stay there."""
+        await self._refresh_phases()
+        lifecycle.check_can_update(self._registry.phases)
+        return await self._flush()
+
+    async def _flush(self) -> StepReport:
+        report = StepReport(weight_version=self.weight_version)
+        for command in (Command.PAUSE, Command.FLUSH):
+            if names := self._registry.that_need(command):
+                report = report.merged(await self.run(command, names))
+        return report
+
+    async def update_weights(self, push: WeightPush) -> StepReport:
+        """Push new weights to all groups, or to none if one cannot take them."""
+        await self._refresh_phases()
+        # If only some groups took the push, they would hold weights that are never published.
+        for name, phase in self._registry.phases.items():
+            lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._registry.traits[name])
+        read = push.read_by(len(self._registry.groups))
+        report = await self.run(Command.UPDATE_WEIGHTS, self._registry.groups, read)
+        self._last_push = LastPush(push.version, push.manifest, has_served=False)
+        self._pushed = push
+        return report
+
+    async def why_not_newer(self, push: WeightPush) -> str:
+        """Why this push cannot have its version; empty if it can."""
+        engines: list[EngineStatus] = []
+        if push.version == self.weight_version:
+            for status in (await self._registry.statuses()).values():
+                engines += status.engines
+        return why_not_newer(push.version, push.manifest, self._last_push, engines)
+
+    async def _refresh_phases(self) -> None:
+        """After a failure, read the phases: a late command may have changed a group."""
+        if self._has_failed:
+            await self._registry.refresh_phases()
+
+    # -- one command ------------------------------------------------------------------------
+
+    async def run(
+        self, command: Command, names: Iterable[str], push: WeightPush | None = None
+    ) -> StepReport:
+        """Run one command on these groups; returns when each has replied or is late.
+
+        Args:
+            push: the new weights, for ``update_weights``.
+        """
+        names = list(names)
+        await self._prepare(command, names)
+        self._order += 1
+        self.doing = command.value
+        started = asyncio.get_running_loop().time()
+        try:
+            reports = await self._run_on_groups(command, names, push)
+            if any(report.failures for report in reports.values()):
+                await self._gate.publish_members()
+                self._recovery.probe_soon()
+            if command is Command.CONTINUE:
+                await self.open_gate()
+        except BaseException as error:  # also after a cancel: the groups continue
+            await self._after_failure(command, error)
+            self.doing = ""
+            await self.write_journal()
+            raise
+        self.doing = ""
+        await self.write_journal(durable=False)
+        return StepReport(
+            phase_s={command.value: asyncio.get_running_loop().time() - started},
+            freed_bytes=sum(report.freed_bytes for report in reports.values()),
+            weight_version=self.weight_version,
+            reports=tuple(reports.values()),
+        )
+
+    async def _run_on_groups(
+        self, command: Command, names: Sequence[str], push: WeightPush | None
+    ) -> dict[str, PhaseReport]:
+        version = self.weight_version if push is None else push.version
+        budget_s = lifecycle.budget_s(command, self._budgets)
+        await self.write_journal(durable=False)
+        with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
+            span.weight_version = version
+            if command is Command.CONTINUE:
+                await self._check_can_serve()
+            calls = {
+                name: self._registry.groups[name].run(
+                    command, self._order, push=push, version=version
+                )
+                for name in names
+            }
+            reports = await barrier(
+                calls, operation=command.value, budget_s=budget_s + GROUP_MARGIN_S
+            )
+        for name, report in reports.items():
+            self._registry.phases[name] = Phase(report.phase)
+        return reports
+
+    async def _check_can_serve(self) -> None:
+        """Before engines continue: one of them must hold the published weights."""
+        if await self._gate.why_none_serves(self.weight_version):
+            await self._recovery.readmit_stale(self.weight_version)
+        if why := await self._gate.why_none_serves(self.weight_version):
+            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
+
+    async def _prepare(self, command: Command, names: Sequence[str]) -> None:
+        """Do what must precede the command on the groups."""
+        if command is Command.PAUSE:
+            await self._gate.shut("holding", "the engines are paused for a weight update", "pause")
+            if self._budgets.drain is Drain.FINISH:
+                late = await self._gate.drain(self._budgets.drain_timeout_s)
+                if late:
+                    logger.warning("server %s: %s; these requests are aborted", self._name, late)
+        elif command is Command.RESUME_WEIGHTS:
+            # While offloaded no engine could restart: the trainer used the memory.
+            await self._recovery.restart_if_short(names)
+
+    async def open_gate(self) -> None:
+        """Open the gate after all engines can serve."""
+        await self._gate.open(self.weight_version)
+        self._has_failed = False
+        self._last_push = replace(self._last_push, has_served=True)
+        await self.write_journal()
+        pushed, self._pushed = self._pushed, None
+        if self._store is not None and pushed is not None:
+            # The weights are verified and serve, so the store keeps them, in the background.
+            self._store.offer(pushed)
+
+    async def write_journal(self, *, durable: bool = True) -> None:
+        """Write the current state to the journal, if there is one.
+
+        Args:
+            durable: flush to disk, to survive a power failure.
+        """
+        if self._journal is not None:
+            await self._journal.write(
+                durable=durable,
+                phases={name: phase.value for name, phase in self._registry.phases.items()},
+                doing=self.doing,
+                gate=self._gate.state,
+                weight_version=self.weight_version,
+                router_url=self._gate.router_url,
+                engines=entries_of(self._registry.all_last_known()),
+            )
+
+    async def _after_failure(self, command: Command, error: BaseException) -> None:
+        """Close the gate after a failed phase; groups keep the phase they reached.
+
+        A refused command leaves the gate as it is, but other groups may have run it.
+        """
+        cancelled = isinstance(error, asyncio.CancelledError)
+        reason = f"{command} was cancelled" if cancelled else describe(error)
+        before = self._registry.fenced()
+        self._has_failed = True
+        reactions: list[Callable[[], Awaitable[object]]] = [self._gate.publish_members]
+        if self._gate.state != "open" and not isinstance(error, LifecycleError):
+            reactions.insert(0, lambda: self._gate.shut("closed", reason, command.value))
+        for react in reactions:
+            try:
+                await react()
+            except Exception as more:  # must not hide the first failure
+                logger.error(
+                    "server %s: after a failed %s: %s", self._name, command, describe(more)
+                )
+        self._registry.use_last_known_phases()
+        # The error of one group does not name engines that another group fenced.
+        for engine_id, fence_reason in self._registry.fenced().items():
+            if engine_id not in before and fence_reason not in str(error):
+                error.add_note(f"also fenced: {fence_reason}")
+        self._recovery.probe_soon()

@@ -1,0 +1,391 @@
+"""RolloutServer: one model, its groups behind one router, one method per lifecycle command.
+
+Always true:
+- a phase begins only after the one before it has ended on every group that takes part;
+- the gate is closed before the first engine is paused, and opens only after every group serves
+  again at the published weight version.  After a failed command it stays closed: requests get 503
+  with the reason.  No ``finally`` opens it;
+- one command runs at a time; a repeated command does nothing twice.
+
+Groups and the router are plain objects in this process, or handles of Ray actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+from engines.protocol.plain_text import describe
+from rollout.config import ServerConfig, WeightUpdate
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.recovery.health_tracker import recovery_terms
+from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.elastic import ElasticSlots
+from rollout.control.server.gate_control import GateControl
+from rollout.control.server.group_registry import ActorFactory, GroupRegistry
+from rollout.control.server.journal import ServerJournal
+from rollout.control.server.phase_runner import PhaseRunner
+from rollout.control.server.router_client import RouterClient
+from rollout.control.server.snapshot import take_snapshot
+from rollout.core.command_lock import CommandLock
+from rollout.core.errors import WeightMismatch
+from rollout.core.fanout import barrier
+from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
+from rollout.observability.server_snapshot import ServerSnapshot
+from rollout.observability.timeline.recorder import Timeline
+from rollout.router.host import RouterHost
+from rollout.rules.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
+from rollout.weights.format.manifest import Manifest, read_checkpoint_manifest
+from rollout.weights.push.weight_push import WeightPush, check_fits
+from rollout.weights.store.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+class PageApi(Protocol):
+    """A ``PageHost``: the live page."""
+
+    def start(self, server: Any) -> Awaitable[str]: ...
+    def stop(self) -> Awaitable[None]: ...
+
+
+class RolloutServer:
+    """The lifecycle of one model's engines, over all its groups."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ServerConfig,
+        groups: Mapping[str, ServerGroup],
+        router: RouterHost,
+        *,
+        store: WeightStore | None = None,
+        timeline: Timeline | None = None,
+        page: PageApi | None = None,
+        actor_factory: ActorFactory | None = None,
+        journal: ServerJournal | None = None,
+    ) -> None:
+        """Nothing is started.
+
+        Args:
+            actor_factory: replaces lost actors; None without actors.
+        """
+        self.name = name
+        self._page = page
+        self.timeline = timeline or Timeline(name)
+        self._config = config
+        self._store = store
+        self._actor_factory = actor_factory
+        make_router = None if actor_factory is None else actor_factory.make_router
+        client = self._router = RouterClient(
+            name, router, config.router.control_timeout_s, make_router
+        )
+        self._lock = CommandLock(config.lifecycle.lock_timeout_s)
+        registry = self._registry = GroupRegistry(name, config, groups)
+        terms = {group: recovery_terms(config, group) for group in registry.groups}
+        recovery = self._recovery = RecoveryMonitor(
+            name,
+            config.health,
+            registry.groups,
+            terms,
+            self,
+            client.failures,
+            self._lock,
+            has_sources=store is not None,
+            keeps_adapters=config.weights.update is WeightUpdate.LORA,
+        )
+        gate = self._gate = GateControl(client, registry, recovery, config, self.timeline)
+        self._phase_runner = PhaseRunner(
+            name, config.lifecycle, registry, gate, recovery, self.timeline, store, journal
+        )
+        self._journal = journal
+        self._elastic = ElasticSlots(name, config, registry, gate, recovery)
+        self._expected: Manifest | None = None
+
+    # -- start and stop ---------------------------------------------------------------------
+
+    async def start(self) -> ServerStatus:
+        """Start engines and router; the gate opens when all engines are ready.
+
+        If anything fails, everything that was started is stopped before the error is raised.
+        """
+        async with self._lock.held("start"):
+            try:
+                await self._phase_runner.write_journal()
+                if self._page is not None:
+                    await self._page.start(self)
+                # The router first: an occupied port is found before engines load.
+                await self._router.start()
+                self._expected = await asyncio.to_thread(
+                    read_checkpoint_manifest, self._config.model_path
+                )
+                statuses = await barrier(
+                    {name: group.start() for name, group in self._registry.groups.items()}
+                )
+                self._adopt_start_version(statuses)
+                if self._store is not None:
+                    await self._store.start()
+                self._registry.have_started(statuses)
+                self._recovery.start(
+                    {
+                        name: [engine.engine_id for engine in status.engines]
+                        for name, status in statuses.items()
+                    }
+                )
+                await self._phase_runner.open_gate()
+            except BaseException:
+                await self.stop()
+                raise
+        return await self.status()
+
+    async def stop(self) -> None:
+        """Stop router and engines within ``stop_timeout_s``, then kill the rest.
+
+        Works also while a command hangs: it does not wait for the lock.
+        """
+        self._gate.state = "closed"
+        await self._recovery.stop()
+        budget_s = self._config.lifecycle.stop_timeout_s
+        parts: dict[str, Awaitable[Any]] = {}
+        if self._router.url:
+            parts["router"] = self._router.stop(budget_s)
+        if self._store is not None:
+            parts["store"] = self._store.stop()
+        parts |= {name: group.stop() for name, group in self._registry.groups.items()}
+        try:
+            await barrier(parts)
+        except Exception as error:  # a stop must not fail
+            logger.error("server %s: while stopping: %s", self.name, describe(error))
+            return  # the journal lists possible leftovers
+        finally:
+            await self.timeline.aclose()
+            if self._page is not None:
+                await self._page.stop()
+        if self._journal is not None:
+            await self._journal.write(is_ended=True)
+
+    def _adopt_start_version(self, statuses: Mapping[str, GroupStatus]) -> None:
+        """Begin at the version that all engines have: attached ones may have served before."""
+        engines = [engine for status in statuses.values() for engine in status.engines]
+        versions = {engine.weight_version for engine in engines}
+        if len(versions) == 1 and (version := versions.pop()) is not None:
+            self._phase_runner.start_at(version)
+            return
+        for engine in engines:
+            if engine.weight_version != self.weight_version:
+                raise WeightMismatch(
+                    f"engine {engine.engine_id} starts at weight version "
+                    f"{engine.weight_version}, not {self.weight_version}, as others do; if it "
+                    f"holds the same weights, send POST {engine.endpoint.url}"
+                    f'/update_weight_version {{"new_version": "{self.weight_version}"}}',
+                    engine_id=engine.engine_id,
+                )
+
+    # -- the lifecycle, in the order of a step ----------------------------------------------
+
+    async def offload(self) -> StepReport:
+        """Free the engines' memory for the trainer: pause, flush, release, each a barrier.
+
+        Returns only after the memory is free; ``freed_bytes`` is its size.  A repeated call, also
+        after a failure, continues from the phase of each group.
+        """
+        async with self._lock.held("offload"):
+            return await self._phase_runner.advance(*OFFLOAD)
+
+    async def onload(self, push: WeightPush | None = None) -> StepReport:
+        """Resume the memory and serve: weights, update, verify, KV cache, continue, gate.
+
+        A repeated call, also after a failure, continues from the phase of each group.
+
+        Args:
+            push: new weights; None if all weights survive the release (a frozen model), or if
+                they were already updated.
+        """
+        async with self._lock.held("onload"):
+            report = StepReport(weight_version=self.weight_version)
+            if push is not None:
+                await self._check_push(push)
+                report = await self._phase_runner.catch_up()
+            report = report.merged(await self._phase_runner.advance(Command.RESUME_WEIGHTS))
+            if push is not None:
+                report = report.merged(await self._update_weights(push))
+            return report.merged(await self._phase_runner.advance(*SERVE))
+
+    async def update_and_continue(self, push: WeightPush) -> StepReport:
+        """New weights without an offload: pause, flush, update, verify, continue."""
+        async with self._lock.held("update_and_continue"):
+            await self._check_push(push)
+            report = await self._phase_runner.flush_for_update()
+            report = report.merged(await self._update_weights(push))
+            return report.merged(await self._phase_runner.advance(*SERVE))
+
+    async def advance(self, command: Command) -> StepReport:
+        """Run one command on the groups that still need it.
+
+        A transaction over several servers calls this, to continue from the phase of each group.
+        """
+        async with self._lock.held(command.value):
+            return await self._phase_runner.advance(command)
+
+    async def catch_up(self) -> StepReport:
+        """Pause and flush groups that a failed offload skipped; nothing if the gate is open."""
+        async with self._lock.held("catch_up"):
+            return await self._phase_runner.catch_up()
+
+    async def pause_generation(self) -> StepReport:
+        """Close the gate and stop generation on every group."""
+        async with self._lock.held("pause_generation"):
+            return await self._phase_runner.run(Command.PAUSE, self._registry.groups)
+
+    async def flush_cache(self) -> StepReport:
+        """Wait until no engine has requests in flight, and drop the prefix caches."""
+        async with self._lock.held("flush_cache"):
+            return await self._phase_runner.run(Command.FLUSH, self._registry.groups)
+
+    async def release_memory_occupation(self) -> StepReport:
+        """Release the memory of the groups that offload."""
+        async with self._lock.held("release_memory_occupation"):
+            return await self._phase_runner.run(Command.RELEASE, self._registry.offloading())
+
+    async def onload_weights(self) -> StepReport:
+        """Resume the memory of the weights; nothing serves yet."""
+        async with self._lock.held("onload_weights"):
+            return await self._phase_runner.run(Command.RESUME_WEIGHTS, self._registry.offloading())
+
+    async def update_weights(self, push: WeightPush) -> StepReport:
+        """Push new weights to every group that is not frozen.
+
+        Raises:
+            WeightMismatch: the push does not fit the model; nothing was sent.
+        """
+        async with self._lock.held("update_weights"):
+            return await self._update_weights(push)
+
+    async def verify(self) -> StepReport:
+        """Verify that every engine holds the published weight version."""
+        async with self._lock.held("verify"):
+            return await self._phase_runner.run(
+                Command.VERIFY, self._registry.that_need(Command.VERIFY)
+            )
+
+    async def onload_kv(self) -> StepReport:
+        """Resume the memory of KV caches and CUDA graphs."""
+        async with self._lock.held("onload_kv"):
+            return await self._phase_runner.run(Command.RESUME_KV, self._registry.offloading())
+
+    async def continue_generation(self) -> StepReport:
+        """Continue generation and open the gate."""
+        async with self._lock.held("continue_generation"):
+            return await self._phase_runner.run(Command.CONTINUE, self._registry.groups)
+
+    # -- remove and add engines -------------------------------------------------------------
+
+    async def remove_engine(self, engine_id: str, keep_process: bool = False) -> EngineReport:
+        """Remove an engine while the others serve, and vacate its slot.
+
+        It gets no new requests and has ``drain_timeout_s`` to finish its requests.  Then its
+        memory is freed and measured.
+
+        Args:
+            keep_process: the engine only sleeps, and ``add_engine`` wakes it; by default its
+                process ends.
+
+        Raises:
+            LifecycleError: there is no such engine, or too few would remain.
+            EngineFailure: its memory is not free; it is fenced.
+        """
+        async with self._lock.held("remove_engine"):
+            return await self._elastic.remove(engine_id, keep_process)
+
+    async def add_engine(self, engine_id: str) -> EngineStatus:
+        """Start or wake an engine in the vacant slot of a removed one.
+
+        It is brought to the phase of its group, and restores the weights if a source has them.
+        It gets requests after they are verified, at the latest after the next full push.
+
+        Raises:
+            LifecycleError: the slot is not vacant, or the trainer uses its memory now.
+            EngineFailure: it did not start or wake, and the slot stays vacant; or it does not
+                hold the weights that it reports, and it is fenced.
+        """
+        async with self._lock.held("add_engine"):
+            return await self._elastic.add(engine_id, self.weight_version)
+
+    # -- status -----------------------------------------------------------------------------
+
+    async def status(self) -> ServerStatus:
+        """Status of the server, its groups and engines.  Works also while a command runs."""
+        groups = await self._registry.statuses()
+        phase = server_phase(self._registry.phases.values())
+        return ServerStatus(
+            name=self.name,
+            phase=phase.value if phase else "mixed",
+            weight_version=self.weight_version,
+            router_url=self._router.url,
+            gate=self._gate.shown_state,
+            lock_owner=self._lock.owner,
+            groups=tuple(groups.values()),
+            store=await self._store.status() if self._store is not None else None,
+        )
+
+    async def observe(self, cursors: Mapping[str, int]) -> ServerSnapshot:
+        """Status, router, and the timelines since these cursors, by source."""
+        return await take_snapshot(
+            self.status(), self.timeline, self._registry.groups, self._router, cursors
+        )
+
+    async def log_tail(self, engine_id: str) -> str:
+        """The last lines of an engine's log."""
+        return await self._registry.groups[self._registry.group_of(engine_id)].log_tail(engine_id)
+
+    async def fence(self, engine_id: str, reason: str) -> None:
+        """Fence an engine and end its process; recovery may restart it.
+
+        Works also while a command hangs on it.
+        """
+        await self._registry.groups[self._registry.group_of(engine_id)].fence(engine_id, reason)
+        await self.publish_members()
+        self._recovery.probe_soon()
+
+    @property
+    def weight_version(self) -> int:
+        """The version published last."""
+        return self._phase_runner.weight_version
+
+    def phases(self) -> Mapping[str, Phase]:
+        """The phase of each group."""
+        return self._registry.phases
+
+    async def publish_members(self) -> None:
+        """Send the router the current members."""
+        await self._gate.publish_members()
+        await self._phase_runner.write_journal()
+
+    async def replace_lost_group(self, name: str) -> None:
+        """Create another group in the place of one whose actor is lost; the caller holds the lock.
+
+        If no command ran, its engines are reused.  Else they are ended, and recovery restarts
+        them.
+
+        Raises:
+            ActorLost: there is no actor factory.
+        """
+        # With an open gate, every engine has completed its last command.
+        is_at_rest = self._gate.state == "open"
+        version = self.weight_version if is_at_rest else None
+        await self._registry.replace_lost(name, self._actor_factory, version)
+        await self.publish_members()
+
+    async def expected_manifest(self) -> Manifest | None:
+        """The tensors a full push must contain; None if the checkpoint has no list."""
+        return self._expected
+
+    async def _update_weights(self, push: WeightPush) -> StepReport:
+        await self._check_push(push)
+        return await self._phase_runner.update_weights(push)
+
+    async def _check_push(self, push: WeightPush) -> None:
+        why_not_newer = await self._phase_runner.why_not_newer(push)
+        check_fits(push, self.name, self._config.weights, why_not_newer, self._expected)

@@ -1,0 +1,1 @@
+"""What every folder uses: errors, value types, pending results, fan-out."""

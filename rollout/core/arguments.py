@@ -1,0 +1,44 @@
+"""Checks of arguments that users pass: each error names the argument, its value and what fits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engines.protocol.plain_text import value_text
+from rollout.core.errors import ConfigError
+
+
+def check_number(name: str, value: Any, *, least: float, whole: bool = False) -> None:
+    """Raise ConfigError unless ``value`` is a finite number of at least ``least``."""
+    is_number = hasattr(value, "__index__") if whole else hasattr(value, "__float__")
+    if not is_number or isinstance(value, bool):
+        raise wrong(name, value, f"{'a whole number' if whole else 'a number'}, at least {least:g}")
+    if not least <= float(value) < math.inf:
+        raise wrong(name, value, f"at least {least:g}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ConfigError unless ``value`` is a finite number over 0."""
+    check_number(name, value, least=0)
+    if not value > 0:
+        raise wrong(name, value, "more than 0")
+
+
+def check_kind(name: str, value: Any, kind: type, words: str) -> None:
+    """Raise ConfigError unless ``value`` is of ``kind``; ``words`` say what that is."""
+    if not isinstance(value, kind):
+        raise wrong(name, value, f"{words}, not a {type(value).__name__}")
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raise ConfigError unless ``value`` is None or can be called."""
+    if value is not None and not callable(value):
+        raise wrong(name, value, f"a function or None, not a {type(value).__name__}")
+
+
+def wrong(name: str, value: Any, accepted: str) -> ConfigError:
+    """The error for one argument."""
+    return ConfigError(
+        f"{name} = {value_text(value)}: must be {accepted}", setting=name, value=value
+    )

@@ -1,0 +1,48 @@
+"""A lock that runs one command at a time and names the command that holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rollout.core.errors import LifecycleError
+
+
+class CommandLock:
+    """A lock that knows which command holds it and since when.
+
+    Args:
+        timeout_s: how long a command waits for the command before it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._since = 0.0
+        self.owner = ""
+
+    @asynccontextmanager
+    async def held(self, command: str) -> AsyncIterator[None]:
+        """Hold the lock for ``command``.
+
+        Raises:
+            LifecycleError: the command before it did not end in time; the message names it.
+        """
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise LifecycleError(
+                f"cannot {command}: {self.owner} has been running for "
+                f"{clock() - self._since:.0f} s",
+                command=command,
+                phase=self.owner,
+            ) from None
+        self.owner, self._since = command, clock()
+        try:
+            yield
+        finally:
+            self.owner = ""
+            self._lock.release()

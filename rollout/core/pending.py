@@ -1,0 +1,140 @@
+"""The result of a call under way, for threads and for tasks; and an event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from rollout.core.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def _unchanged(error: BaseException) -> BaseException:
+    return error
+
+
+class Pending(Generic[T]):
+    """A call under way.  Use ``result()`` in a thread and ``await`` in a coroutine.
+
+    Attributes:
+        object_ref: the Ray ObjectRef behind it; None for a call in this process.
+    """
+
+    def __init__(
+        self,
+        future: Future[T],
+        *,
+        object_ref: Any = None,
+        translate: Callable[[BaseException], BaseException] = _unchanged,
+    ) -> None:
+        self._future = future
+        self._translate = translate
+        self.object_ref = object_ref
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """The result of the call, or its error.
+
+        Raises:
+            TimeoutError: the call did not end within ``timeout_s``; it continues.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeout:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"no answer within {timeout_s:g} s; the call goes on") from None
+        except Exception as error:
+            raise self._translate(error) from None
+
+    def then(self, act: Callable[[], None]) -> Pending[T]:
+        """The same call, followed by ``act``, which runs however the call ended."""
+        after: Future[T] = Future()
+
+        def pass_on(before: Future[T]) -> None:
+            try:
+                act()
+            except Exception:
+                logger.exception("the action after a call failed")
+            if before.cancelled():
+                after.cancel()
+                after.set_running_or_notify_cancel()
+            elif error := before.exception():
+                after.set_exception(error)
+            else:
+                after.set_result(before.result())
+
+        self._future.add_done_callback(pass_on)
+        return Pending(after, object_ref=self.object_ref, translate=self._translate)
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            # Shielded: a caller that is cancelled stops waiting, but does not stop the call.
+            return await asyncio.shield(asyncio.wrap_future(self._future))
+        except Exception as error:
+            raise self._translate(error) from None
+
+
+class LoopThread:
+    """An event loop in a new thread, for callers without a loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, awaitable: Awaitable[T]) -> Pending[T]:
+        """Start ``awaitable`` on the loop; returns at once.
+
+        Raises:
+            RolloutError: the loop is closed.
+        """
+        if self.loop.is_closed():
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise RolloutError(f"{self._name} is closed: no call is possible after stop or close")
+        return Pending(asyncio.run_coroutine_threadsafe(_as_coroutine(awaitable), self.loop))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel all tasks and end the thread."""
+        if self.loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def _as_coroutine(awaitable: Awaitable[T]) -> Coroutine[Any, Any, T]:
+    async def wait() -> T:
+        return await awaitable
+
+    return wait()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()

@@ -1,0 +1,203 @@
+"""Value types: engine slots, reports of commands, and status.
+
+All are immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """The part of an engine on one of its nodes, see ``EngineSlot``."""
+
+    node_id: str
+    bundle_indices: tuple[int, ...] = ()
+    gpu_ids: tuple[GpuId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSlot:
+    """The resources assigned to one engine.
+
+    Attributes:
+        engine_id: ``<group>-<index>``, unique within a server.
+        node_id: node it runs on, the first if it has several; ``local`` outside Ray.
+        bundle_indices: the placement-group bundles it covers, in order; empty outside Ray.
+        gpu_ids: physical GPU ids on that node, in order; empty for a CPU engine.
+        num_cpus: CPU cores reserved for it on each of its nodes.
+        more: its other nodes, in order of rank; each has as many GPUs as the first.
+    """
+
+    engine_id: str
+    group: str
+    index: int
+    node_id: str = "local"
+    bundle_indices: tuple[int, ...] = ()
+    gpu_ids: tuple[GpuId, ...] = ()
+    num_cpus: float = 1.0
+    more: tuple[NodeShare, ...] = ()
+
+    @property
+    def shares(self) -> tuple[NodeShare, ...]:
+        """Its parts on all of its nodes, in order of rank."""
+        return (NodeShare(self.node_id, self.bundle_indices, self.gpu_ids), *self.more)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The result of one command on one engine.
+
+    Attributes:
+        elapsed_s: seconds the call took.
+        failure: why it failed; empty if it did not.
+        freed_bytes: resident memory before a release minus after it; 0 if not measured.
+        verified_by: how its weights were verified: ``fingerprint``, ``canary`` or ``version``.
+    """
+
+    engine_id: str
+    elapsed_s: float = 0.0
+    failure: str = ""
+    freed_bytes: int = 0
+    verified_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """The result of one command on one group.
+
+    Attributes:
+        phase: the phase of the group after it.
+        elapsed_s: seconds from the command to the barrier.
+    """
+
+    group: str
+    command: str
+    phase: str
+    elapsed_s: float
+    engines: tuple[EngineReport, ...] = ()
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(engine.freed_bytes for engine in self.engines)
+
+    @property
+    def failures(self) -> tuple[EngineReport, ...]:
+        return tuple(engine for engine in self.engines if engine.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The result of a server command over all groups.
+
+    Attributes:
+        phase_s: command -> seconds to its barrier (the slowest group).
+        freed_bytes: memory that the engines released.
+        weight_version: version of all serving engines.
+    """
+
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    freed_bytes: int = 0
+    weight_version: int = 0
+    reports: tuple[PhaseReport, ...] = ()
+
+    def merged(self, later: StepReport) -> StepReport:
+        """This report followed by ``later``; seconds of the same command are added."""
+        seconds = dict(self.phase_s)
+        for command, elapsed in later.phase_s.items():
+            seconds[command] = seconds.get(command, 0.0) + elapsed
+        return StepReport(
+            seconds,
+            self.freed_bytes + later.freed_bytes,
+            later.weight_version,
+            self.reports + later.reports,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The status of one engine.
+
+    Attributes:
+        is_stale: it was restarted and lacks the published weights, so it serves nothing.
+        is_verified: its weights were verified after their last change.
+        resident_bytes: host memory of its processes; None if not measured.
+        gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
+        processes: its processes, one for each of its nodes; empty for an attached engine.
+    """
+
+    engine_id: str
+    endpoint: Endpoint
+    state: str
+    weight_version: int | None
+    released: tuple[str, ...]
+    node_id: str
+    pid: int | None = None
+    resident_bytes: int | None = None
+    fence_reason: str = ""
+    is_stale: bool = False
+    is_verified: bool = True
+    processes: tuple[ProcessIdentity, ...] = ()
+    gpus: tuple[GpuMemory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """The status of one group.
+
+    Attributes:
+        vacant_slots: ids of engines that were removed and can be added again.
+    """
+
+    name: str
+    worker_type: WorkerType
+    phase: str
+    needs_offload: bool
+    engines: tuple[EngineStatus, ...]
+    vacant_slots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """The status of the weight store of one server.
+
+    Attributes:
+        is_on: whether pushes are stored.
+        reason: why they are not, or the last failure; empty if there was none.
+        version: the stored weight version; None before the first.
+        is_writing: a newer version is being written.
+        node_bytes: bytes it holds on each node that answers.
+        write_s: seconds that the last write took.
+        num_dropped: pushes that were not stored because a later push came first.
+    """
+
+    is_on: bool
+    reason: str = ""
+    version: int | None = None
+    is_writing: bool = False
+    node_bytes: Mapping[str, int] = field(default_factory=dict)
+    write_s: float = 0.0
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The status of one rollout server.
+
+    Attributes:
+        lock_owner: the command that runs now; empty if none does.
+        store: None if no weight store is configured.
+    """
+
+    name: str
+    phase: str
+    weight_version: int
+    router_url: str
+    gate: str
+    lock_owner: str
+    groups: tuple[GroupStatus, ...]
+    store: StoreStatus | None = None

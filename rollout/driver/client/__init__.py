@@ -1,0 +1,1 @@
+"""One sample from request to reply: the connection, retries, the number in flight, sessions."""

@@ -1,0 +1,101 @@
+"""The interface between the driver and what serves its requests: a router, one engine, a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from engines.protocol import GenerateReply, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request for a completion.
+
+    Attributes:
+        rid: request id, never used twice.  All ids have one length, because engines abort by
+            prefix; requests that may be aborted together share a prefix.
+        session_id: requests with the same session id prefer the same engine.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    session_id: str = ""
+
+
+class FailureKind(StrEnum):
+    """Why a request had no reply.
+
+    ``refused`` is final.  ``unavailable``: try again later.  ``lost``: the connection or the
+    engine ended, another engine may be tried.  ``aborted``: ended before its first token.
+    """
+
+    REFUSED = "refused"
+    UNAVAILABLE = "unavailable"
+    LOST = "lost"
+    ABORTED = "aborted"
+
+
+class GenerationError(Exception):
+    """A request had no reply.
+
+    Attributes:
+        retry_after_s: seconds until the next try, as the server requests; 0 if it does not.
+    """
+
+    def __init__(
+        self, message: str, *, kind: FailureKind = FailureKind.REFUSED, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engines behind a client are.
+
+    Attributes:
+        num_engines: engines that serve now.
+        num_running, num_waiting: requests that decode, and that wait for room, in all engines.
+        kv_use: used share of the fullest engine's KV cache; None if not reported.
+        weight_version: of the engines' weights; None if not reported.
+    """
+
+    num_engines: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_use: float | None = None
+    weight_version: int | None = None
+
+
+class GenerationClient(Protocol):
+    """The driver's connection to the engines."""
+
+    async def generate(self, request: GenerationRequest) -> GenerateReply:
+        """One completion.  An aborted one has its tokens and the finish reason ``abort``.
+
+        Raises:
+            GenerationError: there is no reply.
+        """
+        ...
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End the requests with these ids or id prefixes; each of them then gets its reply.
+
+        An unknown id is no error.
+        """
+        ...
+
+    async def load(self) -> EngineLoad | None:
+        """How busy the engines are; None if that is unknown."""
+        ...
+
+    async def report(self, figures: Mapping[str, Any]) -> None:
+        """Send the metrics of a step to the server's page.  May be lost; raises nothing."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,183 @@
+"""A ``GenerationClient`` over HTTP: ``/generate`` of a router, or of one engine.
+
+aiohttp, not httpx: this sends thousands of small requests a second, and httpx needs about eight
+times as much CPU for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from engines.http.sglang_json import read_generate
+from engines.protocol import GenerateReply
+from rollout.driver.client.generation_client import (
+    EngineLoad,
+    FailureKind,
+    GenerationError,
+    GenerationRequest,
+)
+
+_CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+_ABORTS_AT_ONCE = 32
+_JSON = {"content-type": "application/json"}
+_AGAIN = frozenset({429, 503})
+_ABORTED = 499
+
+
+class HttpGenerationClient:
+    """For use in one event loop; call ``close`` at the end.
+
+    Args:
+        url: base URL of a router or of one engine.
+        timeout_s: for one whole completion, including time held at the gate.
+        lora_path: name of the LoRA adapter for all completions; None: the base model.
+        key: the router's ``client_key``; empty for none.
+        control_key: the router's, for aborts, loads and metrics; empty: ``key``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        lora_path: str | None = None,
+        key: str = "",
+        control_key: str = "",
+    ) -> None:
+        self._extra_fields = {} if lora_path is None else {"lora_path": lora_path}
+        self._headers = _JSON | _bearer(key)
+        # Not a session header: the session also queries engines, which must not get the key.
+        self._control_headers = _bearer(control_key or key)
+        self._url = url.rstrip("/")
+        self._generate_url = self._url + "/generate"
+        self._timeout_s = timeout_s
+        # Each caller holds a slot of the limiter, so the connector needs no limit.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        # A separate session, so that aborts do not wait behind generations.
+        self._control = aiohttp.ClientSession(timeout=_CONTROL_TIMEOUT)
+
+    async def close(self) -> None:
+        await self._session.close()
+        await self._control.close()
+
+    async def generate(self, request: GenerationRequest) -> GenerateReply:
+        body = {
+            "rid": request.rid,
+            "input_ids": request.input_ids,
+            "sampling_params": request.sampling.to_wire(),
+            "return_logprob": True,
+            **self._extra_fields,
+        }
+        if self._session.closed:
+            raise GenerationError("the driver was closed")
+        headers = self._headers
+        if request.session_id:
+            headers = headers | {"x-session-id": request.session_id}
+        try:
+            async with self._session.post(
+                self._generate_url, data=json.dumps(body).encode(), headers=headers
+            ) as response:
+                content = await response.read()
+                status, after = response.status, response.headers.get("retry-after", "")
+        except TimeoutError:
+            raise GenerationError(
+                f"no reply within {self._timeout_s:g} s", kind=FailureKind.LOST
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise GenerationError(
+                f"{type(error).__name__}: {error}", kind=FailureKind.LOST
+            ) from None
+        if status != 200:
+            raise _error_of_status(status, content, after)
+        try:
+            answer = json.loads(content)
+            if "output_ids" not in answer:
+                raise KeyError("output_ids")
+            return read_generate(answer)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise GenerationError(f"unusable reply: {error!r}") from None
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """Best effort: callers check whether the requests have ended, and abort again."""
+        if self._control.closed:
+            return
+        slots = asyncio.Semaphore(_ABORTS_AT_ONCE)
+
+        async def abort_one(rid: str) -> None:
+            async with slots:
+                await self._post("/abort_request", {"rid": rid})
+
+        await asyncio.gather(*(abort_one(rid) for rid in rids))
+
+    async def load(self) -> EngineLoad | None:
+        """From the router's ``/engines`` and from ``/v1/loads`` of each engine it can reach."""
+        reply = await self._read(f"{self._url}/engines", self._control_headers)
+        if not isinstance(reply, Mapping) or "engines" not in reply:
+            return None
+        serving = [engine for engine in reply["engines"] if engine.get("state") == "serving"]
+        urls = [f"{engine['url']}/v1/loads" for engine in serving]
+        loads = await asyncio.gather(*(self._read(url) for url in urls))
+        ranks = [
+            rank
+            for load in loads
+            if isinstance(load, Mapping)
+            for rank in load.get("loads", ())
+            if isinstance(rank, Mapping)
+        ]
+        usage = [float(rank["token_usage"]) for rank in ranks if "token_usage" in rank]
+        return EngineLoad(
+            num_engines=len(serving),
+            num_running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
+            num_waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
+            kv_use=max(usage, default=None),
+            weight_version=reply.get("gate", {}).get("weight_version"),
+        )
+
+    async def report(self, figures: Mapping[str, Any]) -> None:
+        """To the router's ``/figures``.  A single engine has no such path; that is no error."""
+        await self._post("/figures", figures)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            async with self._control.post(
+                self._url + path, json=body, headers=self._control_headers
+            ) as response:
+                await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
+            return
+
+    async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
+        try:
+            async with self._control.get(url, headers=headers) as response:
+                return await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return None
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _error_of_status(status: int, content: bytes, retry_after: str) -> GenerationError:
+    kind = FailureKind.REFUSED
+    if status in _AGAIN:
+        kind = FailureKind.UNAVAILABLE
+    elif status == _ABORTED:
+        kind = FailureKind.ABORTED
+    elif status >= 500:
+        kind = FailureKind.LOST
+    try:
+        after_s = float(retry_after)
+    except ValueError:
+        after_s = 0.0
+    text = content[:500].decode(errors="replace")
+    return GenerationError(f"HTTP {status}: {text}", kind=kind, retry_after_s=after_s)

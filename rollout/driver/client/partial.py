@@ -1,0 +1,81 @@
+"""Continuing a sample that was cut off: the request for the rest, and both parts joined.
+
+Always true: tokens that were generated are never requested again; all parts together stay within
+the budget of the first request; every token keeps the weight version that generated it; the finish
+reason is the last engine's.  Across the cut, ``sampling_seed`` does not give the same sequence, and
+a stop string that is split by the cut is not found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.protocol import GenerateReply, SamplingParams
+from rollout.core.samples import Sample, SampleStatus
+from rollout.rules.continuation import check_budget, join_spans, spans_of
+
+_STATUS = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+def remaining(sampling: SamplingParams, num_output: int) -> SamplingParams | None:
+    """The request after ``num_output`` tokens; None when the budget is used up."""
+    if num_output >= sampling.max_new_tokens:
+        return None
+    if not num_output:
+        return sampling
+    return replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_output,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_output),
+    )
+
+
+def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -> None:
+    """Append an engine's reply for prompt and output so far to ``sample``.
+
+    Args:
+        budget: ``max_new_tokens`` of the whole; an aborted sample of that length is truncated.
+
+    Raises:
+        ValueError: the reply lacks log-probs or a finish reason, or is longer than the budget;
+            ``sample`` is unchanged.
+    """
+    reason = reply.finish_reason
+    if reason is None or reason.kind not in _STATUS:
+        raise ValueError(f"finish reason {reason} is none of {', '.join(_STATUS)}")
+    logprobs = reply.output_logprobs or ()
+    if len(logprobs) != len(reply.output_ids):
+        raise ValueError(f"{len(reply.output_ids)} output ids but {len(logprobs)} log-probs")
+    begin = len(sample.output_ids)
+    length = begin + len(reply.output_ids)
+    check_budget(length, budget)
+    reported = spans_of(reply.weight_versions, reply.weight_version, len(reply.output_ids))
+    spans = join_spans(sample.weight_versions, reported, begin)
+    if any(sample.mask) and not sample.weight_versions:
+        spans = ()  # the first part has no versions, so the whole has none
+    if spans and spans[-1].end != length:
+        raise ValueError(f"version spans end at {spans[-1].end} of {length} output tokens")
+    sample.output_ids.extend(reply.output_ids)
+    sample.output_logprobs.extend(logprobs)
+    sample.mask.extend([1] * len(reply.output_ids))
+    sample.text += reply.text
+    sample.weight_versions = spans
+    sample.finish_reason = reason
+    sample.status = _STATUS[reason.kind]
+    if sample.status is SampleStatus.ABORTED and budget is not None and length >= budget:
+        sample.status = SampleStatus.TRUNCATED
+
+
+def restart(sample: Sample) -> None:
+    """Discard the output; prompt and metadata stay."""
+    sample.output_ids.clear()
+    sample.output_logprobs.clear()
+    sample.mask.clear()
+    sample.text = sample.error = sample.traceback = ""
+    sample.weight_versions = ()
+    sample.finish_reason = sample.reward = None
+    sample.status = SampleStatus.PENDING

@@ -1,0 +1,268 @@
+"""Prompts from lists, JSONL, Parquet and Hugging Face datasets.
+
+Always true: one epoch gives every row once, in an order that depends only on seed and epoch.  A
+restored source continues at the next prompt, and rejects data of another length or seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.core.errors import ConfigError
+from rollout.core.optional_deps import optional_import
+from rollout.driver.data.prompt import Prompt
+
+Encode = Callable[[Any], Sequence[int]]
+_ID_KEYS = ("prompt_ids", "input_ids")
+
+
+class PromptRows(Protocol):
+    """Rows by number: a list of mappings, or an opened ``datasets.Dataset``."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class FixedPrompts:
+    """A list of prompts, each given once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._num_taken = 0
+
+    def take(self) -> Prompt | None:
+        if self._num_taken >= len(self._prompts):
+            return None
+        self._num_taken += 1
+        return self._prompts[self._num_taken - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_taken": self._num_taken, "num_rows": len(self._prompts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_same("rows", state["num_rows"], len(self._prompts))
+        self._num_taken = state["num_taken"]
+
+
+class PromptData:
+    """Prompts of a data set, epoch by epoch.
+
+    Args:
+        rows: mappings by number: a list, a ``datasets`` object, or what ``jsonl`` and
+            ``parquet`` open.
+        encode: turns the value of ``prompt_key`` (a text, a list of messages) into token ids; not
+            needed if rows have ``prompt_ids`` or ``input_ids``.
+        seed: of the order, which changes each epoch; None keeps the order of the rows.
+        num_epochs: epochs until it ends; None for no end.
+        max_prompt_tokens: longer prompts raise, or are skipped with ``skip_too_long``.
+
+    Attributes:
+        num_skipped: prompts that were skipped because of their length.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+
+    def __init__(
+        self,
+        rows: PromptRows,
+        *,
+        encode: Encode | None = None,
+        prompt_key: str = "prompt",
+        seed: int | None = 0,
+        num_epochs: int | None = None,
+        max_prompt_tokens: int | None = None,
+        skip_too_long: bool = False,
+    ) -> None:
+        if len(rows) == 0:
+            raise ConfigError("the data set has no rows", setting="rows")
+        self.num_skipped = 0
+        self._rows = rows
+        self._encode = encode
+        self._key = prompt_key
+        self._seed = seed
+        self._num_epochs = num_epochs
+        self._max_tokens = max_prompt_tokens
+        self._skip_too_long = skip_too_long
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def take(self) -> Prompt | None:
+        """The next prompt; None after the last epoch.
+
+        Raises:
+            ConfigError: a row is unusable.  The error names it; the source stays before it.
+        """
+        num_skipped = 0
+        while True:
+            if self._position >= len(self._rows):
+                if num_skipped >= len(self._rows):
+                    raise ConfigError(
+                        f"every prompt is longer than {self._max_tokens} tokens",
+                        setting="max_prompt_tokens",
+                        value=self._max_tokens,
+                    )
+                self._epoch += 1
+                self._position = 0
+                self._order = self._order_of(self._epoch)
+            if self._num_epochs is not None and self._epoch >= self._num_epochs:
+                return None
+            prompt = self._prompt(self._order[self._position])
+            self._position += 1
+            if prompt is not None:
+                return prompt
+            num_skipped += 1
+            self.num_skipped += 1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next prompt, from 0."""
+        return self._epoch + (self._position >= len(self._rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "place": self._position,
+            "seed": self._seed,
+            "num_rows": len(self._rows),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            ConfigError: it was written with other data.
+        """
+        _check_same("rows", state["num_rows"], len(self._rows))
+        _check_same("seed", state["seed"], self._seed)
+        self._epoch, self._position = state["epoch"], state["place"]
+        self._order = self._order_of(self._epoch)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if self._seed is None:
+            return range(len(self._rows))
+        order = list(range(len(self._rows)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def _prompt(self, number: int) -> Prompt | None:
+        row = self._rows[number]
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"row {number} is {type(row).__name__}, not a mapping")
+        key = next((key for key in _ID_KEYS if key in row), self._key)
+        if key not in row:
+            raise ConfigError(
+                f"row {number} has no {self._key!r}, {' or '.join(map(repr, _ID_KEYS))}; "
+                f"it has {', '.join(map(str, row)) or 'nothing'}",
+                setting="prompt_key",
+                value=self._key,
+            )
+        ids = self._ids(number, key, row[key])
+        if not ids:
+            raise ConfigError(f"the prompt of row {number} has no tokens")
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            if self._skip_too_long:
+                return None
+            raise ConfigError(
+                f"the prompt of row {number} has {len(ids)} tokens, at most {self._max_tokens} "
+                "fit; skip_too_long=True skips such rows",
+                setting="max_prompt_tokens",
+                value=self._max_tokens,
+            )
+        return Prompt(ids, {name: value for name, value in row.items() if name not in _ID_KEYS})
+
+    def _ids(self, number: int, key: str, value: Any) -> tuple[int, ...]:
+        if key not in _ID_KEYS:
+            if self._encode is None:
+                raise ConfigError(
+                    f"row {number} has {key!r} and no token ids: "
+                    "set encode, for example to a tokenizer's encode",
+                    setting="encode",
+                )
+            value = self._encode(value)
+        try:
+            return tuple(int(token_id) for token_id in value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key} of row {number} are not token ids: {error}") from None
+
+
+class JsonLines:
+    """Rows of a JSONL file.  Only their offsets are in memory."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._offsets: list[int] = []
+        offset = 0
+        try:
+            with self._path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        self._check(line, number)
+                        self._offsets.append(offset)
+                    offset += len(line)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}", value=str(path)) from None
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int, /) -> Any:
+        with self._path.open("rb") as lines:
+            lines.seek(self._offsets[index])
+            return json.loads(lines.readline())
+
+    def _check(self, line: bytes, number: int) -> None:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{self._path}, line {number}: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{self._path}, line {number}: not a JSON object")
+
+
+def jsonl(path: Path | str, **settings: Any) -> PromptData:
+    """Prompts of a JSONL file, one object per line; settings as for ``PromptData``.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no JSON object; the error names it.
+    """
+    return PromptData(JsonLines(path), **settings)
+
+
+def parquet(path: Path | str, **settings: Any) -> PromptData:
+    """Prompts of a Parquet file; settings as for ``PromptData``.
+
+    Raises:
+        ConfigError: the file cannot be read, or pyarrow is missing.
+    """
+    with optional_import("data", "Parquet needs pyarrow, which is not installed"):
+        import pyarrow
+        from pyarrow import parquet as reader
+    try:
+        table = reader.read_table(path)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise ConfigError(f"cannot read {path}: {error}", value=str(path)) from None
+    return PromptData(_ArrowRows(table), **settings)
+
+
+class _ArrowRows:
+    """Rows of an Arrow table.  Only the requested row is converted to Python objects."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _check_same(what: str, saved: Any, current: Any) -> None:
+    if saved != current:
+        raise ConfigError(f"the state was written with {what} {saved}, not {current}", setting=what)

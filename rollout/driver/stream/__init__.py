@@ -1,0 +1,1 @@
+"""Batches of sample groups from one source of prompts."""

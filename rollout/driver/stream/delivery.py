@@ -1,0 +1,75 @@
+"""The end of a batch: its timing, and the limits on failed samples and dropped groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from rollout.core.errors import RolloutError
+from rollout.core.samples import SampleGroup, SampleStatus, all_samples
+from rollout.driver.client.completer import AbortScope
+from rollout.driver.client.limiter import Limiter
+from rollout.driver.stream.step_metrics import StepStats
+
+_REJECTED_PER_GROUP = 10
+
+
+class BatchTimer:
+    """Measures each batch of one stream between ``begin`` and ``end``."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self._began_s = self._used_s = 0.0
+        self._idle_at_end_s: float | None = None
+
+    def begin(self, scope: AbortScope) -> StepStats:
+        """New counters for the batch that begins now."""
+        self._used_s, idle_s = self._limiter.seconds()
+        self._began_s = asyncio.get_running_loop().time()
+        scope.num_lost = scope.num_cut = 0
+        boundary_s = 0.0 if self._idle_at_end_s is None else idle_s - self._idle_at_end_s
+        return StepStats(boundary_s=boundary_s)
+
+    def end(self, stats: StepStats, scope: AbortScope) -> None:
+        """Fill in the figures of a batch that is full."""
+        used_s, self._idle_at_end_s = self._limiter.seconds()
+        stats.elapsed_s = asyncio.get_running_loop().time() - self._began_s
+        stats.slot_s = used_s - self._used_s
+        stats.num_slots = self._limiter.limit
+        stats.num_lost, stats.num_cut = scope.num_lost, scope.num_cut
+
+
+def check_rejections(
+    rejected: Counter[str], max_rejected: int | None, *, num_kept: int, num_wanted: int
+) -> None:
+    """Fail a batch if filters dropped too many groups.
+
+    Args:
+        rejected: dropped groups by reason.
+        max_rejected: None for ten groups per wanted group.
+
+    Raises:
+        RolloutError: with the reasons.
+    """
+    most = _REJECTED_PER_GROUP * num_wanted if max_rejected is None else max_rejected
+    if rejected.total() > most:
+        reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
+        raise RolloutError(
+            f"filters dropped {rejected.total()} groups, more than {most}, and kept "
+            f"{num_kept} of {num_wanted} wanted ({reasons})"
+        )
+
+
+def check_failures(groups: Sequence[SampleGroup], max_failed_share: float) -> None:
+    """Reject a batch with too many failed samples.
+
+    Raises:
+        RolloutError: with the error of the first failed sample.
+    """
+    samples = list(all_samples(groups))
+    failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+    if len(failed) > max_failed_share * len(samples):
+        raise RolloutError(
+            f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
+        )

@@ -1,0 +1,170 @@
+"""One group from its prompt through engines, reward and filters, and again if it is stale.
+
+Always true: a sample that was cut off keeps its index; a sample is rewarded once; an exception in
+a hook fails its sample and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+
+from engines.protocol import SamplingParams
+from rollout.core.samples import Sample
+from rollout.driver.client.completer import AbortScope, Completer
+from rollout.driver.client.session import Session
+from rollout.driver.stream.hooks import (
+    Hooks,
+    OnSample,
+    apply_group_reward,
+    apply_reward,
+    generate_with,
+    keeps_sample,
+    why_dropped,
+)
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, WhenStale
+from rollout.driver.stream.step_metrics import StepStats
+from rollout.driver.stream.work_queue import WorkItem
+
+STALE = "stale"
+"""The reason for which a group is dropped whose weights are too old."""
+
+
+class Staleness(Enum):
+    """The result of ``GroupRunner.restart_if_stale``."""
+
+    FRESH = auto()
+    RESTARTED = auto()
+    TOO_OLD = auto()
+
+
+class GroupRunner:
+    """Runs the groups of one stream, which may change the attributes during a run.
+
+    Attributes:
+        stats: the counts of the current batch.
+        on_sample: called for every sample that is complete and has its reward.
+
+    Args:
+        on_generated: called for every sample that needs no engine any more.
+    """
+
+    def __init__(
+        self,
+        engines: Completer,
+        hooks: Hooks,
+        scope: AbortScope,
+        batch: BatchPlan,
+        options: RolloutOptions,
+        on_generated: Callable[[WorkItem], None],
+    ) -> None:
+        self.batch = batch
+        self.options = options
+        self.stats = StepStats()
+        self.on_sample: OnSample | None = None
+        self._engines = engines
+        self._hooks = hooks
+        self._scope = scope
+        self._on_generated = on_generated
+
+    async def run(self, item: WorkItem) -> str | None:
+        """None if the group is still unfinished, "" if it is accepted, else why it is dropped."""
+        indices = [
+            index
+            for index, sample in enumerate(item.samples)
+            if sample.is_unfinished or index not in item.rewarded
+        ]
+        if len(indices) == 1:
+            await self._run_sample(item, indices[0])
+        elif indices:
+            async with asyncio.TaskGroup() as tasks:
+                for index in indices:
+                    tasks.create_task(self._run_sample(item, index))
+        if self.restart_if_stale(item) is Staleness.TOO_OLD:
+            return STALE
+        if item.num_unfinished:
+            return None
+        await apply_group_reward(self._hooks, item.group())
+        item.samples = [sample for sample in item.samples if keeps_sample(self._hooks, sample)]
+        if not item.samples:
+            return "no sample left"
+        return why_dropped(self._hooks, item.group())
+
+    async def _run_sample(self, item: WorkItem, index: int) -> None:
+        if item.samples[index].is_unfinished:
+            await self._generate(item, index)
+            self._on_generated(item)
+        sample = item.samples[index]
+        if sample.is_unfinished or self._is_stale(sample):
+            return
+        if index not in item.rewarded:
+            await apply_reward(self._hooks, sample)
+            item.rewarded.add(index)
+        if self.on_sample is not None:
+            self.on_sample(sample)
+
+    async def _generate(self, item: WorkItem, index: int) -> None:
+        sample, sampling = item.samples[index], self._sampling(item, index)
+        is_stale = partial(self._should_restart, item)
+        complete = partial(self._engines.complete, scope=self._scope, is_stale=is_stale)
+        if self._hooks.generate is None:
+            await complete(sample, sampling)
+            return
+        # On a copy: if the state is saved or the turn is cut off meanwhile, the sample restarts.
+        fresh = WorkItem.begin(item.serial, item.prompt, 1).samples[0]
+        session = Session(fresh, sampling, complete)
+        if not self._scope.is_stopping:
+            await generate_with(self._hooks.generate, session)
+        if not fresh.is_unfinished:
+            item.samples[index] = fresh
+
+    def _sampling(self, item: WorkItem, index: int) -> SamplingParams:
+        sampling = self.batch.sampling
+        if sampling.sampling_seed is None:
+            return sampling
+        seed = seed_of(sampling.sampling_seed, item.serial, index, item.num_redone)
+        return replace(sampling, sampling_seed=seed)
+
+    # -- stale samples ----------------------------------------------------------------------
+
+    def restart_if_stale(self, item: WorkItem) -> Staleness:
+        """Restart the stale samples of a group, as often as the options allow.
+
+        Returns:
+            ``TOO_OLD`` if the group has to be dropped; then nothing was restarted.
+        """
+        stale = [index for index, sample in enumerate(item.samples) if self._is_stale(sample)]
+        if not stale:
+            return Staleness.FRESH
+        options = self.options
+        if item.num_redone >= options.max_redone or options.when_stale is WhenStale.DROP:
+            return Staleness.TOO_OLD
+        item.num_redone += 1
+        self.stats.num_redone += len(stale)
+        item.restart(stale)
+        return Staleness.RESTARTED
+
+    def _should_restart(self, item: WorkItem, sample: Sample) -> bool:
+        """Whether a sample that was cut off is stale and has to restart.  Counts the restart.
+
+        After too many restarts the sample is completed as it is, and its group is dropped at the
+        end.
+        """
+        most = self.options.max_redone * len(item.samples)
+        if item.num_restarted >= most or not self._is_stale(sample):
+            return False
+        item.num_restarted += 1
+        self.stats.num_redone += 1
+        return True
+
+    def _is_stale(self, sample: Sample) -> bool:
+        return self.options.is_stale(sample, self._engines.weight_version)
+
+
+def seed_of(seed: int, serial: int, index: int, num_tries: int) -> int:
+    """A different sampling seed for each sample, the same in every run."""
+    return zlib.crc32(f"{seed}/{serial}/{index}/{num_tries}".encode()) & 0x7FFF_FFFF

@@ -1,0 +1,354 @@
+"""Sample groups from one source of prompts, batch by batch.
+
+Always true:
+- every prompt taken from the source is delivered once, dropped once with a reason, or pending
+  (waiting, running or ready); an error or a cancelled call does not change that;
+- interrupted groups go before new ones, and no prompt is taken before its group can begin;
+- groups are delivered in the order in which their prompts left the source.
+
+The three modes differ only in ``RolloutOptions.capacity``, and in whether a full batch stops the
+rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.samples import SampleGroup, SampleStatus
+from rollout.driver.client.completer import AbortScope, Completer
+from rollout.driver.data.prompt import PromptSource
+from rollout.driver.stream.audit import Auditor
+from rollout.driver.stream.delivery import BatchTimer, check_failures, check_rejections
+from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
+from rollout.driver.stream.hooks import Hooks, OnSample, post_process
+from rollout.driver.stream.options import BatchPlan, Mode, RolloutOptions
+from rollout.driver.stream.step_metrics import Progress, StepStats
+from rollout.driver.stream.work_queue import WorkItem, WorkQueue
+
+logger = logging.getLogger(__name__)
+
+# An abort misses requests that are still on their way to their engine, so it is repeated.
+_ABORT_AGAIN_S = (0.1, 0.5)
+_CLOSE_TIMEOUT_S = 3.0
+
+
+class Stream:
+    """Batches from one source."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        engines: Completer,
+        hooks: Hooks,
+        batch: BatchPlan,
+        options: RolloutOptions,
+    ) -> None:
+        self.auditor = Auditor()
+        self._source = source
+        self._engines = engines
+        self._hooks = hooks
+        self._scope = AbortScope()
+        self._queue = WorkQueue()
+        self._tasks: dict[int, asyncio.Task[str | None]] = {}
+        self._is_requested = False
+        self._is_exhausted = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._checked_version: int | None = None
+        self._batch_lock = asyncio.Lock()
+        self._timer = BatchTimer(engines.limiter)
+        self._runner = GroupRunner(engines, hooks, self._scope, batch, options, self._on_generated)
+
+    # -- batches ----------------------------------------------------------------------------
+
+    async def batch(
+        self,
+        *,
+        on_sample: OnSample | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[SampleGroup]:
+        """The next batch; it has fewer groups than wanted only at the end of the source.
+
+        Raises:
+            RolloutError: too many samples failed, or filters dropped too much.
+            Exception: from the source.
+        """
+        async with self._batch_lock:
+            self._runner.on_sample = on_sample
+            self._runner.stats = self._timer.begin(self._scope)
+            self._is_requested = True
+            self._scope.reopen()
+            try:
+                self._restart_stale_groups(always=True)
+                self._top_up()
+                while not self._is_full():
+                    self._raise_errors()
+                    self._changed.clear()
+                    await self._changed.wait()
+                    if on_progress is not None:
+                        on_progress(self._progress())
+                    self._restart_stale_groups()
+                    self._top_up()
+                self._timer.end(self.stats, self._scope)
+            finally:
+                self._is_requested = False
+                if self._runner.options.mode is Mode.SYNC:
+                    await self._stop(self._runner.options.abort_timeout_s)
+            groups = self._deliver()
+            self._top_up()
+            return groups
+
+    def change(self, batch: BatchPlan, options: RolloutOptions) -> None:
+        """Use these settings from the next batch on.
+
+        Raises:
+            ConfigError: pending groups have another size.
+        """
+        if batch.group_size != self._runner.batch.group_size and self.pending:
+            raise ConfigError(
+                f"group_size = {batch.group_size}: {len(self.pending)} groups of "
+                f"{self._runner.batch.group_size} are pending; take them first",
+                setting="group_size",
+                value=batch.group_size,
+            )
+        self._runner.batch, self._runner.options = batch, options
+
+    @property
+    def stats(self) -> StepStats:
+        """The counts of the current batch."""
+        return self._runner.stats
+
+    @property
+    def pending(self) -> list[int]:
+        """Serials of the prompts that are taken and not yet delivered or dropped."""
+        return [item.serial for item in self._queue.all()]
+
+    async def close(self) -> None:
+        """Abort all requests in flight and stop; everything pending is kept.
+
+        A ``batch`` call that is waiting raises.
+        """
+        self._is_requested, self._is_closed = False, True
+        await self._stop(min(self._runner.options.abort_timeout_s, _CLOSE_TIMEOUT_S))
+        await self._cancel(list(self._tasks))
+        self._changed.set()
+
+    # -- across a restart -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to continue from, as JSON.
+
+        Samples in flight are saved as of their last reply.
+        """
+        return {
+            "source": dict(self._source.state_dict()),
+            **self._queue.state_dict(),
+            "audit": self.auditor.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; only before the first batch.
+
+        Raises:
+            ConfigError: it has groups larger than ``group_size``, or a batch was already begun.
+        """
+        if self._queue.num_taken or self._tasks:
+            raise ConfigError("a stream can be restored only before its first batch")
+        queue = WorkQueue.of_state(state, self._runner.batch.group_size)
+        self._source.load_state_dict(state["source"])
+        self._queue = queue
+        self.auditor.load_state_dict(state["audit"])
+
+    # -- starting groups --------------------------------------------------------------------
+
+    def _top_up(self) -> None:
+        """Begin groups while there is capacity.  ``batch`` raises an error of the source."""
+        capacity = self._runner.options.capacity(
+            self._runner.batch.num_groups, is_requested=self._is_requested
+        )
+        limit = self._engines.limiter.limit
+        while not self._scope.is_stopping and self._queue.may_begin(limit, capacity):
+            item = self._next()
+            if item is None:
+                return
+            self._begin(item)
+
+    def _next(self) -> WorkItem | None:
+        while self._queue.waiting:
+            item = self._queue.waiting.pop(0)
+            if self._runner.restart_if_stale(item) is not Staleness.TOO_OLD:
+                return item
+            self._drop(item, STALE)
+        if self._error is not None or self._is_exhausted:
+            return None
+        try:
+            prompt = self._source.take()
+        except Exception as error:
+            self._error = error
+            self._changed.set()
+            return None
+        if prompt is None:
+            self._is_exhausted = True
+            self._changed.set()
+            return None
+        item = self._queue.take(prompt, self._runner.batch.group_size)
+        self.auditor.take(item.serial)
+        return item
+
+    def _begin(self, item: WorkItem) -> None:
+        self._queue.begin(item)
+        task = asyncio.get_running_loop().create_task(self._runner.run(item))
+        self._tasks[item.serial] = task
+        task.add_done_callback(partial(self._ended, item))
+
+    def _on_generated(self, item: WorkItem) -> None:
+        self._queue.has_generated(item)
+        if self._scope.is_stopping:
+            self._changed.set()
+        else:
+            self._top_up()
+
+    def _ended(self, item: WorkItem, task: asyncio.Task[str | None]) -> None:
+        del self._tasks[item.serial]
+        self._queue.end(item)
+        outcome: str | None = None
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                logger.error("internal error in group %d", item.serial, exc_info=error)
+                self._error = error
+            else:
+                outcome = task.result()
+        if outcome is None:
+            self._requeue(item)
+        elif outcome:
+            self._drop(item, outcome)
+        else:
+            self._queue.put_ready(item)
+        self._changed.set()
+        self._top_up()
+
+    # -- interrupted, dropped and stale groups ----------------------------------------------
+
+    def _requeue(self, item: WorkItem) -> None:
+        if item.num_unfinished and self._scope.is_stopping:
+            self.stats.num_parked += item.num_unfinished
+            item.num_parked += 1
+            if not self._runner.options.partial:
+                item.restart(range(len(item.samples)))
+        self._queue.requeue(item)
+
+    def _drop(self, item: WorkItem, reason: str) -> None:
+        if reason == STALE:
+            self.stats.num_stale_dropped += 1
+        else:
+            self.stats.rejected[reason] += 1
+        self.auditor.drop(item.serial, reason)
+
+    def _restart_stale_groups(self, *, always: bool = False) -> None:
+        """Check the ready groups, if there is a new weight version."""
+        version = self._engines.weight_version
+        if version == self._checked_version and not always:
+            return
+        self._checked_version = version
+        for item in list(self._queue.ready.values()):
+            staleness = self._runner.restart_if_stale(item)
+            if staleness is Staleness.FRESH:
+                continue
+            del self._queue.ready[item.serial]
+            if staleness is Staleness.TOO_OLD:
+                self._drop(item, STALE)
+            else:
+                self._requeue(item)
+
+    # -- finishing a batch ------------------------------------------------------------------
+
+    def _is_full(self) -> bool:
+        queue = self._queue
+        if len(queue.ready) >= self._runner.batch.num_groups:
+            return True
+        return self._is_exhausted and not queue.running and not queue.waiting
+
+    def _raise_errors(self) -> None:
+        if self._is_closed:
+            raise RolloutError("the driver was closed before the batch was full")
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        check_rejections(
+            self.stats.rejected,
+            self._runner.options.max_rejected,
+            num_kept=len(self._queue.ready),
+            num_wanted=self._runner.batch.num_groups,
+        )
+
+    def _deliver(self) -> list[SampleGroup]:
+        items = self._queue.take_ready(self._runner.batch.num_groups)
+        groups = [item.group() for item in items]
+        post_process(self._hooks, groups)
+        try:
+            check_failures(groups, self._runner.options.max_failed_share)
+        except RolloutError:
+            for item in items:
+                failed = [
+                    index
+                    for index, sample in enumerate(item.samples)
+                    if sample.status is SampleStatus.FAILED
+                ]
+                if failed:
+                    item.restart(failed)
+                    self._queue.requeue(item)
+                else:
+                    self._queue.put_ready(item)
+            raise
+        for item in items:
+            self.auditor.deliver(item.serial)
+        return groups
+
+    async def _stop(self, timeout_s: float) -> None:
+        """Abort all requests and wait until they have ended; rewards may still be computed."""
+        self._scope.stop()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        # The prefix aborts all requests that have reached an engine; the others are aborted by id.
+        rids, again_s = [self._scope.prefix], _ABORT_AGAIN_S[0]
+        while self._queue.num_unfinished and loop.time() < deadline_s:
+            self._changed.clear()
+            if self._scope.rids:
+                await self._engines.client.abort(rids)
+            if self._queue.num_unfinished:
+                await self._wait_for_end(loop.time() + again_s)
+            rids, again_s = list(self._scope.rids), _ABORT_AGAIN_S[1]
+        # Groups that only wait for rewards continue.
+        running = self._queue.running
+        await self._cancel([serial for serial, item in running.items() if item.num_unfinished])
+
+    async def _wait_for_end(self, until_s: float) -> None:
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._queue.num_unfinished:
+                    await self._changed.wait()
+                    self._changed.clear()
+        except TimeoutError:
+            pass
+
+    async def _cancel(self, serials: list[int]) -> None:
+        tasks = [self._tasks[serial] for serial in serials]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            min(len(self._queue.ready), self._runner.batch.num_groups),
+            self._runner.batch.num_groups,
+            len(self._queue.running),
+            self.stats.rejected.total(),
+        )

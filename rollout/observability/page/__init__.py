@@ -1,0 +1,1 @@
+"""The page of a server: live view, data and metrics."""

@@ -1,0 +1,260 @@
+"""The last known state of one server, refreshed on request, for page, metrics and ``doctor``.
+
+Always true: refreshes run one at a time; if the server does not answer, the last state is kept and
+marked as such; memory is bounded.  It is used on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from engines.protocol.plain_text import describe
+from rollout.core.types import EngineStatus, GroupStatus, ServerStatus
+from rollout.observability.page.prometheus import MetricCounters
+from rollout.observability.server_snapshot import ServerSnapshot
+from rollout.observability.timeline.analysis import Step, steps
+from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.rules.lifecycle import Command
+
+logger = logging.getLogger(__name__)
+
+_MAX_SPANS = 60_000
+_MAX_EVENTS = 300
+_MAX_FIGURES = 5_000
+_MAX_STEPS = 500
+_TIMEOUT_S = 10.0
+# Seconds between two refreshes while no client is connected to the page.
+IDLE_S = 10.0
+
+Observe = Callable[[Mapping[str, int]], Awaitable[ServerSnapshot]]
+
+
+class StateCache:
+    """Calls ``observe`` and keeps its results.
+
+    Args:
+        observe: returns the server's state, and its timelines after the given cursors, by source.
+        on_figures: called once with the figures of each step that a driver reports.
+    """
+
+    def __init__(
+        self,
+        observe: Observe,
+        *,
+        on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+    ) -> None:
+        self.counters = MetricCounters()
+        self._observe = observe
+        self._on_figures = on_figures
+        self._cursors: dict[str, int] = {}
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        # Number of all spans so far: the cursor for ``spans``.
+        self.num_spans = 0
+        self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
+        self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
+        self._last_serial = 0
+        self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
+        self._num_steps = 0
+        self._recent: list[Span] = []
+        self._errors: dict[str, Span] = {}
+        self._running: tuple[Span, ...] = ()
+        self._last: ServerSnapshot | None = None
+        self._answered_s = 0.0
+        self._trouble = "not queried yet"
+        self._refreshing = asyncio.Lock()
+
+    # -- refreshing -------------------------------------------------------------------------
+
+    async def refresh(self, max_age_s: float = 0.0) -> None:
+        """Query the server, unless the state is younger than ``max_age_s``."""
+        async with self._refreshing:
+            if time.time() - self._answered_s < max_age_s:
+                return
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    snapshot = await self._observe(dict(self._cursors))
+            except Exception as error:  # the last state stays, with this error
+                self._trouble = describe(error)
+                return
+            self._store(snapshot)
+
+    def _store(self, snapshot: ServerSnapshot) -> None:
+        self._last, self._answered_s = snapshot, time.time()
+        self._trouble = "; ".join(snapshot.troubles)
+        new: list[Span] = []
+        running: list[Span] = []
+        for source, excerpt in snapshot.timelines.items():
+            self._cursors[source] = excerpt.cursor
+            new += excerpt.spans
+            running += excerpt.running
+        self._running = tuple(sorted(running, key=lambda span: span.start_s))
+        new.sort(key=lambda span: span.end_s)
+        for span in new:
+            self._keep(span)
+        self.counters.take(new)
+        self._find_steps(new)
+        for figures in snapshot.router.get("figures", ()):
+            if figures["serial"] > self._last_serial:
+                self._last_serial = figures["serial"]
+                self._figures.append(figures)
+                self._on_figures(figures)
+
+    def _keep(self, span: Span) -> None:
+        self._spans.append(span)
+        self.num_spans += 1
+        if span.kind is Kind.EVENT or span.outcome in (Outcome.FAILED, Outcome.CANCELLED):
+            if span.kind is not Kind.CALL:
+                self._events.append(span)
+            if span.engine_id and span.outcome is Outcome.FAILED:
+                self._errors[span.engine_id] = span
+
+    def _find_steps(self, new: list[Span]) -> None:
+        """Add the steps that ``new`` completes; keep the spans that may belong to the next one."""
+        self._recent += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
+        self._recent = self._recent[-_MAX_SPANS:]
+        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
+            return
+        found = steps(self._recent)
+        for step in found:
+            self._num_steps += 1
+            self._steps.append((self._num_steps, step))
+        if found:
+            end_s = found[-1].end_s
+            self._recent = [span for span in self._recent if span.start_s > end_s]
+        self.counters.take_steps(found)
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state, ready for JSON."""
+        now_s = time.time()
+        state: dict[str, Any] = {
+            "now_s": round(now_s, 3),
+            # The last answer is no older than two idle intervals and one timeout.
+            "is_answering": now_s - self._answered_s < 2 * IDLE_S + _TIMEOUT_S,
+            "answered_s": round(self._answered_s, 3),
+            "trouble": self._trouble,
+            "running": [span.to_dict() for span in self._running],
+            "events": [span.to_dict() for span in self._events],
+            "figures": list(self._figures)[-500:],
+            "steps": [_step_dict(number, step) for number, step in self._steps][-100:],
+        }
+        if self._last is not None:
+            state |= self._server_dict(self._last.status, self._last.router)
+        return state
+
+    def _server_dict(self, status: ServerStatus, router: Mapping[str, Any]) -> dict[str, Any]:
+        routed = {engine["engine_id"]: engine for engine in router.get("engines", ())}
+        doing = {span.engine_id: span for span in self._running if span.kind is Kind.ENGINE}
+        calling = {span.engine_id: span for span in self._running if span.kind is Kind.CALL}
+        return {
+            "server": status.name,
+            "phase": status.phase,
+            "weight_version": status.weight_version,
+            "router_url": status.router_url,
+            "gate": {"state": status.gate, **router.get("gate", {})},
+            "lock_owner": status.lock_owner,
+            "router": {
+                name: value for name, value in router.items() if isinstance(value, int | float)
+            },
+            "groups": [_group_dict(group) for group in status.groups],
+            "engines": [
+                self._engine_dict(group, engine, routed, doing, calling)
+                for group in status.groups
+                for engine in group.engines
+            ],
+            "store": _store_dict(status),
+        }
+
+    def _engine_dict(
+        self,
+        group: GroupStatus,
+        engine: EngineStatus,
+        routed: Mapping[str, Mapping[str, Any]],
+        doing: Mapping[str, Span],
+        calling: Mapping[str, Span],
+    ) -> dict[str, Any]:
+        in_router = routed.get(engine.engine_id, {})
+        error = self._errors.get(engine.engine_id)
+        return {
+            "engine_id": engine.engine_id,
+            "group": group.name,
+            "state": engine.state,
+            "weight_version": engine.weight_version,
+            "url": engine.endpoint.url,
+            "node_id": engine.node_id,
+            "pid": engine.pid,
+            "resident_bytes": engine.resident_bytes,
+            "gpus": [
+                {"uuid": gpu.uuid, "used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes}
+                for gpu in engine.gpus
+            ],
+            "released": list(engine.released),
+            "is_stale": engine.is_stale,
+            "fence_reason": engine.fence_reason,
+            "routing": in_router.get("state", ""),
+            "reason": in_router.get("reason", ""),
+            "num_in_flight": in_router.get("num_in_flight", 0),
+            "num_failures": in_router.get("num_failures", 0),
+            "doing": _running_dict(doing.get(engine.engine_id)),
+            "calling": _running_dict(calling.get(engine.engine_id)),
+            "last_error": None
+            if error is None
+            else {"name": error.name, "said": error.said, "at_s": error.end_s},
+        }
+
+    def spans(self, since: int, kinds: frozenset[Kind]) -> list[Span]:
+        """The kept spans of these kinds after the first ``since`` spans."""
+        num_new = min(max(0, self.num_spans - since), len(self._spans))
+        new = list(self._spans)[len(self._spans) - num_new :]
+        return [span for span in new if span.kind in kinds]
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        """One step with all its spans; None if it does not exist or was dropped."""
+        for known, step in self._steps:
+            if known == number:
+                inside = [
+                    span.to_dict()
+                    for span in self._spans
+                    if step.start_s <= span.start_s <= step.end_s
+                ]
+                return _step_dict(number, step) | {"spans": inside}
+        return None
+
+
+def _running_dict(span: Span | None) -> dict[str, Any] | None:
+    if span is None:
+        return None
+    return {"name": span.name, "start_s": round(span.start_s, 3), "budget_s": span.budget_s}
+
+
+def _group_dict(group: GroupStatus) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "worker_type": group.worker_type.value,
+        "phase": group.phase,
+        "needs_offload": group.needs_offload,
+    }
+
+
+def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
+    """The state of the weight store, and how far it is behind; None without a store."""
+    store = status.store
+    if store is None:
+        return None
+    values = asdict(store)
+    values["bytes"] = sum(values.pop("node_bytes").values())
+    # Without a stored version, the lag is the number of pushes so far.
+    values["lag"] = max(0, status.weight_version - (store.version or 0))
+    return values
+
+
+def _step_dict(number: int, step: Step) -> dict[str, Any]:
+    failures = [span.to_dict() for span in step.failures]
+    return {"number": number, **asdict(step), "failures": failures}

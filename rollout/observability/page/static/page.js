@@ -1,0 +1,316 @@
+// The live page: receives the server's state, keeps it and draws it.  Values are inserted as text, never as HTML.
+import { Lanes, LEGEND, Spans, colorOf, palette } from "./lanes.js";
+import { curve } from "./curves.js";
+
+const find = (id) => document.getElementById(id);
+const KEPT = { events: 300, figures: 500, steps: 100 };
+const GOOD = new Set(["serving", "open"]);
+const BAD = new Set(["fenced", "closed", "dead"]);
+const BUSY = new Set(["stale", "holding", "mixed"]);
+
+let state = { engines: [], running: [], events: [], figures: [], steps: [] };
+let offset_s = 0;
+let followed = true;
+let key = "";
+let shown = { from_s: 0, to_s: 0 };
+const spans = new Spans();
+const lanes = new Lanes(find("lanes"));
+const rows = new Map();
+
+const now_s = () => Date.now() / 1000 + offset_s;
+const clock = (at_s) => new Date(at_s * 1000).toTimeString().slice(0, 8);
+const FEW = 24, LATE = 16;
+const seconds = (value) => (value > 0 && value < 0.1 ? `${(value * 1000).toFixed(1)} ms` : value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
+const kind = (word) => (GOOD.has(word) ? "good" : BAD.has(word) ? "bad" : BUSY.has(word) ? "watch" : "");
+function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  for (const unit of ["B", "KiB", "MiB"]) { if (Math.abs(value) < 1024) return `${value.toFixed(0)} ${unit}`; value /= 1024; }
+  return `${value.toFixed(1)} GiB`;
+}
+function memory(engine) {
+  if (!engine.gpus.length) return bytes(engine.resident_bytes);
+  const sum = name => engine.gpus.reduce((total, gpu) => total + gpu[name], 0);
+  return `${bytes(sum("used_bytes"))} of ${bytes(sum("total_bytes"))}`;
+}
+function make(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+function text(id, value) { const node = find(id); if (node.textContent !== String(value)) node.textContent = value; }
+function pill(id, word) { text(id, word || "–"); find(id).className = `pill ${kind(word)}`; }
+
+// -- receiving ------------------------------------------------------------------------------------
+
+function takeState(whole) { state = { ...state, ...whole }; offset_s = whole.now_s - Date.now() / 1000; render(); }
+
+function takeChange(change) {
+  const { engines, engine_ids: ids, ...rest } = change;
+  for (const name of Object.keys(KEPT)) {
+    if (rest[name]) { state[name] = [...state[name], ...rest[name]].slice(-KEPT[name]); delete rest[name]; }
+  }
+  const before = state.phase;
+  Object.assign(state, rest);
+  if (change.now_s) offset_s = change.now_s - Date.now() / 1000;
+  const known = new Map(state.engines.map((engine) => [engine.engine_id, engine]));
+  for (const engine of engines || []) known.set(engine.engine_id, engine);
+  state.engines = [...known.values()].filter((engine) => !ids || ids.includes(engine.engine_id));
+  if (state.phase !== before) text("announcement", `The server is now ${state.phase}.`);
+  render();
+}
+
+function connect() {
+  const source = new EventSource("api/changes");
+  const link = find("link");
+  source.addEventListener("hello", (event) => {
+    const hello = JSON.parse(event.data);
+    state.run_id = hello.run_id;
+    find("control").hidden = !hello.can_steer || key !== "";
+  });
+  source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
+  source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
+  source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
+  source.onerror = () => { link.className = "lost"; text("link", "connection lost; trying again"); };
+}
+
+// -- drawing --------------------------------------------------------------------------------------
+
+function render() {
+  document.title = `${state.server || "rollout"}: ${state.phase || "…"}`;
+  text("server", `${state.server || "rollout"}${state.run_id ? ` · ${state.run_id}` : ""}`);
+  const gate = state.gate || {}, router = state.router || {};
+  pill("phase", state.phase); pill("gate", gate.state);
+  find("gate").title = gate.reason || "";
+  text("version", state.weight_version ?? "–"); text("held", gate.num_held ?? 0);
+  text("in-flight", router.num_in_flight ?? 0); text("owner", state.lock_owner || "none");
+  const serving = state.engines.filter((engine) => engine.state === "serving").length;
+  text("num-engines", serving === state.engines.length ? serving : `${serving} of ${state.engines.length} serve`);
+  const trouble = find("trouble");
+  trouble.hidden = !state.trouble;
+  text("trouble", state.is_answering === false ? `The server does not answer: ${state.trouble}. The page shows its last reply.` : state.trouble || "");
+  renderRunning(); renderEngines(); renderSteps(); renderEvents(); renderCurves();
+}
+
+function renderRunning() {
+  const box = find("running");
+  const phases = state.running.filter((span) => span.kind === "phase");
+  const top = phases.length ? phases : state.running.filter((span) => span.kind === "group");
+  if (!top.length) {
+    const gate = state.gate || {};
+    const reason = gate.state && gate.state !== "open" ? ` The gate is ${gate.state}: ${gate.reason || "no reason given"}.` : "";
+    box.replaceChildren(make("p", { class: "quiet" }, `No phase runs; the server is ${state.phase || "unknown"}.${reason}`));
+    return;
+  }
+  box.replaceChildren(...top.map((phase) => {
+    const late = state.running.filter((span) => span.kind === "engine" && span.start_s >= phase.start_s - 0.05);
+    const names = late.map((span) => span.engine_id);
+    const calls = state.running.filter((span) => span.kind === "call" && names.includes(span.engine_id));
+    const waiting = !names.length ? "no engine has an open request"
+      : `waits for ${names.length} of ${state.engines.length}: ${names.slice(0, 6).join(", ")}${names.length > 6 ? " …" : ""}${calls.length ? ` (${calls[0].name})` : ""}`;
+    const line = make("div", { class: "phase" },
+      make("b", {}, `${phase.kind === "group" ? `${phase.source}: ` : ""}${phase.name}`),
+      make("div", { class: "deadline" }, make("i")),
+      make("span", { class: "clock" }),
+      make("span", { class: "who" }, waiting));
+    line.dataset.start = phase.start_s; line.dataset.budget = phase.budget_s || 0;
+    return line;
+  }));
+  tick();
+}
+
+function tick() {
+  for (const line of document.querySelectorAll(".phase")) {
+    const elapsed_s = Math.max(0, now_s() - Number(line.dataset.start)), budget_s = Number(line.dataset.budget);
+    const share = budget_s ? Math.min(1, elapsed_s / budget_s) : 0;
+    line.querySelector(".clock").textContent = budget_s ? `${seconds(elapsed_s)} of ${seconds(budget_s)}` : seconds(elapsed_s);
+    const bar = line.querySelector(".deadline");
+    bar.className = `deadline ${share > 0.5 ? "bad" : share > 0.2 ? "watch" : ""}`;
+    bar.firstChild.style.width = `${share * 100}%`;
+  }
+  for (const cell of document.querySelectorAll("td.doing[data-start]")) {
+    cell.textContent = `${cell.dataset.name} · ${seconds(Math.max(0, now_s() - Number(cell.dataset.start)))}`;
+  }
+}
+
+function renderEngines() {
+  const wanted = find("filter").value.trim().toLowerCase(), onlyOthers = find("only-others").checked;
+  const body = find("rows");
+  const seen = new Set();
+  for (const engine of state.engines) {
+    const error = engine.fence_reason || engine.reason || (engine.last_error ? `${clock(engine.last_error.at_s)} ${engine.last_error.name}: ${engine.last_error.said}` : "");
+    const isHidden = (onlyOthers && engine.state === "serving") || (wanted && !`${engine.engine_id} ${engine.state} ${error} ${engine.group}`.toLowerCase().includes(wanted));
+    if (isHidden) continue;
+    seen.add(engine.engine_id);
+    const known = JSON.stringify([engine.state, engine.weight_version, engine.num_in_flight, engine.resident_bytes, engine.gpus, engine.doing, error]);
+    const old = rows.get(engine.engine_id);
+    if (old && old.known === known) continue;
+    const doing = make("td", { class: "doing" });
+    if (engine.doing) { doing.dataset.start = engine.doing.start_s; doing.dataset.name = engine.calling ? engine.calling.name : engine.doing.name; }
+    const name = make("th", { scope: "row", title: `${engine.url}, node ${engine.node_id}, pid ${engine.pid ?? "unknown"}` }, engine.engine_id);
+    if (key && engine.state !== "fenced") {
+      const fence = make("button", { class: "open", type: "button", "aria-label": `Fence ${engine.engine_id}` }, "fence");
+      fence.addEventListener("click", () => command(`api/fence/${engine.engine_id}`, `Fence ${engine.engine_id}? It is killed now, and recovery restarts it.`));
+      name.append(" ", fence);
+    }
+    const row = make("tr", {},
+      name,
+      make("td", {}, make("span", { class: `pill ${kind(engine.state)}` }, engine.state)),
+      make("td", { class: "num" }, String(engine.weight_version ?? "–")),
+      make("td", { class: "num" }, String(engine.num_in_flight)),
+      make("td", { class: "num" }, memory(engine)),
+      doing,
+      make("td", { class: "error", title: error }, error.split("\n")[0]));
+    if (old) old.row.replaceWith(row); else body.append(row);
+    rows.set(engine.engine_id, { known, row });
+  }
+  for (const [id, { row }] of rows) if (!seen.has(id)) { row.remove(); rows.delete(id); }
+  const tiles = find("tiles");
+  tiles.hidden = state.engines.length <= 16;
+  if (!tiles.hidden) tiles.replaceChildren(...state.engines.map((engine) => make("i", { class: kind(engine.state) || (engine.doing ? "watch" : ""), title: `${engine.engine_id}: ${engine.state}` })));
+  tick();
+}
+
+function renderSteps() {
+  const colors = palette();
+  find("steps").replaceChildren(...state.steps.slice(-50).reverse().map((step) => {
+    const share = make("div", { class: "share" });
+    const parts = Object.entries(step.phase_s);
+    const all = parts.reduce((sum, [, elapsed_s]) => sum + elapsed_s, 0) || 1;
+    for (const [name, took] of parts) {
+      const bar = make("i", { title: `${name}: ${seconds(took)}` });
+      bar.style.width = `${(took / all) * 100}%`; bar.style.background = colorOf(colors, name);
+      share.append(bar);
+    }
+    const longest = parts.sort((one, other) => other[1] - one[1])[0];
+    const slowest = longest && step.slowest[longest[0]];
+    const open = make("button", { class: "open", type: "button", "aria-label": `Open step ${step.number}` }, `${step.number}`);
+    open.addEventListener("click", () => openStep(step.number));
+    return make("tr", {},
+      make("th", { scope: "row" }, open, ` ${clock(step.end_s)}`),
+      make("td", { class: "num" }, String(step.weight_version ?? "–")),
+      make("td", { class: "num" }, seconds(step.lost_s)),
+      make("td", { class: "num" }, seconds(step.trainer_s)),
+      make("td", {}, share),
+      make("td", {}, slowest ? `${slowest.engine_id} in ${longest[0]}` : "", step.failures.length ? make("span", { class: "pill bad" }, `${step.failures.length} failed`) : ""));
+  }));
+}
+
+function renderEvents() {
+  find("events").replaceChildren(...state.events.slice(-80).reverse().map((event) => make("li", { class: event.outcome === "failed" || ["fenced", "died"].includes(event.name) ? "bad" : event.name === "gate" ? "gate" : "" },
+    make("time", {}, clock(event.start_s + (event.elapsed_s || 0))),
+    make("b", {}, event.name === "gate" ? "gate" : `${event.engine_id || event.source} ${event.name}${event.outcome === "failed" ? " failed" : ""}`),
+    event.said ? ` ${event.said.split("\n")[0]}` : "")));
+  if (!state.events.length) find("events").replaceChildren(make("li", { class: "quiet" }, "There are no events yet."));
+}
+
+function renderCurves() {
+  const wanted = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""]];
+  const drawn = wanted.map(([title, name, unit]) => [title, state.figures.filter((figures) => name in figures.metrics).map((figures) => [figures.step, figures.metrics[name]]), unit]);
+  drawn.push(["Lost at the boundary", state.steps.map((step) => [step.number, step.lost_s]), " s"]);
+  const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, points, unit));
+  if (made.length) find("curves").replaceChildren(...made);
+}
+
+async function openStep(number) {
+  const dialog = find("step"), body = find("step-body");
+  text("step-title", `Step ${number}`);
+  body.replaceChildren(make("p", { class: "quiet" }, "Loading…"));
+  dialog.showModal();
+  const response = await fetch(`api/steps/${number}`);
+  if (!response.ok) { body.replaceChildren(make("p", {}, "The page no longer has this step; rollout trace shows it.")); return; }
+  const step = await response.json();
+  const canvas = make("canvas", { role: "img", "aria-label": "Engines in this step; the table below shows its longest calls" });
+  const drawn = new Spans(); drawn.add(step.spans.filter((span) => span.kind !== "call").sort((one, other) => one.start_s + one.elapsed_s - other.start_s - other.elapsed_s));
+  const ids = [...new Set(step.spans.map((span) => span.engine_id).filter(Boolean))].sort(natural);
+  const calls = step.spans.filter((span) => span.kind === "call" || span.outcome === "failed").sort((one, other) => other.elapsed_s - one.elapsed_s).slice(0, 40);
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...["Engine", "Call", "Seconds", "Sent", "Outcome"].map((title) => make("th", { scope: "col" }, title)))),
+    make("tbody", {}, ...calls.map((call) => make("tr", {}, make("td", {}, call.engine_id || ""), make("td", {}, call.name), make("td", {}, seconds(call.elapsed_s)), make("td", {}, call.num_bytes ? bytes(call.num_bytes) : ""), make("td", { class: call.outcome === "ok" ? "" : "error" }, call.outcome === "ok" ? "ok" : call.said || call.outcome)))));
+  body.replaceChildren(make("p", {}, `Weight version ${step.weight_version}; ${seconds(step.lost_s)} lost at the boundary, ${seconds(step.trainer_s)} for the trainer.`), canvas, make("div", { class: "scroll", tabindex: "0" }, table));
+  const margin = (step.end_s - step.start_s) * 0.02;
+  new Lanes(canvas).draw({ lanes: ids, spans: drawn, running: [], from_s: step.start_s - margin, to_s: step.end_s + margin });
+}
+
+// -- control: needs the key, which is kept in this tab and sent as a header, never as a cookie -------
+
+function confirm(title, question, needsKey) {
+  const dialog = find("ask");
+  text("ask-title", title); text("ask-text", question);
+  find("ask-key").hidden = !needsKey; find("key").value = "";
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => { dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }); });
+}
+
+async function command(path, question) {
+  if (!(await confirm("Are you sure?", question, false))) return;
+  const response = await fetch(path, { method: "POST", headers: { authorization: `Bearer ${key}` } });
+  if (response.status === 403) { key = ""; showControls(); }
+  const result = response.ok ? "done" : (await response.json()).error.message;
+  text("announcement", result);
+  if (!response.ok) await confirm("The server refused the command", result, false);
+}
+
+function showControls() {
+  find("control").hidden = key !== ""; find("stop").hidden = key === "";
+  rows.clear(); find("rows").replaceChildren(); renderEngines();
+}
+
+find("control").addEventListener("click", async () => {
+  if (await confirm("Control this server", "With the page's control key you can fence engines and stop the server.", true)) { key = find("key").value; showControls(); }
+});
+find("stop").addEventListener("click", () => command("api/stop", `Stop ${state.server} with its router and all its engines?`));
+
+const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
+
+// -- lanes ----------------------------------------------------------------------------------------
+
+function draw() {
+  const span = Number(find("span").value);
+  if (followed) {
+    // A run that has just begun fills the width as well.
+    const end = now_s() + span * 0.02;
+    shown = { from_s: Math.max(end - span, Math.min(spans.first - span * 0.02, end - 10)), to_s: end };
+  }
+  // Of many engines, the few that a phase waits for come first; further down they would be out of sight.
+  const all = state.engines.map((engine) => engine.engine_id);
+  const late = new Set(state.running.filter((span) => span.kind === "engine").map((span) => span.engine_id));
+  const ids = all.length > FEW && late.size <= LATE ? [...all.filter((id) => late.has(id)), ...all.filter((id) => !late.has(id))] : all;
+  const running = state.running.map((span) => ({ ...span, elapsed_s: Math.max(0, now_s() - span.start_s) }));
+  lanes.draw({ lanes: ids, spans, running, ...shown });
+}
+
+function follow(is) { followed = is; find("follow").setAttribute("aria-pressed", String(is)); draw(); }
+function move(share) { const span = shown.to_s - shown.from_s; followed = false; shown = { from_s: shown.from_s + share * span, to_s: shown.to_s + share * span }; follow(share > 0 && shown.to_s >= now_s()); }
+function zoom(factor) { const middle = (shown.from_s + shown.to_s) / 2, half = ((shown.to_s - shown.from_s) / 2) * factor; shown = { from_s: middle - half, to_s: middle + half }; follow(false); }
+
+find("lanes").addEventListener("keydown", (event) => {
+  const acts = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1.6), Home: () => follow(true) };
+  if (acts[event.key]) { event.preventDefault(); acts[event.key](); }
+});
+find("lanes").addEventListener("pointermove", (event) => {
+  const tip = find("tip"), under = lanes.at(event.clientX, event.clientY);
+  tip.hidden = !under || !under.span;
+  if (tip.hidden) return;
+  const { span, lane } = under;
+  const more = [span.num_bytes ? `sent ${bytes(span.num_bytes)}` : "", span.read_bytes ? `read ${bytes(span.read_bytes)}` : "", span.memory_before_bytes !== undefined ? `memory ${bytes(span.memory_before_bytes)} → ${bytes(span.memory_after_bytes)}` : "", span.weight_version !== undefined ? `version ${span.weight_version}` : "", span.outcome === "ok" ? "" : span.outcome, span.said || ""].filter(Boolean);
+  tip.textContent = `${lane}: ${span.name}, ${seconds(span.elapsed_s)}, ${clock(span.start_s)}${more.length ? `\n${more.join("; ")}` : ""}`;
+  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 320)}px`; tip.style.top = `${event.clientY + 16}px`;
+});
+find("lanes").addEventListener("pointerleave", () => { find("tip").hidden = true; });
+find("span").addEventListener("change", () => follow(true));
+find("follow").addEventListener("click", () => follow(!followed));
+find("filter").addEventListener("input", renderEngines);
+find("only-others").addEventListener("change", renderEngines);
+find("close").addEventListener("click", () => find("step").close());
+window.addEventListener("resize", draw);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { legend(); renderSteps(); draw(); });
+
+function legend() {
+  const colors = palette();
+  find("legend").replaceChildren(...LEGEND.map((name) => { const box = make("i"); box.style.background = colors[name]; return make("span", {}, box, name.replace("_weights", "")); }));
+}
+
+legend();
+connect();
+setInterval(() => { tick(); if (followed && !document.hidden) draw(); }, 250);

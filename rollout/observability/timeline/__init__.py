@@ -1,0 +1,1 @@
+"""Timelines: spans of phases, engines and calls, their analysis, files and exports."""

@@ -1,0 +1,123 @@
+"""Steps computed from spans: the time lost at the boundary, and each phase's slowest engine.
+
+Always true: only finished spans count; a step is complete only with its ``continue``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.rules.lifecycle import Command
+
+_DOWN = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A server's interval from one ``pause`` to the ``continue`` that ends it.
+
+    Attributes:
+        lost_s: seconds without generation outside ``trainer_s``: from the pause to the end of the
+            last release, and from the start of the onload to the end of ``continue``.
+        trainer_s: seconds between the last release and the onload, when the trainer had the memory.
+        phase_s: command -> seconds.
+        slowest: command -> the engine that took longest in it.
+        failures: failed spans of engines.
+    """
+
+    server: str
+    start_s: float
+    end_s: float
+    lost_s: float
+    trainer_s: float
+    weight_version: int | None
+    phase_s: Mapping[str, float]
+    slowest: Mapping[str, Slowest]
+    failures: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The engine that a phase waited for.
+
+    Attributes:
+        elapsed_s: seconds it took.
+        median_s: over all engines in that phase, this one included.
+        waited_s: engine-seconds that the other engines waited for it.
+    """
+
+    engine_id: str
+    elapsed_s: float
+    median_s: float
+    waited_s: float
+
+
+def steps(spans: Iterable[Span]) -> list[Step]:
+    """The complete steps of all servers, in the order of their ends."""
+    spans = sorted(spans, key=lambda span: span.start_s)
+    engines = [
+        span for span in spans if span.kind is Kind.ENGINE and span.outcome is not Outcome.RUNNING
+    ]
+    opened: dict[str, list[Span]] = {}
+    found = []
+    for span in spans:
+        if span.kind is not Kind.PHASE or span.outcome is Outcome.RUNNING:
+            continue
+        if span.name == Command.PAUSE and span.source not in opened:
+            opened[span.source] = []
+        if span.source in opened:
+            opened[span.source].append(span)
+            if span.name == Command.CONTINUE and span.outcome is Outcome.OK:
+                found.append(_step(span.source, opened.pop(span.source), engines))
+    return sorted(found, key=lambda step: step.end_s)
+
+
+def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
+    start_s, end_s = phases[0].start_s, max(phase.end_s for phase in phases)
+    released_s = [phase.end_s for phase in phases if phase.name == Command.RELEASE]
+    up = [phase.start_s for phase in phases if phase.name not in _DOWN]
+    trainer_s = max(0.0, min(up) - max(released_s)) if released_s and up else 0.0
+    phase_s: dict[str, float] = defaultdict(float)
+    for phase in phases:
+        phase_s[phase.name] += phase.elapsed_s
+    inside = [
+        span
+        for span in engines
+        if start_s <= span.start_s <= end_s and span.source.partition("/")[0] == server
+    ]
+    versions = [phase.weight_version for phase in phases if phase.weight_version is not None]
+    return Step(
+        server=server,
+        start_s=start_s,
+        end_s=end_s,
+        lost_s=end_s - start_s - trainer_s,
+        trainer_s=trainer_s,
+        weight_version=max(versions, default=None),
+        phase_s=dict(phase_s),
+        slowest=slowest_engines(inside),
+        failures=tuple(span for span in inside if span.outcome is Outcome.FAILED),
+    )
+
+
+def slowest_engines(spans: Iterable[Span]) -> dict[str, Slowest]:
+    """The engine that took longest in each phase; an engine's spans of one phase are summed."""
+    by_phase: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        if span.kind is Kind.ENGINE and span.outcome is not Outcome.RUNNING:
+            by_phase[span.name][span.engine_id] += span.elapsed_s
+    return {phase: _slowest(seconds) for phase, seconds in by_phase.items()}
+
+
+def _slowest(seconds: Mapping[str, float]) -> Slowest:
+    engine_id = max(seconds, key=lambda name: seconds[name])
+    longest_s = seconds[engine_id]
+    return Slowest(
+        engine_id,
+        longest_s,
+        statistics.median(seconds.values()),
+        sum(longest_s - elapsed_s for elapsed_s in seconds.values()),
+    )

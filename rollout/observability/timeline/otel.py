@@ -1,0 +1,138 @@
+"""Export of spans through the OpenTelemetry SDK.  Needs the extra ``otel``.
+
+Always true: an exported span has its recorded times, its error and, if known, its parent, so the
+spans of a phase form one trace; a collector that does not answer delays the end of a run by a few
+seconds at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from rollout.core.optional_deps import optional_import
+from rollout.observability.timeline.sink import SpanSink
+from rollout.observability.timeline.span import Kind, Outcome, Span
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 3.0
+_MAX_PARENTS = 4096
+_SCOPE = "ray-rollout"
+_ATTRIBUTES = (
+    *("source", "engine_id", "outcome", "num_bytes", "budget_s", "weight_version"),
+    *("verified_by", "read_bytes"),
+)
+
+
+class OtelSink(SpanSink):
+    """Exports spans through a tracer provider.
+
+    Spans arrive when they end, so children come before their parents.  A child is kept until its
+    parent has arrived; then both are exported.
+
+    Args:
+        provider: of ``opentelemetry.sdk.trace``; None creates one that exports over
+            OTLP/HTTP, configured by the ``OTEL_*`` environment variables.
+
+    Raises:
+        ConfigError: the SDK is not installed.
+    """
+
+    thread_name = "otel"
+
+    def __init__(self, provider: Any = None) -> None:
+        super().__init__()
+        with optional_import("otel", "OpenTelemetry is not installed"):
+            from opentelemetry.sdk.trace import TracerProvider
+        self._owns = provider is None
+        self._provider: Any = provider or _exporting(TracerProvider(resource=_resource()))
+        self._kept: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
+
+    def close(self) -> None:
+        super().close()
+        while self._kept:
+            self._export_oldest()
+        if self._owns:
+            # In a thread: if no collector answers, the SDK retries for longer than the end of a run
+            # should take.
+            ending = threading.Thread(target=self._provider.shutdown, name="otel-end", daemon=True)
+            ending.start()
+            ending.join(_CLOSE_S)
+            if ending.is_alive():
+                logger.warning(
+                    "OpenTelemetry: the collector has not taken all spans within %g s; the rest is "
+                    "only in the files of the run",
+                    _CLOSE_S,
+                )
+
+    def process(self, span: Span) -> None:
+        """Keep a child until its parent has ended; export a root with all its descendants."""
+        if not span.parent:
+            self._export(span, None)
+            return
+        self._kept.setdefault((span.source, span.parent), []).append(span)
+        if len(self._kept) > _MAX_PARENTS:
+            self._export_oldest()
+
+    def _export_oldest(self) -> None:
+        """Export the children that have waited longest, without their parent."""
+        for orphan in self._kept.popitem(last=False)[1]:
+            self._export(orphan, None)
+
+    def _export(self, span: Span, parent: Any) -> None:
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+        tracer = self._provider.get_tracer(_SCOPE)
+        exported = tracer.start_span(
+            f"{span.kind.value} {span.name}",
+            context=None if parent is None else set_span_in_context(parent),
+            start_time=int(span.start_s * 1e9),
+            attributes=_attributes(span),
+        )
+        if span.outcome in (Outcome.FAILED, Outcome.CANCELLED):
+            exported.set_status(Status(StatusCode.ERROR, span.said or span.outcome.value))
+        for child in self._kept.pop((span.source, span.span_id), ()):
+            self._export(child, exported)
+        exported.end(end_time=int(span.end_s * 1e9))
+
+
+def export(spans: Iterable[Span], provider: Any = None) -> int:
+    """Export recorded spans and return their number; errors are those of ``OtelSink``."""
+    sink = OtelSink(provider)
+    num = 0
+    for span in spans:
+        sink.put(span)
+        num += 1
+    sink.close()
+    return num
+
+
+def _resource() -> Any:
+    """The service that the environment describes, with a default name."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+
+    named = OTELResourceDetector().detect().attributes.get(SERVICE_NAME)
+    return Resource.create({SERVICE_NAME: named or _SCOPE})
+
+
+def _exporting(provider: Any) -> Any:
+    with optional_import("otel", "OpenTelemetry's OTLP exporter is not installed"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _attributes(span: Span) -> dict[str, Any]:
+    values = span.to_dict()
+    attributes = {f"rollout.{name}": values[name] for name in _ATTRIBUTES if name in values}
+    if span.freed_bytes is not None:
+        attributes["rollout.freed_bytes"] = span.freed_bytes
+    if span.kind is Kind.EVENT and span.said:
+        attributes["rollout.said"] = span.said
+    return attributes

@@ -1,0 +1,128 @@
+"""A span: one named interval of time on a timeline, with its outcome and measured values.
+
+Always true: a span is unchanged after a round trip through JSON; unknown values are omitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What a span covers: a phase of a server, of a group in it, of an engine, a call, an event."""
+
+    PHASE = "phase"
+    GROUP = "group"
+    ENGINE = "engine"
+    CALL = "call"
+    EVENT = "event"
+
+
+class Outcome(StrEnum):
+    """How a span ended, or that it still runs."""
+
+    RUNNING = "running"
+    OK = "ok"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class Span:
+    """Times are Unix seconds.
+
+    Attributes:
+        span_id: unique within its source; ``parent`` is the id of the enclosing span, 0 for none.
+        source: what recorded it: a server, or a group as ``server/group``.
+        name: the command (``pause``), the operation (``flush_cache``), or the name of the event.
+        engine_id: the engine it belongs to; empty if it belongs to all.
+        budget_s: seconds from its start to its deadline; 0 for none.
+        ``said``: the text of the error or event.
+        num_bytes: size of the request bodies sent to the engine.
+        memory_before_bytes, memory_after_bytes: of the engine's processes, where measured.
+        weight_version: the version that was pushed, verified or served.
+        verified_by: how the weights were verified: ``fingerprint``, ``canary``, ``version``.
+        read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
+        launch: the launch of the run that recorded it; empty in memory, set in files.
+    """
+
+    kind: Kind
+    name: str
+    source: str
+    start_s: float
+    elapsed_s: float = 0.0
+    outcome: Outcome = Outcome.RUNNING
+    engine_id: str = ""
+    span_id: int = 0
+    parent: int = 0
+    budget_s: float = 0.0
+    said: str = ""
+    num_bytes: int = 0
+    memory_before_bytes: int | None = None
+    memory_after_bytes: int | None = None
+    weight_version: int | None = None
+    verified_by: str = ""
+    read_bytes: int | None = None
+    launch: str = ""
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.elapsed_s
+
+    @property
+    def freed_bytes(self) -> int | None:
+        """By how much the engine's memory shrank; None if it was not measured."""
+        if self.memory_before_bytes is None or self.memory_after_bytes is None:
+            return None
+        return self.memory_before_bytes - self.memory_after_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values for JSON; those that have their default are omitted."""
+        values: dict[str, Any] = {
+            "kind": self.kind.value,
+            "name": self.name,
+            "source": self.source,
+            "start_s": round(self.start_s, 6),
+            "elapsed_s": round(self.elapsed_s, 6),
+            "outcome": self.outcome.value,
+        }
+        for name, default in _OPTIONAL:
+            value = getattr(self, name)
+            if value != default:
+                values[name] = value
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Span:
+        """The inverse of ``to_dict``; keys that a later version added are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``values`` is no span.
+        """
+        known = {name: value for name, value in values.items() if name in _NAMES}
+        known["kind"] = Kind(values["kind"])
+        known["outcome"] = Outcome(values["outcome"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The part of a timeline after a cursor.
+
+    Attributes:
+        cursor: for the next request.
+        spans: finished after the cursor, in the order of their ends.
+        running: not yet finished; ``elapsed_s`` is the time since their start.
+    """
+
+    cursor: int
+    spans: tuple[Span, ...]
+    running: tuple[Span, ...]
+
+
+_OPTIONAL = tuple((field.name, field.default) for field in dataclasses.fields(Span)[6:])
+_NAMES = frozenset(field.name for field in dataclasses.fields(Span))

@@ -1,0 +1,126 @@
+"""What can be read from the router over HTTP.
+
+Nothing here changes the gate or the membership: those are method calls of ``RouterHost``, so a
+client that reaches the port can generate and abort, but not control the router.  An engine's own
+control endpoints (pause, release, weights) are not forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from rollout.router.engine_queries import EngineQueryClient, add_engine_queries, error_reply
+from rollout.router.http.fast_json import dumps
+from rollout.router.proxy.context import Proxy
+from rollout.router.proxy.metrics import metrics_text
+
+_MAX_FIGURES_BYTES = 256 << 10
+
+
+def control_app(proxy: Proxy, client: EngineQueryClient) -> FastAPI:
+    """Health, engines, step metrics, sessions, model info and aborts.
+
+    Its lifespan opens and closes the connections to engines.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        proxy.open()
+        await client.open()
+        try:
+            yield
+        finally:
+            await client.aclose()
+            proxy.close()
+
+    # A redirect would be made of the Host header, which is the client's.
+    app = FastAPI(title="ray-rollout router", lifespan=lifespan, redirect_slashes=False)
+    _add_state(app, proxy)
+    _add_step_metrics(app, proxy)
+    _add_sessions(app, proxy)
+    add_engine_queries(app, proxy.gate, client)
+    return app
+
+
+def _add_state(app: FastAPI, proxy: Proxy) -> None:
+    """Health, readiness, engines and metrics of the router."""
+    gate = proxy.gate
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """200 while the router runs."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 if a request sent now would go to an engine at once."""
+        stats = gate.stats()["gate"]
+        if gate.is_ready:
+            return JSONResponse(stats)
+        why = "" if gate.members.can_serve else gate.members.why_none_serves()
+        return JSONResponse({**stats, "why": why}, 503, {"retry-after": "2"})
+
+    @app.get("/engines")
+    async def engines() -> dict[str, Any]:
+        """Gate, engines with their states and load, and counts of how requests ended."""
+        return {**gate.stats(), **proxy.stats()}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics_text(proxy), media_type="text/plain; version=0.0.4")
+
+
+def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
+    @app.post("/figures")
+    async def figures(request: Request) -> JSONResponse:
+        """Keep the metrics of a driver's step, to be shown with the server."""
+        body = await request.body()
+        if len(body) > _MAX_FIGURES_BYTES:
+            message = f"figures are at most {_MAX_FIGURES_BYTES} bytes"
+            return error_reply(413, "too_large", message)
+        try:
+            proxy.step_metrics.put(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            return error_reply(400, "bad_request", str(error))
+        return JSONResponse({"kept": True})
+
+
+def _add_sessions(app: FastAPI, proxy: Proxy) -> None:
+    @app.get("/sessions/{session_id}")
+    async def session(session_id: str) -> Response:
+        """The recorded turns of a session, oldest first."""
+        turns = proxy.recordings.get(session_id)
+        if turns is None:
+            return _no_session(session_id)
+        parts = _session_parts(session_id, list(turns))
+        return StreamingResponse(parts, media_type="application/json")
+
+    @app.delete("/sessions/{session_id}")
+    async def delete_session(session_id: str) -> JSONResponse:
+        """Delete the recorded turns of a session."""
+        if not proxy.recordings.delete(session_id):
+            return _no_session(session_id)
+        return JSONResponse({"session_id": session_id})
+
+
+async def _session_parts(
+    session_id: str, turns: Sequence[Mapping[str, Any]]
+) -> AsyncIterator[bytes]:
+    """The JSON object, a turn at a time: all at once would keep other requests waiting."""
+    yield b'{"session_id":%s,"turns":[' % dumps(session_id)
+    for number, turn in enumerate(turns):
+        yield (b"," if number else b"") + dumps(turn)
+        await asyncio.sleep(0)
+    yield b"]}"
+
+
+def _no_session(session_id: str) -> JSONResponse:
+    return error_reply(404, "not_found", f"no turns are recorded for session {session_id}")

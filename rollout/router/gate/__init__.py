@@ -1,0 +1,1 @@
+"""Who is admitted, and to which engine (pure)."""

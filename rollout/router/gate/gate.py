@@ -1,0 +1,424 @@
+"""The gate of the router: which requests are admitted, held or refused.
+
+Always true:
+- A request is on an engine only between its admission and ``leave``; it ends exactly once.
+- No request is admitted unless the gate is open and an engine serves.  Choice, weight version and
+  admission are one step: no other event comes between them.
+- A held request is admitted in order of arrival, refused with a reason, or its client leaves.
+- While the gate is open no request is held.
+- A gate that was opened holds while no engine serves and recovery may bring one back.
+- An error in the callback of one request reaches neither the caller nor another request.
+
+There is no await and no sleep here.  All calls come from one thread (the router's event loop); time
+comes in as ``clock`` and, for deadlines, as the event ``expire``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engines.protocol import WorkerType
+from engines.protocol.plain_text import describe
+from rollout.router.gate.membership import Membership
+from rollout.rules.load_balancing import LeastInFlight
+from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, InFlight, RoutingPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class GateState(StrEnum):
+    """Open admits, holding keeps requests waiting, closed refuses."""
+
+    OPEN = "open"
+    HOLDING = "holding"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False, slots=True)
+class Admission:
+    """The right of one request to be on one engine, until ``Gate.leave``.
+
+    Attributes:
+        epoch: epoch of the membership it was admitted under.
+        weight_version: of the engines at that moment; None if it is unknown.
+        partner: the prefill engine, where ``member`` is a decode engine.
+        is_aborted: its end was requested.
+        on_evicted: called with the reason if a newer membership takes its engine away.
+    """
+
+    member: Backend
+    epoch: int
+    weight_version: int | None
+    rid: str
+    partner: Backend | None = None
+    is_aborted: bool = False
+    on_evicted: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not admitted; the client gets 503, 499 if it was aborted, or 500 if the
+    router failed."""
+
+    message: str
+    gate: GateState
+    reason: str = ""
+    phase: str = ""
+    retry_after_s: int = 2
+    is_abort: bool = False
+    is_router_error: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A held request.  ``on_decision`` is called once, unless the request leaves before."""
+
+    rid: str
+    num_bytes: int
+    excluded_engine: str
+    since_s: float
+    hint: Hint = NO_HINT
+    decision: Admission | Refusal | None = None
+    on_decision: Callable[[Admission | Refusal], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionFailure:
+    """A request lost its engine; reported to the server, which probes and fences engines.
+
+    Attributes:
+        has_left_routing: the engine was serving and is ``dead`` from now on.
+        num_failures: failed connections of this engine so far.
+    """
+
+    engine_id: str
+    operation: str
+    message: str
+    has_left_routing: bool
+    num_failures: int
+
+
+class Gate:
+    """State, membership, live requests and waiters of one router.
+
+    Attributes:
+        state: what a request meets.
+        wanted: the state that the lifecycle set.
+
+    Args:
+        max_held: requests that may wait; one more is refused.
+        max_held_bytes: bodies of waiting requests together.
+        on_idle: called when the last live request of an engine ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_held: int = 4096,
+        max_held_bytes: int = 1 << 30,
+        policy: RoutingPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_failure: Callable[[ConnectionFailure], None] = lambda failure: None,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.in_flight: InFlight[Admission] = InFlight()
+        self.prefilling: InFlight[Admission] = InFlight()
+        self.members = Membership(self.in_flight, self.prefilling)
+        self.state = self.wanted = GateState.CLOSED
+        self.reason = "the router has just started"
+        self.phase = ""
+        self.weight_version: int | None = None
+        self._since_s = clock()
+        self._spent_s = dict.fromkeys(GateState, 0.0)
+        self._waiters: dict[Waiter, None] = {}
+        self._held_bytes = 0
+        self._max_held = max_held
+        self._max_held_bytes = max_held_bytes
+        self.policy: RoutingPolicy = policy or LeastInFlight()
+        self._decode_policy = LeastInFlight()
+        self._clock = clock
+        self._on_failure = on_failure
+        self._on_idle = on_idle
+        self._num_admitted = 0
+        self._num_refused = 0
+
+    # -- what the lifecycle does ------------------------------------------------------------
+
+    def set_state(
+        self,
+        state: GateState,
+        *,
+        reason: str = "",
+        phase: str = "",
+        weight_version: int | None = None,
+    ) -> None:
+        """Open, hold or close.  ``weight_version`` None leaves the version as it is."""
+        self.wanted = state
+        self.reason = reason
+        self.phase = phase
+        if weight_version is not None:
+            self.weight_version = weight_version
+        self._settle()
+
+    def _settle(self) -> None:
+        """Set the state to what was wanted, or hold while recovery may bring an engine back."""
+        state, members = self.wanted, self.members
+        if state is GateState.OPEN:
+            is_waiting = not members.can_serve and members.may_return
+            state = GateState.HOLDING if is_waiting else state
+            why = f"recovery brings engines back: {members.why_none_serves()}"
+            self.reason = why if is_waiting else ""
+        if state is not self.state:
+            now_s = self._clock()
+            self._spent_s[self.state] += now_s - self._since_s
+            self._since_s = now_s
+        self.state = state
+        if state is not GateState.HOLDING:
+            self._decide_all()
+
+    def set_members(self, epoch: int, members: Sequence[Backend]) -> bool:
+        """Use this full set of engines from now on; False if its epoch is not newer.
+
+        Requests on engines that are removed, dead or fenced now are evicted.  Draining and
+        sleeping engines finish their requests.
+        """
+        if not self.members.replace(epoch, members):
+            return False
+        for waiter in self._waiters:
+            waiter.excluded_engine = ""  # the newer set says which engines serve
+        self._settle()
+        for admission in list(self.in_flight):
+            why = self.members.why_lost(admission.member)
+            if not why and admission.partner is not None:
+                why = self.members.why_lost(admission.partner)
+            if why and admission.on_evicted is not None:
+                try:
+                    admission.on_evicted(why)
+                except Exception:
+                    logger.exception("request %s failed as it was evicted", admission.rid)
+        return True
+
+    def still_serves(self, admission: Admission) -> bool:
+        """Its engine has served without a break since its admission."""
+        return self.members.serves_since(admission.member) <= admission.epoch
+
+    def _decide_all(self) -> None:
+        waiters, self._waiters, self._held_bytes = list(self._waiters), {}, 0
+        for waiter in waiters:
+            decision: Admission | Refusal
+            try:
+                decision = self._admit_or_refuse(waiter.rid, waiter.excluded_engine, waiter.hint)
+            except Exception as error:
+                logger.exception("held request %s could not be admitted", waiter.rid)
+                decision = Refusal(
+                    describe(error, with_type=True), self.state, is_router_error=True
+                )
+            self._decide(waiter, decision)
+
+    def _decide(self, waiter: Waiter, decision: Admission | Refusal) -> None:
+        waiter.decision = decision
+        if waiter.on_decision is not None:
+            try:
+                waiter.on_decision(decision)
+            except Exception:
+                logger.exception("held request %s failed as it was released", waiter.rid)
+                self.leave(waiter)
+
+    # -- what a request does ----------------------------------------------------------------
+
+    def enter(
+        self, *, rid: str = "", num_bytes: int = 0, excluded_engine: str = "", hint: Hint = NO_HINT
+    ) -> Admission | Refusal | Waiter:
+        """Request admission.  ``excluded_engine`` names an engine that must not be chosen."""
+        if self.state is not GateState.HOLDING:
+            return self._admit_or_refuse(rid, excluded_engine, hint)
+        if len(self._waiters) >= self._max_held:
+            return self._refuse(f"{len(self._waiters)} requests are already held")
+        if self._held_bytes + num_bytes > self._max_held_bytes:
+            return self._refuse(f"held requests already take {self._held_bytes} bytes")
+        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint)
+        self._waiters[waiter] = None
+        self._held_bytes += num_bytes
+        return waiter
+
+    def would_refuse(self) -> Refusal | None:
+        """The refusal that a request would get now, so its body need not be read first."""
+        if self.state is GateState.OPEN and self.members.can_serve:
+            return None
+        if self.state is GateState.HOLDING and len(self._waiters) < self._max_held:
+            return None
+        decision = self.enter()
+        return decision if isinstance(decision, Refusal) else None
+
+    def expire(self, waiter: Waiter) -> None:
+        """The deadline of ``waiter`` has passed."""
+        if self._remove_waiter(waiter):
+            held_s = self._clock() - waiter.since_s
+            self._decide(waiter, self._refuse(f"held for {held_s:.0f} s and not released"))
+
+    def leave(self, request: Admission | Waiter) -> None:
+        """Release a finished request.  Idempotent."""
+        if isinstance(request, Waiter):
+            self._remove_waiter(request)
+            if isinstance(request.decision, Admission):
+                self.leave(request.decision)
+            return
+        partner, engine_id = request.partner, request.member.engine_id
+        if partner is not None:
+            self.prefilling.discard(partner.engine_id, request)
+        self.in_flight.discard(engine_id, request)
+        if self.num_on(engine_id) == 0 or (partner and self.num_on(partner.engine_id) == 0):
+            self._on_idle()
+
+    def num_on(self, engine_id: str) -> int:
+        """Live requests of one engine, whether it decodes or prefills them."""
+        return self.in_flight.num(engine_id) + self.prefilling.num(engine_id)
+
+    def report_failure(
+        self,
+        admission: Admission,
+        operation: str,
+        message: str,
+        *,
+        is_partner: bool = False,
+        leaves_routing: bool = True,
+    ) -> ConnectionFailure:
+        """The connection of ``admission`` failed: its engine gets no more requests, unless the
+        request may be the cause (``leaves_routing``)."""
+        member = admission.partner if is_partner and admission.partner else admission.member
+        engine_id = member.engine_id
+        has_left = self.members.fail(
+            engine_id, admission.epoch, message, leaves_routing=leaves_routing
+        )
+        if has_left:
+            self._settle()
+        failure = ConnectionFailure(
+            engine_id, operation, message, has_left, self.members.num_failures(engine_id)
+        )
+        self._on_failure(failure)
+        return failure
+
+    # -- aborts -----------------------------------------------------------------------------
+
+    def abort_held(self, rid: str | None) -> int:
+        """Refuse the held requests with this rid, or all for None.  Returns how many."""
+        waiters = [waiter for waiter in self._waiters if rid is None or waiter.rid == rid]
+        for waiter in waiters:
+            self._remove_waiter(waiter)
+            self._num_refused += 1
+            self._decide(
+                waiter,
+                Refusal("aborted while held", self.state, self.reason, self.phase, is_abort=True),
+            )
+        return len(waiters)
+
+    def mark_aborted(self, rid: str | None) -> None:
+        """Note that the live requests with this rid, or all for None, are aborted."""
+        for admission in self.in_flight:
+            if rid is None or admission.rid == rid:
+                admission.is_aborted = True
+
+    def engines_of(self, rid: str) -> list[Backend]:
+        """The engines that have a live request with exactly this rid."""
+        return [
+            member
+            for admission in self.in_flight
+            if admission.rid == rid
+            for member in (admission.member, admission.partner)
+            if member is not None
+        ]
+
+    # -- what can be seen -------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is GateState.OPEN and self.members.can_serve
+
+    @property
+    def num_held(self) -> int:
+        return len(self._waiters)
+
+    def seconds_by_state(self) -> dict[str, float]:
+        """How long the gate has been in each state so far."""
+        spent_s = {state.value: spent for state, spent in self._spent_s.items()}
+        spent_s[self.state.value] += self._clock() - self._since_s
+        return spent_s
+
+    def stats(self) -> dict[str, Any]:
+        """State, counts and engines, ready for JSON."""
+        return {
+            "gate": {
+                "state": self.state.value,
+                "reason": self.reason,
+                "phase": self.phase,
+                "weight_version": self.weight_version,
+                "in_state_s": round(self._clock() - self._since_s, 3),
+                "num_held": len(self._waiters),
+                "held_bytes": self._held_bytes,
+            },
+            "epoch": self.members.epoch,
+            "num_in_flight": len(self.in_flight),
+            "num_admitted": self._num_admitted,
+            "num_refused": self._num_refused,
+            "engines": [
+                {
+                    "engine_id": member.engine_id,
+                    "url": member.endpoint.url,
+                    "worker_type": member.worker_type.value,
+                    "state": member.state.value,
+                    "reason": member.reason,
+                    "num_in_flight": self.num_on(member.engine_id),
+                    "num_failures": self.members.num_failures(member.engine_id),
+                }
+                for member in self.members
+            ],
+        }
+
+    # -- within -----------------------------------------------------------------------------
+
+    def _admit_or_refuse(self, rid: str, excluded_engine: str, hint: Hint) -> Admission | Refusal:
+        if self.state is GateState.CLOSED:
+            return self._refuse("the router is closed")
+        members = self.members
+        member = _choose(self.policy, members.choosable, excluded_engine, hint)
+        partner = None
+        if member is None:
+            # The cached prompts and sessions are on the prefill engine, so the policy chooses that.
+            member = _choose(self._decode_policy, members.decode, excluded_engine, NO_HINT)
+            partner = _choose(self.policy, members.prefill, excluded_engine, hint)
+        if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
+            return self._refuse(f"no engine serves: {members.why_none_serves()}")
+        admission = Admission(member, members.epoch, self.weight_version, rid, partner)
+        try:
+            self.in_flight.add(member.engine_id, admission)
+            if partner is not None:
+                self.prefilling.add(partner.engine_id, admission)
+        except Exception:
+            self.leave(admission)
+            raise
+        self._num_admitted += 1
+        return admission
+
+    def _refuse(self, message: str) -> Refusal:
+        self._num_refused += 1
+        return Refusal(message, self.state, self.reason, self.phase)
+
+    def _remove_waiter(self, waiter: Waiter) -> bool:
+        if waiter not in self._waiters:
+            return False
+        del self._waiters[waiter]
+        self._held_bytes -= waiter.num_bytes
+        return True
+
+
+def _choose(
+    policy: RoutingPolicy, candidates: Candidates, excluded_engine: str, hint: Hint
+) -> Backend | None:
+    if excluded_engine:
+        candidates = candidates.without(excluded_engine)
+    return policy.choose(candidates, hint) if candidates.members else None

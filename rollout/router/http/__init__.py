@@ -1,0 +1,1 @@
+"""HTTP messages and the connections to engines."""

@@ -1,0 +1,151 @@
+"""Heads of requests and replies, and a cache of heads, so that equal ones are parsed once.
+
+Training sends thousands of requests whose heads differ only in the length, and engines reply alike.
+
+Always true: httptools has read a cached head from the same bytes, except for the digits of its
+length, which is the only framing that a cached head has.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from engines.protocol import Endpoint
+from rollout.router.http.headers import (
+    Headers,
+    header_lines,
+    host_line,
+    kept_for_client,
+    signature_lines,
+    status_line,
+    to_engine,
+)
+from rollout.router.http.responses import RouterResponse
+from rollout.router.http.routes import Route
+
+MAX_HEADS = 1024
+MAX_SEEN_ONCE = 4096
+_MAX_KNOWN_BYTES = 1 << 12
+_MAX_KNOWN_HEADERS = 64  # as objects they take thirty times their bytes
+_MAX_DIGITS = 9
+_LENGTH = b"\r\ncontent-length: "
+_END_OF_NAME = b"ength: "
+_SWITCHED_ON = frozenset({b"on", b"1", b"true"})
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class RequestHead:
+    """The head of a request for an engine.
+
+    Attributes:
+        headers: names in lower case, without the client's key.
+        refusal: the response to the request, if no engine gets it.
+        is_last: the connection closes after the response.
+    """
+
+    method: bytes
+    route: Route
+    headers: Headers
+    refusal: RouterResponse | None = None
+    is_last: bool = False
+    is_http_1_0: bool = False
+    expects_continue: bool = False
+    _switches: frozenset[bytes] | None = field(default=None, init=False)
+    _lines: bytes | None = field(default=None, init=False)
+
+    @property
+    def switched_on(self) -> frozenset[bytes]:
+        """Names of headers that the client has switched on."""
+        if self._switches is None:
+            self._switches = frozenset(
+                name for name, value in self.headers if value.lower() in _SWITCHED_ON
+            )
+        return self._switches
+
+    def for_engine(self, endpoint: Endpoint, num_bytes: int) -> bytes:
+        """The head for an engine, before a body of so many bytes."""
+        method = self.method
+        if self._lines is None:
+            self._lines = header_lines(to_engine(self.headers))
+        has_length = num_bytes or method == b"POST" or method == b"PUT"
+        length = b"content-length: %d\r\n\r\n" % num_bytes if has_length else b"\r\n"
+        return b"".join((method, b" ", self.route.target, host_line(endpoint), self._lines, length))
+
+
+@dataclass(eq=False, slots=True)
+class ReplyHead:
+    """The head of an engine's reply.
+
+    Attributes:
+        headers: names in lower case, without the length, which is passed separately.
+        is_chunked: the body is in chunks, unless the handler is decoding.
+        is_until_close: no length and no chunks: the body ends with the connection.
+    """
+
+    status: int
+    headers: Headers
+    is_chunked: bool = False
+    is_until_close: bool = False
+    _lines: bytes = field(default=b"", init=False)
+
+    def for_client(
+        self, engine_id: str, weight_version: int | None, length: bytes, *extra: bytes
+    ) -> bytes:
+        """The head for a client; ``length`` in digits or empty, ``extra`` are complete lines."""
+        if not self._lines:
+            kept = kept_for_client(self.headers)
+            self._lines = status_line(self.status) + header_lines(kept)
+        signed = signature_lines(engine_id, weight_version)
+        if length:
+            extra = (b"content-length: ", length, b"\r\n", *extra)
+        return b"".join((self._lines, signed, *extra, b"\r\n"))
+
+
+class HeadCache(Generic[T]):
+    """What was read in heads, by ``head_key``.
+
+    A head is kept when it comes for the second time: many heads contain an id of their request,
+    and to keep those costs more than to parse them.
+    """
+
+    def __init__(self) -> None:
+        self._seen_once: set[int] = set()
+        # In a plain dict, finding the oldest entry scans all removed ones.
+        self._heads: OrderedDict[bytes, T] = OrderedDict()
+        self.get = self._heads.get
+
+    def add(self, key: bytes, head: T) -> None:
+        """Keep what httptools has read in the head of this key, from the second time on."""
+        if key.count(b"\n") > _MAX_KNOWN_HEADERS:
+            return
+        if hash(key) not in self._seen_once:
+            if len(self._seen_once) >= MAX_SEEN_ONCE:
+                self._seen_once.clear()
+            self._seen_once.add(hash(key))
+            return
+        end = key.find(_END_OF_NAME) + len(_END_OF_NAME)
+        if key[max(0, end - len(_LENGTH)) : end].lower() != _LENGTH:
+            return  # the digits left out of the key belong to another header
+        if len(self._heads) >= MAX_HEADS:
+            self._heads.popitem(last=False)
+        self._heads[key] = head
+
+
+def head_key(data: bytes) -> tuple[bytes, bytes, int]:
+    """The head at the start of ``data`` without the digits of its length; the digits; its end.
+
+    The key is empty if the head is incomplete, is long or may have no length.
+    """
+    end = data.find(b"\r\n\r\n", 0, _MAX_KNOWN_BYTES)
+    first = data.find(_END_OF_NAME, 0, end) + len(_END_OF_NAME)
+    if end < 0 or first < len(_END_OF_NAME):
+        return b"", b"", 0
+    last = data.find(b"\r\n", first)
+    digits = data[first:last]
+    if not digits.isdigit() or len(digits) > _MAX_DIGITS:
+        return b"", b"", 0
+    return data[:first] + data[last:end], digits, end + 4

@@ -1,0 +1,70 @@
+"""Responses that the router makes itself: JSON with ``error``, whose ``type`` is the kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.router.gate.gate import ConnectionFailure, Refusal
+from rollout.router.http.headers import Headers, reply_head
+
+
+@dataclass(frozen=True, slots=True)
+class RouterResponse:
+    """A complete response made by the router."""
+
+    status: int
+    payload: dict[str, Any]
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    def to_bytes(self, *, is_head: bool = False, is_last: bool = False) -> bytes:
+        """Head and body; ``is_last``: the connection closes after it."""
+        body = json.dumps(self.payload).encode()
+        headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *self.headers,
+        ]
+        close = (b"connection: close\r\n",) if is_last else ()
+        return reply_head(self.status, headers, *close) + (b"" if is_head else body)
+
+
+def error(
+    status: int, kind: str, message: str, *headers: tuple[bytes, bytes], **fields: str
+) -> RouterResponse:
+    """An error with more fields than its type and message, if any."""
+    return RouterResponse(status, {"error": {"type": kind, "message": message, **fields}}, headers)
+
+
+def unauthorized() -> RouterResponse:
+    message = "a bearer key is needed: Authorization: Bearer KEY"
+    return error(401, "unauthorized", message, (b"www-authenticate", b"Bearer"))
+
+
+def method_not_allowed(path: str) -> RouterResponse:
+    return error(405, "method_not_allowed", f"{path} takes POST", (b"allow", b"POST"))
+
+
+def router_error(why: str) -> RouterResponse:
+    """500: an error of the router's own, which its log has with a traceback."""
+    return error(500, "router_error", f"the router failed on this request: {why}")
+
+
+def refused(refusal: Refusal) -> RouterResponse:
+    """503 with the time to retry after; 499 for an abort."""
+    if refusal.is_router_error:
+        return router_error(refusal.message)
+    gate = {"gate": refusal.gate.value, "reason": refusal.reason, "phase": refusal.phase}
+    if refusal.is_abort:
+        return error(499, "aborted", refusal.message, **gate)
+    retry_after = (b"retry-after", str(refusal.retry_after_s).encode())
+    return error(503, "unavailable", refusal.message, retry_after, **gate)
+
+
+def engine_failed(failure: ConnectionFailure) -> RouterResponse:
+    """An error that names the engine, in the body and in a header."""
+    engine_id = failure.engine_id
+    message = f"engine {engine_id} failed {failure.operation}: {failure.message}"
+    header = (b"x-engine-id", engine_id.encode())
+    return error(502, "engine_failure", message, header, engine=engine_id)

@@ -1,0 +1,1 @@
+"""The way of one request from its client to an engine and back."""

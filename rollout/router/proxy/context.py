@@ -1,0 +1,145 @@
+"""What all exchanges of one router share: gate, connections, deadlines and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from rollout.config import RouterConfig
+from rollout.router.gate.gate import Gate
+from rollout.router.http.auth import BearerKeys
+from rollout.router.http.engine_pool import EnginePool
+from rollout.router.http.head_cache import HeadCache, RequestHead
+from rollout.router.http.request import Request, prompt_of, session_of
+from rollout.router.proxy.metrics import Latencies, StepMetrics
+from rollout.router.transcripts.recordings import Recordings
+from rollout.rules.routing import Hint
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.5
+_MAX_RECEIVING_BYTES = 1 << 30
+
+
+def log_router_error(where: str, error: BaseException) -> None:
+    """Log an error of the router's own, with its traceback."""
+    logger.error("router error in %s", where, exc_info=error)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of requests that did not simply succeed.
+
+    Attributes:
+        num_cut: evicted from an engine that a newer membership took away.
+        num_unusable_replies: replies whose tokens could not be read; their requests ended.
+        num_broken_replies: responses that were begun and not completed.
+        num_failovers: requests that continued on another engine with their tokens.
+        num_tokens_kept: carried over to another engine, which only prefills them.
+        num_tokens_recomputed: generated a second time.
+    """
+
+    num_retried: int = 0
+    num_engine_failures: int = 0
+    num_unusable_replies: int = 0
+    num_broken_replies: int = 0
+    num_clients_left: int = 0
+    num_cut: int = 0
+    num_expired: int = 0
+    num_failovers: int = 0
+    num_tokens_kept: int = 0
+    num_tokens_recomputed: int = 0
+
+
+class LiveRequest(Protocol):
+    """A request that has begun and not ended."""
+
+    began_s: float
+
+    def expire(self, after_s: float) -> None:
+        """The request has taken too long."""
+        ...
+
+    def stop(self) -> None:
+        """The router stops now."""
+        ...
+
+
+class Proxy:
+    """The data path of one router.
+
+    Attributes:
+        num_receiving_bytes: bodies of requests that have not arrived completely, together.
+    """
+
+    def __init__(self, gate: Gate, pool: EnginePool, config: RouterConfig) -> None:
+        self.gate = gate
+        self.pool = pool
+        self.config = config
+        self.wants_hint = gate.policy.wants_session or gate.policy.wants_prompt
+        self.keys = BearerKeys(config.client_key, config.control_key)
+        self.recordings = Recordings(
+            max_bytes=config.max_recorded_bytes,
+            max_sessions=config.max_sessions,
+            ttl_s=config.session_ttl_s,
+        )
+        self.latencies = Latencies()
+        self.step_metrics = StepMetrics()
+        self.counts = Counts()
+        self.head_cache: HeadCache[RequestHead] = HeadCache()
+        self.live: set[LiveRequest] = set()
+        self.num_receiving_bytes = 0
+        self.max_receiving_bytes = max(_MAX_RECEIVING_BYTES, 4 * config.max_body_bytes)
+        self.now_s: Callable[[], float] = lambda: 0.0
+        self.call_later: Callable[..., asyncio.TimerHandle]
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.now_s = loop.time
+        self.call_later = loop.call_later
+        self.pool.open()
+        self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
+
+    def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self.stop_live()
+        self.pool.close()
+
+    def stop_live(self) -> None:
+        """End all live requests: refuse those without a response so far, cut the rest."""
+        for exchange in list(self.live):
+            exchange.stop()
+
+    def hint_of(self, request: Request) -> Hint:
+        """The session and prompt of a request, as far as the policy uses them."""
+        policy = self.gate.policy
+        return Hint(
+            session_of(request.body, request.head.headers) if policy.wants_session else "",
+            prompt_of(request.body) if policy.wants_prompt else b"",
+            self.now_s(),
+        )
+
+    def stats(self) -> dict[str, int]:
+        return asdict(self.counts)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for sweep in (self._expire, self.pool.sweep, self._expire_sessions):
+                try:
+                    sweep()
+                except Exception as error:
+                    log_router_error(sweep.__qualname__, error)
+
+    def _expire(self) -> None:
+        since_s = self.now_s() - self.config.request_timeout_s
+        for live in [live for live in self.live if live.began_s < since_s]:
+            live.expire(self.config.request_timeout_s)
+
+    def _expire_sessions(self) -> None:
+        self.recordings.expire_sessions(self.now_s())

@@ -1,0 +1,491 @@
+"""One generation request, from its client through the gate to an engine, and to another if needed.
+
+Always true:
+- An admitted request leaves the gate exactly once: at its last byte, error or disconnect.
+- An engine's failure is never an error of the router, and it names the engine.
+- A request is sent a second time only if no byte of a response has reached its client, once, and
+  to another engine, through the gate like any other.  A complete reply is final.  An engine that
+  refuses the connection never got the request, so that does not count.
+  (With token failover, a request also continues after its first bytes: see ``token_failover``.)
+- Nothing is written before ``start``: earlier requests get their responses first.
+- An error in here ends this request, and is raised to none of its callers (``on_router_error``).
+
+There is no task and no await: client, gate, engine and clock each call it when something happens.
+It reads from top to bottom in the order of a request: client, gate, engine, failure, end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec
+
+from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
+from rollout.router.http import responses
+from rollout.router.http.engine_connection import SentRequest
+from rollout.router.http.head_cache import ReplyHead, RequestHead
+from rollout.router.http.request import Request, read_request
+from rollout.router.proxy.client_response import ClientResponse, ClientWriter
+from rollout.router.proxy.context import Proxy, log_router_error
+from rollout.router.proxy.lost_engines import LostEngines
+from rollout.router.proxy.prefill_decode import PrefillReply, bootstrap_fields
+from rollout.router.proxy.token_failover import TokenFailover, may_keep_tokens, read_tokens
+from rollout.rules.routing import NO_HINT
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+def _guarded(
+    method: Callable[Concatenate[Exchange, P], None],
+) -> Callable[Concatenate[Exchange, P], None]:
+    """The method, whose errors end the request and are not raised."""
+
+    @wraps(method)
+    def guarded(self: Exchange, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.on_router_error(error)
+
+    return guarded
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """A request of ``client`` on its way through ``proxy``.
+
+    It takes the engine's reply itself and passes it on as it is, unless ``TokenFailover`` takes
+    it, which reads the tokens.
+
+    Attributes:
+        response: what goes to the client.
+        admission: the request's place on an engine, while it has one.
+        engine_id: of the last engine it was sent to.
+        upstream: the request on its connection to an engine.
+        is_decoding: the reply has to come without its chunks.
+        began_s: when the request's turn on its connection began.
+    """
+
+    _proxy: Proxy
+    client: InitVar[ClientWriter]
+    _head: RequestHead
+    response: ClientResponse = field(init=False)
+    is_decoding: bool = False
+    began_s: float = 0.0
+    admission: Admission | None = None
+    engine_id: str = ""
+    upstream: SentRequest | None = None
+    _body: bytes | bytearray = field(default_factory=bytearray)
+    _num_bytes: int = 0
+    _num_receiving_bytes: int = 0
+    _is_started: bool = False
+    _is_whole: bool = False
+    _is_done: bool = False
+    _is_over: bool = False
+    _refusal: responses.RouterResponse | None = None
+    _request: Request | None = None
+    _tokens: TokenFailover | None = None
+    _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
+    _timer: asyncio.TimerHandle | None = None
+    _num_attempts: int = 0
+    _failure: ConnectionFailure | None = None
+    _lost: LostEngines | None = None
+    _prefill: PrefillReply | None = None
+
+    def __post_init__(self, client: ClientWriter) -> None:
+        self.response = ClientResponse(client, self._head)
+        self.is_decoding = self._head.is_http_1_0
+
+    # -- the client's side ------------------------------------------------------------------
+
+    @_guarded
+    def start(self) -> None:
+        """All responses before this one are complete."""
+        self._is_started = True
+        self._start()
+
+    def start_whole(self, body: bytes) -> None:
+        """The same, with all of the request's body."""
+        self._is_started = True
+        try:  # as _guarded does, at less cost for each request
+            self._body = body
+            self._num_bytes = len(body)
+            self._is_whole = True
+            self._start()
+        except Exception as error:
+            self.on_router_error(error)
+
+    def _start(self) -> None:
+        self.began_s = self._proxy.now_s()
+        self._proxy.live.add(self)
+        if (response := self._head.refusal or self._refusal) is not None:
+            self.end_with(response)
+        elif (refusal := self._proxy.gate.would_refuse()) is not None:
+            self.end_with(responses.refused(refusal))
+        elif self._num_bytes > self._proxy.config.max_body_bytes:
+            self._refuse(self._too_large())
+        elif self._is_whole:
+            self._begin()
+        elif self._head.expects_continue:
+            self.response.send_continue()
+
+    def feed(self, data: bytes) -> None:
+        """More of the request's body."""
+        try:  # as _guarded does, at less cost for each request
+            self._feed(data)
+        except Exception as error:
+            self.on_router_error(error)
+
+    def _feed(self, data: bytes) -> None:
+        if self._is_done or self._refusal is not None:
+            return
+        proxy, num = self._proxy, len(data)
+        self._num_bytes += num
+        if self._num_bytes > proxy.config.max_body_bytes:
+            self._refuse(self._too_large())
+        elif proxy.num_receiving_bytes + num > proxy.max_receiving_bytes:
+            full = f"unfinished requests already take {proxy.num_receiving_bytes} bytes"
+            self._refuse(responses.refused(Refusal(full, proxy.gate.state)))
+        else:
+            self._body += data
+            self._num_receiving_bytes += num
+            proxy.num_receiving_bytes += num
+
+    def end_of_request(self) -> None:
+        """All of the request has arrived."""
+        try:
+            self._stop_receiving()
+            self._is_whole = True
+            if self._is_started and not self._is_done:
+                self._begin()
+        except Exception as error:
+            self.on_router_error(error)
+
+    @_guarded
+    def client_left(self) -> None:
+        """The client has closed its connection."""
+        if self._is_done:
+            return
+        if self._is_started:
+            self._proxy.counts.num_clients_left += 1
+        self._end()
+
+    def close_after(self) -> None:
+        self.response.is_last = True
+
+    @_guarded
+    def write_paused(self) -> None:
+        if (upstream := self._reply_handler().upstream) is not None:
+            upstream.pause()
+
+    @_guarded
+    def write_resumed(self) -> None:
+        if (upstream := self._reply_handler().upstream) is not None:
+            upstream.resume()
+
+    def _too_large(self) -> responses.RouterResponse:
+        message = f"the body is over {self._proxy.config.max_body_bytes} bytes"
+        return responses.error(413, "too_large", message)
+
+    def _refuse(self, response: responses.RouterResponse) -> None:
+        """Send this response, now or when it is this request's turn."""
+        self._refusal = response
+        self._stop_receiving()
+        self._body = b""
+        if self._is_started:
+            self.end_with(response)
+
+    # -- through the gate -------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """All of the request has arrived, and it is its turn."""
+        body, self._body = bytes(self._body), b""
+        if may_keep_tokens(self._proxy, self._head):
+            tokens = read_tokens(self._proxy, self, self._head, body)
+            if isinstance(tokens, responses.RouterResponse):
+                self.end_with(tokens)
+                return
+            self._tokens = tokens
+        self._request = read_request(self._head, body)
+        self._enter("")
+
+    def _enter(self, excluded_engine: str) -> None:
+        request = self._request
+        assert request is not None
+        proxy = self._proxy
+        self._entered = decision = proxy.gate.enter(
+            rid=request.rid,
+            num_bytes=len(request.body),
+            excluded_engine=excluded_engine,
+            hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
+        )
+        if isinstance(decision, Waiter):
+            decision.on_decision = self._released
+            self._timer = proxy.call_later(proxy.config.hold_timeout_s, proxy.gate.expire, decision)
+        else:
+            self._decided(decision)
+
+    @_guarded
+    def _released(self, decision: Admission | Refusal) -> None:
+        """The gate has decided on the held request."""
+        self._decided(decision)
+
+    def _decided(self, decision: Admission | Refusal) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if isinstance(decision, Admission):
+            self.admission, self._entered = decision, None
+            self._send(decision)
+        elif self._failure is None or decision.is_abort:
+            self.end_with(responses.refused(decision))
+        else:
+            self.end_with(responses.engine_failed(self._failure))
+
+    # -- the engine's side ------------------------------------------------------------------
+
+    def _send(self, admission: Admission) -> None:
+        request, tokens = self._request, self._tokens
+        assert request is not None
+        self.engine_id = admission.member.engine_id
+        admission.on_evicted = self._evicted
+        self._num_attempts += 1
+        if self._failure is not None:
+            self._proxy.counts.num_retried += 1
+        pool, endpoint = self._proxy.pool, admission.member.endpoint
+        version, more = admission.weight_version, {}
+        if admission.partner is not None:
+            more = bootstrap_fields(admission.partner)
+            on_lost = partial(self.on_engine_lost, is_partner=True)
+            on_prompt = tokens.prompt_logprobs_handler() if tokens is not None else None
+            on_unusable = partial(self.end_unusable, is_partner=True)
+            self._prefill = PrefillReply(
+                on_lost, self.on_no_connection, on_unusable, self.on_router_error, on_prompt
+            )
+            place = admission.partner.endpoint
+            pool.send(self._prefill, place, request.parts_for(place, version, more))
+        if tokens is not None:
+            request.body = tokens.body(version)
+        parts = request.parts_for(endpoint, version, more)
+        pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
+
+    def _reply_handler(self) -> Exchange | TokenFailover:
+        return self if self._tokens is None else self._tokens
+
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+        admission, response = self.admission, self.response
+        assert admission is not None
+        response.begin(head, length, self.engine_id, admission.weight_version)
+        # After a length the body follows at once, so the head can wait for it.
+        if is_alone and (head.is_chunked or head.is_until_close):
+            response.pass_on(b"", is_end=False)
+        elif response.client.is_write_paused and self.upstream is not None:
+            self.upstream.pause()
+
+    def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        self.response.pass_on(data, is_end=is_end)
+        if is_end:
+            self.finish()
+
+    def may_reconnect(self) -> bool:
+        return self.admission is not None and self._proxy.gate.still_serves(self.admission)
+
+    # -- when an engine fails ---------------------------------------------------------------
+
+    def on_no_connection(self, why: str) -> None:
+        self.end_with(responses.refused(Refusal(why, self._proxy.gate.state)))
+
+    def on_engine_lost(self, why: str, *, is_partner: bool = False, was_sent: bool = True) -> None:
+        admission, tokens = self.admission, self._tokens
+        assert admission is not None
+        proxy, target = self._proxy, self._head.route.target.decode()
+        proxy.counts.num_engine_failures += 1
+        self._lost = self._lost or LostEngines()
+        has_tokens = tokens is not None and tokens.has_tokens_of_engine
+        leaves_routing = self._lost.add(was_sent=was_sent, has_tokens=has_tokens)
+        if not was_sent:
+            self._num_attempts -= 1
+        failure = proxy.gate.report_failure(
+            admission, target, why, is_partner=is_partner, leaves_routing=leaves_routing
+        )
+        self._log(failure, "failed")
+        self.drop()
+        self._leave()
+        self._fail_over(failure)
+
+    def end_unusable(self, why: str, *, is_partner: bool = False) -> None:
+        """A complete reply cannot be used.  The request may be the cause, so the engine stays."""
+        admission = self.admission
+        assert admission is not None
+        member = admission.partner if is_partner and admission.partner else admission.member
+        self._proxy.counts.num_unusable_replies += 1
+        target = self._head.route.target.decode()
+        failure = ConnectionFailure(member.engine_id, target, why, False, 0)
+        self._log(failure, "sent an unusable reply to")
+        self.end_with(responses.engine_failed(failure))
+
+    def _log(self, failure: ConnectionFailure, what: str) -> None:
+        method, rid = self._head.method.decode(), self._request.rid if self._request else ""
+        logger.warning(
+            "engine %s %s %s %s: %s",
+            failure.engine_id,
+            what,
+            method,
+            failure.operation,
+            failure.message,
+            extra={"engine_id": failure.engine_id, "rid": rid},
+        )
+
+    @_guarded
+    def _evicted(self, why: str) -> None:
+        """The owner of the engines reports that this engine is lost."""
+        self._proxy.counts.num_cut += 1
+        self._fail_over(self._taken_away(why))
+
+    def continue_after_abort(self) -> None:
+        """The engine was paused; the gate decides when and where the request continues."""
+        self._enter_again(self._taken_away("aborted it"), excluded_engine="")
+
+    def _taken_away(self, why: str) -> ConnectionFailure:
+        """Leave an engine that did not fail this request, so the attempt does not count."""
+        admission = self.admission
+        assert admission is not None
+        engine_id, target = admission.member.engine_id, self._head.route.target.decode()
+        self.drop()
+        self._leave()
+        self._num_attempts -= 1
+        return ConnectionFailure(engine_id, target, why, False, 0)
+
+    def _fail_over(self, failure: ConnectionFailure) -> None:
+        """Try another engine, if this request may be sent once more."""
+        most = 1 if self._tokens is None else self._proxy.config.max_failovers
+        is_suspect = self._lost is not None and self._lost.may_be_its_fault
+        if self._num_attempts > most or is_suspect:
+            self.end_with(responses.engine_failed(failure))
+        else:
+            self._enter_again(failure, excluded_engine=failure.engine_id)
+
+    def _enter_again(self, failure: ConnectionFailure, *, excluded_engine: str) -> None:
+        self._failure = failure
+        if self._tokens is not None:
+            may_continue = self._tokens.lose_engine()
+        else:
+            may_continue = not self.response.has_begun
+        if not may_continue:
+            self.end_with(responses.engine_failed(failure))
+        else:
+            self.response.discard_head()
+            self._enter(excluded_engine)
+
+    # -- deadline and stop ------------------------------------------------------------------
+
+    @_guarded
+    def expire(self, after_s: float) -> None:
+        """The request has taken too long."""
+        if self._is_done:
+            return
+        where = self.admission.member.engine_id if self.admission is not None else "the router"
+        message = f"no complete reply after {after_s:.0f} s, the last of them on {where}"
+        self._proxy.counts.num_expired += 1
+        self.end_with(responses.error(504, "deadline", message))
+
+    @_guarded
+    def stop(self) -> None:
+        """The router stops now."""
+        if self._is_done:
+            return
+        if self.response.has_begun:
+            self._end()
+            self._is_over = True
+            self.response.client.cut(is_flushed=False)
+        else:
+            stopping = Refusal("the router is stopping", GateState.CLOSED)
+            self.end_with(responses.refused(stopping))
+
+    # -- how it ends ------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The response is complete."""
+        self._proxy.latencies.observe(
+            self._head.route.path, self.engine_id, self._proxy.now_s() - self.began_s
+        )
+        self._end()
+        self._is_over = True
+        self.response.finish()
+
+    def end_with(self, response: responses.RouterResponse) -> None:
+        """Send this response, or break off the one that has begun."""
+        self._end()
+        self._is_over = True
+        if self.response.has_begun:
+            self._proxy.counts.num_broken_replies += 1
+            self.response.break_off(response)
+        else:
+            is_unread = not self._is_whole and (
+                self._head.expects_continue or response.status == 413
+            )
+            self.response.send(response, is_unread=is_unread)
+
+    def on_router_error(self, error: BaseException) -> None:
+        """An error of the router's own: end this request, whatever state it is in."""
+        was_over, self._is_over = self._is_over, True
+        with suppress(Exception):
+            log_router_error(f"{self._head.method!r} {self._head.route.target!r}", error)
+        for step in (self.drop, self._leave, self._end):
+            with suppress(Exception):
+                step()
+        self._refusal = responses.router_error(type(error).__name__)
+        if was_over:  # the error came as its end was written
+            self._cut()
+        elif self._is_started:  # else ``start`` sends it, in its turn
+            try:
+                self.end_with(self._refusal)
+            except Exception:
+                self._cut()
+
+    def _cut(self) -> None:
+        with suppress(Exception):
+            self.response.cut()
+
+    def drop(self) -> None:
+        """Close the connections that carry the request, which ends the engines' work on it."""
+        handler = self._reply_handler()
+        if handler.upstream is not None:
+            handler.upstream.drop()
+            handler.upstream = None
+        if self._prefill is not None:
+            self._prefill.drop()
+            self._prefill = None
+
+    def _leave(self) -> None:
+        """Give the place on the engine back."""
+        if (admission := self.admission) is not None:
+            admission.on_evicted = None
+            self._proxy.gate.leave(admission)
+            self.admission = None
+
+    def _stop_receiving(self) -> None:
+        self._proxy.num_receiving_bytes -= self._num_receiving_bytes
+        self._num_receiving_bytes = 0
+
+    def _end(self) -> None:
+        self._is_done = True
+        self.drop()
+        self._leave()
+        self._tokens = None  # which refers back to this exchange
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._entered is not None and not isinstance(self._entered, Refusal):
+            self._proxy.gate.leave(self._entered)
+        self._entered = None
+        if self._num_receiving_bytes:
+            self._stop_receiving()
+        self._body = b""
+        self._request = None
+        self._proxy.live.discard(self)

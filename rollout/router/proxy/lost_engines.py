@@ -1,0 +1,44 @@
+"""What the engines that one request loses mean: for the engines, and for the request (pure).
+
+A request may itself be what breaks its engines, so:
+- The first engine that it loses leaves routing at once.  A later one stays: the health probes and
+  the other requests decide about it.  One that refuses the connection always leaves routing.
+- A request that loses two engines in a row, without a token from either, is not sent again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_IN_VAIN = 2
+
+
+@dataclass(slots=True)
+class LostEngines:
+    """The engines that one request has lost after it was sent to them.
+
+    Attributes:
+        num: how many.
+        num_in_vain: how many of them in a row sent no token.
+    """
+
+    num: int = 0
+    num_in_vain: int = 0
+
+    def add(self, *, was_sent: bool, has_tokens: bool) -> bool:
+        """Count one more; True if it has to leave routing at once.
+
+        Args:
+            was_sent: the request was sent to it; otherwise there was no connection.
+            has_tokens: it has sent tokens of the request.
+        """
+        if not was_sent:
+            return True
+        self.num += 1
+        self.num_in_vain = 0 if has_tokens else self.num_in_vain + 1
+        return self.num == 1
+
+    @property
+    def may_be_its_fault(self) -> bool:
+        """The request may be what breaks its engines."""
+        return self.num_in_vain >= _MOST_IN_VAIN

@@ -1,0 +1,371 @@
+"""The engine's reply read as tokens, so that its request can continue on another engine.
+
+The request is sent streaming even if its client wants one complete response, so that the tokens so
+far are known when the engine dies.  A reply that breaks, an engine that is reported as lost and an
+abort that the client did not request lead to the same: the exchange enters the gate again, and the
+next engine gets the prompt and the tokens so far.
+
+Always true: no event or reply of an engine raises an error here; one that cannot be used ends its
+request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engines.protocol.plain_text import describe
+from rollout.router.gate.gate import GateState
+from rollout.router.http import responses
+from rollout.router.http.engine_connection import SentRequest
+from rollout.router.http.fast_json import dumps, loads
+from rollout.router.http.head_cache import ReplyHead, RequestHead
+from rollout.router.http.headers import Headers, signature
+from rollout.router.http.request import may_want_prompt_logprobs, session_of
+from rollout.router.http.routes import COMPLETION_PATHS
+from rollout.router.proxy.context import Proxy
+from rollout.router.proxy.prefill_decode import PromptLogprobs
+from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
+from rollout.router.transcripts.openai import OpenAITranscript, read_openai
+from rollout.router.transcripts.recorded_chat import RecordedChat, read_recorded_chat
+from rollout.router.transcripts.request_body import MAX_READ_BYTES
+from rollout.router.transcripts.transcript import UNUSABLE
+
+if TYPE_CHECKING:
+    from rollout.router.proxy.exchange import Exchange
+
+_RECORD, _FAIL_OVER = b"x-record-turn", b"x-token-failover"
+_SWITCHES = frozenset({_RECORD, _FAIL_OVER})
+_DONE = b"data: [DONE]\n\n"
+_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+_LONGEST_END = 4
+_NOT_RECORDABLE = (
+    "a recorded turn needs a single prompt and n=1, a completion no grammar, fields of the "
+    f"documented types, and a body of at most {MAX_READ_BYTES} bytes"
+)
+
+AnyTranscript = GenerateTranscript | OpenAITranscript | RecordedChat
+
+
+def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
+    """The tokens of a request with this head may have to be read."""
+    if head.route.path not in COMPLETION_PATHS:
+        return False
+    if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
+        return True
+    return proxy.config.token_failover == "asked" and not head.switched_on.isdisjoint(_SWITCHES)
+
+
+def read_tokens(
+    proxy: Proxy, exchange: Exchange, head: RequestHead, body: bytes
+) -> TokenFailover | responses.RouterResponse | None:
+    """The reader of this request's replies; None if they are passed on as they are.
+
+    Returns:
+        The error response instead, where the client wants its turn recorded and it cannot be.
+    """
+    is_recorded = _RECORD in head.switched_on
+    is_kept = is_recorded or proxy.config.token_failover == "on"
+    if proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
+        is_kept = True
+    if not is_kept and not may_want_prompt_logprobs(body):
+        return None
+    transcript = _read_transcript(proxy, head.route.path, body, is_recorded=is_recorded)
+    if is_recorded:
+        session = session_of(body, head.headers)
+        if problem := _why_not_recorded(proxy, session, transcript):
+            return problem
+        assert transcript is not None
+        return TokenFailover(proxy, exchange, transcript, session)
+    lacks = isinstance(transcript, GenerateTranscript) and transcript.lacks_prompt_logprobs
+    if transcript is None or not (is_kept or lacks):
+        return None
+    return TokenFailover(proxy, exchange, transcript)
+
+
+def _read_transcript(
+    proxy: Proxy, path: str, body: bytes, *, is_recorded: bool
+) -> AnyTranscript | None:
+    match path:
+        case "/generate":
+            return read_transcript(body, proxy.config.failover_interval)
+        case "/v1/completions":
+            return read_openai(body, is_chat=False)
+        case "/v1/chat/completions" if is_recorded:
+            return read_recorded_chat(body)
+        case "/v1/chat/completions":
+            return read_openai(body, is_chat=True)
+    return None
+
+
+def _why_not_recorded(
+    proxy: Proxy, session: str, transcript: AnyTranscript | None
+) -> responses.RouterResponse | None:
+    """Prepare the transcript for recording, or return why that cannot be."""
+    why = "a recorded turn needs a session id" if not session else ""
+    if not why:
+        why = _NOT_RECORDABLE if transcript is None else transcript.prepare_recording()
+    if why:
+        return responses.error(400, "bad_request", why)
+    if why := proxy.recordings.why_full(session, proxy.now_s()):
+        return responses.error(507, "recordings_full", why)
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class TokenFailover:
+    """Takes the engine's reply for ``exchange``, keeps its tokens and writes the response.
+
+    The finished turn is recorded under the id ``_session``; empty for no recording.
+    """
+
+    _proxy: Proxy
+    _exchange: Exchange
+    _transcript: AnyTranscript
+    _session: str = ""
+    upstream: SentRequest | None = None
+    is_decoding: bool = True
+    _buffer: list[bytes] = field(default_factory=list)
+    _end: bytes = b""
+    _status: int = 0
+    _content_type: bytes = b""
+    _is_unexpected: bool = False
+    _waits_for_prompt: bool = False
+    _num_aborts: int = 0
+    _num_kept: int = 0
+
+    # -- to the engine ----------------------------------------------------------------------
+
+    def body(self, weight_version: int | None) -> bytes:
+        """The request's body for the next engine, which holds this weight version."""
+        return self._transcript.body(weight_version)
+
+    def prompt_logprobs_handler(self) -> Callable[[PromptLogprobs], None] | None:
+        """What takes the prompt's log-probs from the prefill engine, where they are wanted."""
+        transcript = self._transcript
+        if not isinstance(transcript, GenerateTranscript) or not transcript.lacks_prompt_logprobs:
+            return None
+        transcript.awaits_prompt_logprobs = True
+        return self._on_prompt_logprobs
+
+    def _on_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        transcript = self._transcript
+        assert isinstance(transcript, GenerateTranscript)
+        transcript.add_prompt_logprobs(logprobs)
+        if self._waits_for_prompt:
+            self._waits_for_prompt = False
+            self._on_reply_end()
+
+    def lose_engine(self) -> bool:
+        """Go back to the last safe token; False if what the client has cannot be continued."""
+        transcript = self._transcript
+        transcript.lose_engine()
+        if self._exchange.response.has_begun and not transcript.can_continue:
+            return False
+        self._proxy.counts.num_failovers += 1
+        return True
+
+    @property
+    def has_tokens_of_engine(self) -> bool:
+        """Whether the current engine has sent tokens."""
+        return self._transcript.has_tokens_of_engine
+
+    # -- the engine's reply -----------------------------------------------------------------
+
+    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+        self._buffer, self._end = [], b""
+        content_type = dict(head.headers).get(b"content-type", b"")
+        is_whole = self._transcript.wants_whole_reply
+        expected = b"application/json" if is_whole else b"text/event-stream"
+        self._is_unexpected = head.status != 200 or not content_type.startswith(expected)
+        if self._is_unexpected:
+            self._status = head.status
+            self._content_type = content_type
+        elif self._exchange.response.client.is_write_paused and self.upstream is not None:
+            self.upstream.pause()
+
+    def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        self._buffer.append(data)
+        if self._is_unexpected:
+            if is_end:
+                self._pass_on_refusal()
+        elif self._transcript.wants_whole_reply:
+            if is_end:
+                self._absorb_whole()
+        else:
+            self._absorb_events(is_end)
+
+    def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
+        if self._transcript.is_finished:
+            self._on_reply_end()
+        else:
+            self._exchange.on_engine_lost(why, was_sent=was_sent)
+
+    def on_no_connection(self, why: str) -> None:
+        self._exchange.on_no_connection(why)
+
+    def may_reconnect(self) -> bool:
+        return self._exchange.may_reconnect()
+
+    def on_router_error(self, error: BaseException) -> None:
+        self._exchange.on_router_error(error)
+
+    def _absorb_events(self, is_end: bool) -> None:
+        transcript, news = self._transcript, b""
+        if events := self._whole_events():
+            try:
+                if (refusal := self._read(events)) is None and not is_end:
+                    news = self._new_events()
+            except UNUSABLE as error:
+                return self._end_unusable(error)
+            if refusal is not None:
+                return self._pass_on_error(refusal)
+        if transcript.is_finished:  # what follows is the stream's end, and the connection is kept
+            return self._on_reply_end() if is_end else None
+        if is_end:
+            return self._exchange.end_unusable("ended its stream without a finish reason")
+        if news:
+            self._exchange.response.send_events(news, self._signature())
+        return None
+
+    def _read(self, events: list[bytes]) -> dict[str, Any] | None:
+        """Absorb these events, up to the first that is an error, which is returned."""
+        for event in events:
+            if not event.startswith(b"data:"):
+                continue
+            data = event[5:].strip()
+            if data == b"[DONE]":
+                continue
+            payload = loads(data)
+            if "error" in payload:
+                return dict(payload)
+            self._transcript.absorb(payload)
+        return None
+
+    def _new_events(self) -> bytes:
+        """The events for a streaming client, as far as the text is final."""
+        transcript = self._transcript
+        if not transcript.is_streamed or transcript.is_finished or not transcript.is_safe:
+            return b""
+        if transcript.awaits_prompt_logprobs:
+            return b""
+        return _as_events(transcript.new_payloads())
+
+    def _absorb_whole(self) -> None:
+        try:
+            self._transcript.absorb(loads(b"".join(self._buffer)))
+        except UNUSABLE as error:
+            return self._end_unusable(error)
+        return self._on_reply_end()
+
+    def _end_unusable(self, error: Exception) -> None:
+        self._exchange.end_unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
+
+    def _whole_events(self) -> list[bytes]:
+        """Take the events that are complete out of the buffer."""
+        newest = self._end + self._buffer[-1]
+        self._end = newest[1 - _LONGEST_END :]
+        if b"\n\n" not in newest and _END_OF_EVENT.search(newest) is None:
+            return []
+        *events, rest = _END_OF_EVENT.split(b"".join(self._buffer))
+        self._buffer, self._end = [rest] if rest else [], rest[1 - _LONGEST_END :]
+        return events
+
+    # -- the reply has ended ----------------------------------------------------------------
+
+    def _on_reply_end(self) -> None:
+        transcript, admission = self._transcript, self._exchange.admission
+        if transcript.awaits_prompt_logprobs and not transcript.is_aborted:
+            self._waits_for_prompt = True  # its prefill engine will reply, or be lost
+        elif (
+            transcript.is_aborted
+            and admission is not None
+            and not admission.is_aborted
+            and self._may_continue()
+        ):
+            self._exchange.continue_after_abort()
+        else:
+            self._complete()
+
+    def _may_continue(self) -> bool:
+        """Whether the abort can come from a pause.
+
+        With an open gate it is the engine's own.  One that aborts again and again, and adds no
+        tokens, has a reason that its client has to see.
+        """
+        num_kept = self._transcript.num_kept
+        if self._proxy.gate.state is not GateState.OPEN or num_kept > self._num_kept:
+            self._num_aborts = 0
+        self._num_aborts += 1
+        self._num_kept = num_kept
+        return self._num_aborts <= self._proxy.config.max_failovers
+
+    def _complete(self) -> None:
+        transcript = self._transcript
+        counts = self._proxy.counts
+        counts.num_tokens_recomputed += transcript.num_recomputed
+        counts.num_tokens_kept += transcript.num_kept
+        if self._session and (problem := self._record()):
+            return self._exchange.end_with(responses.error(502, "not_recorded", problem))
+        try:
+            if transcript.is_streamed:
+                data = _as_events(transcript.new_payloads())
+            else:
+                data = dumps(transcript.payload())
+        except UNUSABLE as error:
+            return self._end_unusable(error)
+        if transcript.is_streamed:
+            return self._finish_stream(data)
+        return self._send_whole(200, b"application/json", data)
+
+    def _record(self) -> str:
+        """Keep the finished turn.  Returns why it cannot be kept, or empty."""
+        try:
+            turn = self._transcript.recorded_turn()
+        except UNUSABLE as error:
+            return f"engine {self._exchange.engine_id}: {error}"
+        self._proxy.recordings.add(self._session, turn, self._proxy.now_s())
+        return ""
+
+    def _pass_on_refusal(self) -> None:
+        """Forward a refusal or an unexpected kind of reply of the engine: it is final."""
+        body = b"".join(self._buffer)
+        if self._exchange.response.has_begun:
+            refused = responses.error(502, "engine_refused", body[:200].decode("latin-1"))
+            self._exchange.end_with(refused)
+        else:
+            self._send_whole(self._status, self._content_type, body)
+
+    def _pass_on_error(self, payload: dict[str, Any]) -> None:
+        error = payload["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+        if self._transcript.is_streamed:
+            self._finish_stream(_as_events([payload]))
+        else:
+            self._send_whole(status, b"application/json", dumps(payload))
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def _signature(self) -> Headers:
+        admission = self._exchange.admission
+        if admission is None:
+            return []
+        return list(signature(admission.member.engine_id, admission.weight_version))
+
+    def _send_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+        length = b"%d" % len(body)
+        headers = [(b"content-type", content_type), (b"content-length", length)]
+        headers += self._signature()
+        self._exchange.response.send_whole(status, headers, body)
+        self._exchange.finish()
+
+    def _finish_stream(self, events: bytes) -> None:
+        self._exchange.response.send_events(events + _DONE, self._signature(), is_end=True)
+        self._exchange.finish()
+
+
+def _as_events(payloads: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + dumps(payload) + b"\n\n" for payload in payloads)

@@ -1,0 +1,1 @@
+"""The tokens of a request so far, over several engines (pure)."""

@@ -1,0 +1,448 @@
+"""The tokens of one OpenAI request over several engines: ``/v1/completions``, ``/v1/chat/...``.
+
+Always true:
+- There are never more tokens than the request's budget, the finish reason comes from an engine, and
+  every token has its log-prob; otherwise the request starts over instead of continuing.
+- A completion continues from its token ids, which the engine has to report.  A chat continues from
+  its text (``continue_final_message``), because SGLang streams no ids of a chat.  That is exact
+  where the tokenizer splits the text into the same tokens again: tokens without text, such as an
+  end that ``ignore_eos`` passes over, are lost.  Text with an invalid byte is not continued.
+- Text that was sent to the client is never taken back.
+
+A request that cannot continue on another engine (tools, grammars, several completions) has no
+transcript, and is forwarded as it is.
+Pure: events in, bodies and payloads out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engines.protocol import VersionSpan
+from rollout.router.http.fast_json import dumps
+from rollout.router.transcripts.request_body import (
+    has_forms,
+    is_count,
+    is_flag,
+    is_object,
+    is_positive,
+    is_stop,
+    or_none,
+    read_object,
+    token_ids_of,
+)
+from rollout.router.transcripts.transcript import (
+    Payload,
+    Transcript,
+    finish_of,
+    span_payloads,
+)
+from rollout.rules.continuation import Mark, Part, check_budget, spans_of
+
+_DEFAULT_TOKENS = 16  # OpenAI's default for /v1/completions
+_NEEDS_WHOLE_TEXT = (
+    "tools",
+    "functions",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "custom_params",
+    "custom_logit_processor",
+    "echo",
+    "suffix",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_cached_tokens_details",
+    "return_spec_tokens_details",
+    "return_meta_info",
+    "return_prompt_token_ids",
+    "return_input_ids_in_sglext",
+    "return_output_ids_in_sglext",
+    "return_sampling_mask",
+    "session_params",
+    "input_ids",
+)
+_FORMS = {
+    "stream": is_flag,
+    "stream_options": or_none(is_object),
+    "stop": or_none(is_stop),
+    "min_tokens": is_count,
+    "no_stop_trim": is_flag,
+    "continue_final_message": is_flag,
+    "return_token_ids": is_flag,
+}
+_CHAT_FORMS = {
+    **_FORMS,
+    "max_tokens": or_none(is_positive),
+    "max_completion_tokens": or_none(is_positive),
+    "logprobs": is_flag,
+}
+_COMPLETION_FORMS = {
+    **_FORMS,
+    "max_tokens": is_positive,
+    # SGLang ignores it here, and the embedded engine does not.
+    "max_completion_tokens": lambda value: value is None,
+    "logprobs": or_none(is_count),
+}
+
+
+class OpenAITranscript(Transcript):
+    """A completion or a chat."""
+
+    def __init__(self, raw: Payload, *, is_chat: bool) -> None:
+        super().__init__(raw, _budget_of(raw, is_chat=is_chat), raw.get("stop"))
+        self._is_chat = is_chat
+        # SGLang streams the beginning of a stop string before it trims it, so we trim.
+        self._trims = bool(self._stops) and not raw.get("no_stop_trim")
+        logprobs = raw.get("logprobs")
+        self._wants_logprobs = bool(logprobs) if is_chat else logprobs is not None
+        self._is_recorded = False
+        self._version: int | None = None
+        self._safe = Mark()
+        self._is_safe = True
+        self._is_closed = False
+        self._sent = Mark()
+        self._has_sent_role = False
+        self._head: Payload = {}
+        self._prompt_ids: list[int] | None = token_ids_of(raw.get("prompt"))
+        self._usage: Payload = {}
+        self._first_usage: Payload = {}
+        self._reasoning = ""
+        self._num_reasoning_sent = 0
+        self.can_continue = is_chat or self._prompt_ids is not None
+
+    def prepare_recording(self) -> str:
+        self._is_recorded = True
+        return ""
+
+    # -- to the engine ----------------------------------------------------------------------
+
+    def body(self, version: int | None) -> bytes:
+        """The body for the next engine, which holds weight ``version``."""
+        self._version = version
+        raw = {**self._raw, "stream": True}
+        options = raw.get("stream_options") or {}
+        raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+        if self._trims:
+            raw["no_stop_trim"] = True
+        if self._is_recorded and not self._wants_logprobs:
+            raw["logprobs"] = 0
+        if not self._is_chat:
+            raw["return_token_ids"] = True
+        done = self._base.num
+        if done:
+            self._continue(raw, done)
+        return dumps(raw)
+
+    def _continue(self, raw: Payload, done: int) -> None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if raw.get(name) is not None:
+                raw[name] -= done
+        if not self._is_chat:
+            assert self._prompt_ids is not None
+            raw["prompt"] = [*self._prompt_ids, *self._base.ids]
+            raw.setdefault("max_tokens", _DEFAULT_TOKENS - done)
+        else:
+            *before, last = raw["messages"]
+            if last.get("role") == "assistant":
+                last = {**last, "content": last["content"] + self._base.text}
+                raw["messages"] = [*before, last]
+            else:
+                begun = {"role": "assistant", "content": self._base.text}
+                raw["messages"] = [*raw["messages"], begun]
+            raw["continue_final_message"] = True
+        if raw.get("min_tokens"):
+            raw["min_tokens"] = max(0, raw["min_tokens"] - done)
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def absorb(self, event: Mapping[str, Any]) -> None:
+        """Take one chunk."""
+        self._head = self._head or {name: event.get(name) for name in ("id", "created", "model")}
+        if event.get("usage"):
+            self._usage = event["usage"]
+            self._first_usage = self._first_usage or self._usage
+        for choice in event.get("choices") or []:
+            self._absorb_choice(choice)
+
+    def _absorb_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        text = (delta.get("content") if self._is_chat else choice.get("text")) or ""
+        if delta.get("reasoning_content"):
+            if self._base.num:
+                raise ValueError("reasoning comes after text that was continued")
+            self._reasoning += delta["reasoning_content"]
+            self.can_continue = False
+        ids = list(choice.get("token_ids") or [])
+        if choice.get("prompt_token_ids") is not None and self._prompt_ids is None:
+            self._prompt_ids = list(choice["prompt_token_ids"])
+            self.can_continue = True
+        now = self._now
+        now.num = len(now.ids) + len(ids) if not self._is_chat else self._num_reported(text)
+        now.text += text
+        now.ids += ids
+        for name, values in (choice.get("logprobs") or {}).items():
+            if isinstance(values, list):
+                now.logprobs.setdefault(name, []).extend(values)
+        now.spans = self._spans(now.num)
+        check_budget(self._base.num + now.num, self._budget)
+        if choice.get("finish_reason"):
+            matched = choice.get("matched_stop")
+            self._finish = {"type": finish_of(choice["finish_reason"]), "matched": matched}
+            if self._trims and isinstance(matched, str):
+                self._trim(matched)
+        elif text or ids:
+            self._is_safe = self._is_safe_end(text)
+            if self._is_safe:
+                self._safe = now.mark()
+
+    def _trim(self, stop: str) -> None:
+        """Cut the text before its stop string; one before the minimum length did not count."""
+        text = self._base.text + self._now.text
+        at = text.rfind(stop) if self._raw.get("min_tokens") else text.find(stop)
+        if at >= 0:
+            self._now.text = text[len(self._base.text) : at]
+
+    def _num_reported(self, text: str) -> int:
+        """Tokens of this engine, as the usage beside ``text`` counts them."""
+        num: int | None = self._usage.get("completion_tokens")
+        if num is None:
+            if text:
+                self.can_continue = False  # the engine does not count tokens while it streams
+            return self._now.num
+        return num
+
+    def _spans(self, num: int) -> tuple[VersionSpan, ...]:
+        return spans_of((), str(self._version), num)
+
+    def _is_safe_end(self, new: str) -> bool:
+        """Whether another engine may continue after the text ``new``, the last so far."""
+        if self._trims and not self._is_closed:
+            end = self._end_of_text(self._longest_stop + len(new))
+            self._is_closed = any(stop in end for stop in self._stops)
+        # An invalid byte reads as U+FFFD, from which no engine can get the byte's token back.
+        self._is_closed |= self._is_chat and "\ufffd" in new
+        if self._is_closed:
+            return False
+        return self._is_complete(has_grown=bool(new) or self._is_chat)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether all text so far is final, so that it can be sent to the client."""
+        return self.is_finished or self._is_safe
+
+    # -- between two engines ----------------------------------------------------------------
+
+    def lose_engine(self) -> None:
+        """Go back to the last safe token, or to the prompt if tokens cannot be kept."""
+        had = self._base.num + self._now.num
+        now, safe = self._now, self._safe
+        if self._wants_logprobs and self._lacks_logprobs(safe):
+            self.can_continue = False
+        if self.can_continue:
+            logprobs = {name: now.logprobs[name][:end] for name, end in safe.logprobs.items()}
+            ids = now.ids[: safe.ids]
+            self._base = self._base.plus(
+                Part(now.text[: safe.text], safe.num, ids, logprobs, self._spans(safe.num))
+            )
+            self.num_kept += safe.num
+        else:
+            self._base, self._reasoning = Part(), ""
+            self._first_usage = {}
+        self.num_recomputed += had - self._base.num
+        self.num_failovers += 1
+        self._now, self._safe = Part(), Mark()
+        self._is_safe, self._is_closed = True, False
+        self._usage, self._finish = {}, None
+
+    def _lacks_logprobs(self, safe: Mark) -> bool:
+        """Whether a token has no log-prob.  A list that stays empty was not requested: SGLang
+        sends ``top_logprobs`` like that."""
+        required = "content" if self._is_chat else "token_logprobs"
+        lengths = safe.logprobs.items()
+        return any(num != safe.num for name, num in lengths if num or name == required)
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def new_payloads(self) -> list[Payload]:
+        """New chunks for a streaming client."""
+        has_sent_tokens = self._sent.num > 0
+        new = self._new()
+        chunks: list[Payload] = []
+        choice: Payload
+        if self._is_chat and not self._has_sent_role:
+            self._has_sent_role = True
+            chunks.append(self._chunk({"delta": {"role": "assistant", "content": ""}}))
+        if thought := self._reasoning[self._num_reasoning_sent :]:
+            self._num_reasoning_sent = len(self._reasoning)
+            chunks.append(self._chunk({"delta": {"reasoning_content": thought}}))
+        if new.text or new.ids:
+            choice = self._choice_of(new, "delta")
+            if "token_ids" in choice and not has_sent_tokens:
+                choice["prompt_token_ids"] = self._prompt_ids
+            chunks.append(self._chunk(choice))
+        if self._finish is not None:
+            choice = {"delta": {}} if self._is_chat else {"text": ""}
+            choice["finish_reason"] = self._finish["type"]
+            choice["matched_stop"] = self._finish["matched"]
+            chunks.append(self._chunk(choice))
+            if (self._raw.get("stream_options") or {}).get("include_usage"):
+                chunks.append({**self._chunk(None), "usage": self._whole_usage()})
+        return chunks
+
+    def _new(self) -> Part:
+        """What was received since the last call; it never repeats text that was sent."""
+        base, now, sent = self._base, self._now, self._sent
+        end, before = now.mark(), base.mark()
+        names = before.logprobs.keys() | end.logprobs.keys()
+        self._sent = Mark(
+            before.text + end.text,
+            before.num + end.num,
+            before.ids + end.ids,
+            {name: before.logprobs.get(name, 0) + end.logprobs.get(name, 0) for name in names},
+        )
+        return Part(
+            _after(base.text, now.text, sent.text),
+            self._sent.num - sent.num,
+            _after(base.ids, now.ids, sent.ids),
+            {
+                name: _after(
+                    base.logprobs.get(name, []),
+                    now.logprobs.get(name, []),
+                    sent.logprobs.get(name, 0),
+                )
+                for name in names
+            },
+        )
+
+    def _chunk(self, choice: Payload | None) -> Payload:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        rest = {"index": 0, "logprobs": None, "finish_reason": None}
+        choices = [] if choice is None else [{**rest, **choice}]
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice_of(self, part: Part, message: str) -> Payload:
+        choice: Payload = {}
+        if self._is_chat:
+            choice[message] = {"content": part.text}
+        else:
+            choice["text"] = part.text
+            if self._raw.get("return_token_ids"):
+                choice["token_ids"] = part.ids
+        choice["logprobs"] = part.logprobs if self._wants_logprobs else None
+        return choice
+
+    def payload(self) -> Payload:
+        """The response so far, in the form of a single engine's complete reply."""
+        whole = self._base.plus(self._now)
+        choice = {"index": 0, **self._choice_of(whole, "message")}
+        if self._is_chat:
+            choice["message"] |= {"role": "assistant", "reasoning_content": self._reasoning or None}
+        elif self._raw.get("return_token_ids"):
+            choice["prompt_token_ids"] = self._prompt_ids
+        finish = self._finish or {"type": None, "matched": None}
+        choice |= {"finish_reason": finish["type"], "matched_stop": finish["matched"]}
+        return {
+            **self._head,
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "choices": [choice],
+            "usage": self._whole_usage(),
+            "metadata": {
+                "weight_version": str(self._version),
+                "weight_versions": span_payloads(whole.spans),
+                "num_failovers": self.num_failovers,
+                "num_recomputed_tokens": self.num_recomputed,
+            },
+        }
+
+    def _whole_usage(self) -> Payload:
+        now = self._now.num
+        if self._is_chat:
+            # The last chunk counts tokens without text too, such as the end of the sequence.
+            now = max(now, self._usage.get("completion_tokens") or 0)
+        done = self._base.num + now
+        prompt = self._first_usage.get("prompt_tokens") or 0
+        counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
+        return {**self._usage, **counts}
+
+    def recorded_turn(self) -> Payload:
+        """The finished completion as a recorded turn.
+
+        Raises:
+            ValueError: the engine did not report all that is recorded.
+        """
+        whole = self._base.plus(self._now)
+        logprobs = whole.logprobs.get("token_logprobs", [])
+        if self._prompt_ids is None or len(logprobs) != len(whole.ids):
+            raise ValueError(
+                f"{len(logprobs)} log-probs for {len(whole.ids)} tokens; the turn was not recorded"
+            )
+        return {
+            "input_ids": self._prompt_ids,
+            "output_ids": whole.ids,
+            "output_logprobs": logprobs,
+            "weight_versions": span_payloads(whole.spans),
+            "finish_reason": self._finish,
+        }
+
+
+def read_openai(body: bytes, *, is_chat: bool) -> OpenAITranscript | None:
+    """The transcript of an OpenAI body; None if it cannot continue on another engine."""
+    raw = read_object(body)
+    if raw is None or not _can_be_continued(raw, is_chat=is_chat):
+        return None
+    return OpenAITranscript(raw, is_chat=is_chat)
+
+
+def _after(before: Any, now: Any, start: int) -> Any:
+    """Two texts or lists in a row, from index ``start`` on."""
+    if start >= len(before):
+        return now[start - len(before) :]
+    return before[start:] + now
+
+
+def _budget_of(raw: Payload, *, is_chat: bool) -> int | None:
+    """How many tokens it may get; None for no limit."""
+    if not is_chat:
+        budget: int = raw.get("max_tokens", _DEFAULT_TOKENS)
+        return budget
+    return raw.get("max_completion_tokens") or raw.get("max_tokens")
+
+
+def _can_be_continued(raw: Payload, *, is_chat: bool) -> bool:
+    """Whether another engine can continue a part of its completion."""
+    if not has_forms(raw, _CHAT_FORMS if is_chat else _COMPLETION_FORMS):
+        return False
+    if raw.get("n") not in (None, 1) or raw.get("best_of") not in (None, 1):
+        return False
+    if any(raw.get(name) for name in _NEEDS_WHOLE_TEXT):
+        return False
+    if raw.get("stop") and (raw.get("stop_token_ids") or raw.get("skip_special_tokens") is False):
+        return False  # we could not distinguish what to trim from what to keep
+    form = raw.get("response_format") or {"type": "text"}
+    if not isinstance(form, dict) or form.get("type") != "text":
+        return False
+    if is_chat:
+        return _is_plain_chat(raw)
+    prompt = raw.get("prompt")
+    return isinstance(prompt, str) or token_ids_of(prompt) is not None
+
+
+def _is_plain_chat(raw: Payload) -> bool:
+    """Whether an assistant's message with the text so far continues this chat."""
+    limits = {raw.get("max_tokens"), raw.get("max_completion_tokens")} - {None}
+    messages = raw.get("messages")
+    if len(limits) > 1 or raw.get("return_token_ids") or not isinstance(messages, list):
+        return False
+    if not messages or any(
+        not isinstance(message, dict) or message.get("tools") for message in messages
+    ):
+        return False
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return True
+    # SGLang reads it as the user's, unless it has to continue it.
+    return bool(raw.get("continue_final_message")) and isinstance(last.get("content"), str)

@@ -1,0 +1,116 @@
+"""What transcripts of every kind of request share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from engines.protocol import VersionSpan
+from rollout.rules.continuation import Part
+
+Payload = dict[str, Any]
+UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What reading an engine's reply can raise, which may have any form."""
+
+
+class Transcript:
+    """What one request has received so far.
+
+    Args:
+        raw: the client's body.
+        budget: the most tokens it may get; None for no limit.
+        stop: its stop strings, as its client gave them.
+
+    Attributes:
+        wants_whole_reply: the engine must send one complete reply instead of events.
+        is_streamed: its client wants events.
+        can_continue: a lost engine's tokens can be kept; otherwise the request starts over.
+        awaits_prompt_logprobs: a prefill engine has still to send them.
+        num_kept: tokens carried over to another engine.
+        num_recomputed: tokens that are generated a second time.
+    """
+
+    wants_whole_reply = False
+    can_continue = False
+    awaits_prompt_logprobs = False
+
+    def __init__(self, raw: Payload, budget: int | None = None, stop: Any = None) -> None:
+        self._raw = raw
+        self._budget = budget
+        self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
+        self._longest_stop = max(map(len, self._stops), default=1)
+        self._base = Part()
+        self._now = Part()
+        self._finish: Payload | None = None
+        self.is_streamed = bool(raw.get("stream"))
+        self.num_kept = 0
+        self.num_recomputed = 0
+        self.num_failovers = 0
+
+    def prepare_recording(self) -> str:
+        """Request what a recorded turn needs.  Returns why it cannot be recorded, or empty."""
+        return ""
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._finish is not None and self._finish.get("type") == "abort"
+
+    @property
+    def has_tokens_of_engine(self) -> bool:
+        """Whether the current engine has sent tokens."""
+        return self._now.num > 0 or bool(self._now.text)
+
+    def _is_complete(self, *, has_grown: bool, is_strict: bool = True) -> bool:
+        """Whether the text of all tokens is there, so that another engine may continue it.
+
+        An engine holds back an incomplete character, and SGLang then also the text after the last
+        space.  A client's stop string must not be cut in two.
+        """
+        if self._budget is not None and self._base.num + self._now.num >= self._budget:
+            return False  # only an engine can give the finish reason of the last token
+        end = self._end_of_text(self._longest_stop)
+        if is_strict and (not has_grown or end.endswith(("\ufffd", " "))):
+            return False
+        return not any(
+            end.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
+        )
+
+    def _end_of_text(self, num: int) -> str:
+        """The last ``num`` characters of the text so far."""
+        end = self._now.text[-num:]
+        return end if len(end) == num else self._base.text[len(end) - num :] + end
+
+
+def finish_of(kind: Any) -> str:
+    """The kind of a finish reason.
+
+    Raises:
+        ValueError: it is not a text.
+    """
+    if not isinstance(kind, str):
+        raise ValueError(f"the finish reason {kind!r:.60} is not a text")
+    return kind
+
+
+def version_spans(meta: Payload, num: int) -> tuple[VersionSpan, ...]:
+    """The weight versions of ``num`` tokens, each token in exactly one span."""
+    spans: list[VersionSpan] = []
+    end = 0
+    for span in meta.get("weight_versions") or []:
+        start, end_of_span = end, min(num, span["end"])
+        if end_of_span > start:
+            spans.append(VersionSpan(span["version"], start, end_of_span))
+            end = end_of_span
+    if end < num:
+        version: Any = meta.get("weight_version", spans[-1].version if spans else None)
+        spans.append(VersionSpan(version, end, num))
+    return tuple(spans)
+
+
+def span_payloads(spans: Iterable[VersionSpan]) -> list[Payload]:
+    """Version spans as they go into JSON."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

@@ -1,0 +1,1 @@
+"""Decisions as plain functions over values: no clock, no socket, no await."""

@@ -1,0 +1,93 @@
+"""Joining the parts of one completion that several engines generated, in driver and router.
+
+Always true:
+- Joined version spans ascend and do not overlap; neighbours of one version are one span.
+- Ids, log-probs and spans of joined parts are those of the first, then those of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.protocol import VersionSpan
+
+
+@dataclass(slots=True)
+class Part:
+    """Consecutive tokens of one completion.
+
+    Attributes:
+        num: how many tokens, as the engine counts them.
+        ids: the token ids; empty where the engine does not report any.
+        logprobs: lists with one entry per token, by name.
+        spans: the weight version of each token.
+    """
+
+    text: str = ""
+    num: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    spans: tuple[VersionSpan, ...] = ()
+
+    def plus(self, other: Part) -> Part:
+        """This part with ``other`` behind it; ``other`` itself if this one has no tokens."""
+        if not self.num:
+            return other
+        names = self.logprobs.keys() | other.logprobs.keys()
+        return Part(
+            self.text + other.text,
+            self.num + other.num,
+            self.ids + other.ids,
+            {name: self.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
+            join_spans(self.spans, other.spans, self.num),
+        )
+
+    def mark(self) -> Mark:
+        """Its end now."""
+        lengths = {name: len(values) for name, values in self.logprobs.items()}
+        return Mark(len(self.text), self.num, len(self.ids), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A position in a part that grows.  To mark each event costs less than to copy the part."""
+
+    text: int = 0
+    num: int = 0
+    ids: int = 0
+    logprobs: Mapping[str, int] = field(default_factory=dict)
+
+
+def join_spans(
+    first: Iterable[VersionSpan], second: Iterable[VersionSpan], begin: int
+) -> tuple[VersionSpan, ...]:
+    """Spans of two parts as those of the whole; the second part begins at token ``begin``."""
+    spans = list(first)
+    for span in second:
+        moved = VersionSpan(span.version, span.start + begin, span.end + begin)
+        if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
+            spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
+        elif moved.end > moved.start:
+            spans.append(moved)
+    return tuple(spans)
+
+
+def spans_of(
+    reported: tuple[VersionSpan, ...], version: str | None, num: int
+) -> tuple[VersionSpan, ...]:
+    """The reported spans of ``num`` tokens, or one of ``version`` where none are reported."""
+    if reported or version is None or not num:
+        return reported
+    return (VersionSpan(version, 0, num),)
+
+
+def check_budget(num: int, budget: int | None) -> None:
+    """Check that ``num`` tokens are within the budget; None is no bound.
+
+    Raises:
+        ValueError: they are more.
+    """
+    if budget is not None and num > budget:
+        raise ValueError(f"{num} output tokens where at most {budget} were requested")

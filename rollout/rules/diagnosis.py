@@ -1,0 +1,367 @@
+"""Explains from a snapshot of a server why it makes no progress, for ``rollout doctor``.
+
+Always true: the first finding is the one to act on.  Each finding names the engines, since when,
+what it means, and what to do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import IntEnum
+from typing import Any
+
+from engines.protocol.plain_text import first_line
+
+
+class Severity(IntEnum):
+    """How bad a finding is."""
+
+    FINE = 0
+    WATCH = 1
+    WRONG = 2
+    STUCK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One observation about a server.
+
+    Attributes:
+        what: the observation in one line.
+        details: the facts behind it, line by line.
+        advice: what to do, the best first.
+        engine_ids: engines whose logs and stacks help further.
+    """
+
+    severity: Severity
+    what: str
+    details: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    engine_ids: tuple[str, ...] = ()
+
+
+# What an engine does in a phase, and why the phase may not end.
+_MEANING = {
+    "start": "the engine loads its model; a wrong path or too little memory shows in its log",
+    "pause": "the engine ends all requests and replies after the last one; a scheduler that hangs "
+    "(a collective that waits for a lost rank, a very long prefill) never replies",
+    "flush": "the engine waits until no request is in flight; requests that bypass the router or "
+    "ignore the abort keep it busy",
+    "release": "the engine releases its memory; copying weights to the host takes seconds, and a "
+    "GPU driver that hangs never returns",
+    "resume_weights": "the engine allocates memory for weights; the trainer may still hold it",
+    "update_weights": "the engine loads new weights; with NCCL, one lost rank blocks all engines",
+    "verify": "the engine reads all its weights and computes their fingerprints",
+    "resume_kv": "the engine allocates memory for its KV cache; the trainer may still hold it",
+    "continue": "the engine accepts requests again",
+    "begin_weight_update": "the engine prepares for new weights",
+    "end_weight_update": "the engine ends the update of its weights",
+    "kill": "a killed process that does not exit is stuck in the kernel, usually in a GPU driver",
+}
+# Commands whose deadline is a setting with another name.
+_SETTINGS = {
+    "start": "engine.start_timeout_s",
+    "resume_weights": "lifecycle.resume_timeout_s",
+    "resume_kv": "lifecycle.resume_timeout_s",
+    "update_weights": "lifecycle.update_timeout_s",
+}
+LONG_S = 10.0
+_SLOWER = 5.0
+
+
+def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]:
+    """The findings about one server, the worst first.
+
+    Args:
+        now: the snapshot of the server.
+        long_s: a phase counts as stuck after this many seconds, and not before five times its
+            usual duration.
+    """
+    findings = [
+        *_silence(now),
+        *_running(now, long_s),
+        *_gate(now),
+        *_engines(now),
+        *_versions(now),
+        *_store(now),
+    ]
+    findings.sort(key=lambda finding: -finding.severity)
+    return findings or [
+        Finding(Severity.FINE, f"server {now.get('server', '')} serves; nothing is wrong")
+    ]
+
+
+def _silence(now: Mapping[str, Any]) -> Iterator[Finding]:
+    if not now.get("is_answering"):
+        yield Finding(
+            Severity.STUCK,
+            f"the server itself does not answer: {now.get('trouble') or 'no reason known'}",
+            ("the values shown are from its last report",),
+            (
+                "look at the stack of its process (below, if py-spy is installed): its event loop "
+                "is blocked, often by the training script in the same process",
+            ),
+        )
+    elif now.get("trouble"):
+        yield Finding(Severity.WRONG, now["trouble"])
+
+
+def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
+    spans = now.get("running", ())
+    engines = {engine["engine_id"]: engine for engine in now.get("engines", ())}
+    phases = [span for span in spans if span["kind"] == "phase"]
+    phases = phases or [span for span in spans if span["kind"] == "group"]
+    for phase in phases:
+        of_phase = [
+            span
+            for span in spans
+            if span["kind"] == "engine"
+            and (len(phases) == 1 or span["start_s"] >= phase["start_s"] - 0.01)
+        ]
+        name, elapsed_s = phase["name"], phase["elapsed_s"]
+        budget_s = phase.get("budget_s", 0.0)
+        usual_s = _usual_s(now, name)
+        # Also stuck after half of its deadline, unless it usually takes longer.
+        stuck_s = max(long_s, _SLOWER * usual_s)
+        if budget_s:
+            stuck_s = min(stuck_s, max(budget_s / 2, usual_s))
+        is_long = elapsed_s > stuck_s
+        engine_ids = tuple(span["engine_id"] for span in of_phase)
+        details = [_lateness(span, engines, spans) for span in of_phase[:5]]
+        if len(of_phase) > 5:
+            details.append(f"... and {len(of_phase) - 5} more engines")
+        if engine_ids:
+            if others := engines.keys() - set(engine_ids):
+                details.append(
+                    f"the other {len(others)} of {len(engines)} engines have finished it or take "
+                    "no part in it"
+                )
+            if meaning := _MEANING.get(of_phase[0]["name"]):
+                details.append(f"in {of_phase[0]['name']}, {meaning}")
+        else:
+            details.append(
+                "no request to an engine is running: the server prepares the phase, or an earlier "
+                "command still holds the engines"
+            )
+        if usual_s:
+            details.append(f"it usually takes {usual_s:.1f} s")
+        if not is_long:
+            details.append(f"it counts as stuck when it takes longer than {stuck_s:.1f} s")
+        if held := now.get("gate", {}).get("num_held", 0):
+            details.append(
+                f"{held} requests wait at the router's gate in the meantime; none is lost"
+            )
+        waits_for = f" for {_named(engine_ids)}" if engine_ids else " for no engine"
+        since = f"{datetime.fromtimestamp(phase['start_s']):%H:%M:%S}"
+        yield Finding(
+            Severity.STUCK if is_long else Severity.WATCH,
+            f"{name} has waited {elapsed_s:.1f} s{waits_for}, since {since}{_of_budget(budget_s)}",
+            tuple(details),
+            tuple(_what_to_do(name, engine_ids, engines, elapsed_s, budget_s)) if is_long else (),
+            engine_ids,
+        )
+
+
+def _lateness(span: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]], spans: Any) -> str:
+    engine_id = span["engine_id"]
+    url = engines.get(engine_id, {}).get("url", "")
+    calls = [
+        other for other in spans if other["kind"] == "call" and other.get("engine_id") == engine_id
+    ]
+    if not calls:
+        return f"engine {engine_id}: in {span['name']} for {span['elapsed_s']:.1f} s"
+    call = calls[-1]
+    return (
+        f"engine {engine_id} ({url}): HTTP call {call['name']} without a reply for "
+        f"{call['elapsed_s']:.1f} s{_of_budget(call.get('budget_s', 0.0))}"
+    )
+
+
+def _what_to_do(
+    name: str,
+    engine_ids: tuple[str, ...],
+    engines: Mapping[str, Mapping[str, Any]],
+    elapsed_s: float,
+    budget_s: float,
+) -> Iterator[str]:
+    late = [engines[engine_id] for engine_id in engine_ids if engine_id in engines]
+    pids = [_process(engine) for engine in late if engine.get("pid")]
+    if budget_s:
+        left_s = max(0.0, budget_s - elapsed_s)
+        then = (
+            "keeps running, because it is attached"
+            if late and not pids
+            else "killed, and recovery restarts it"
+        )
+        yield (
+            f"wait: in {left_s:.0f} s, at the deadline, a late engine is fenced (gets no commands "
+            f"and no requests) and {then}; {_outcome(engine_ids, engines)}"
+        )
+    if pids:
+        yield (
+            f"or kill it now: kill -9 {', '.join(pids[:8])}; its guard cleans up after it, and the "
+            "phase does not wait for its deadline"
+        )
+    elif late:
+        yield (
+            "or stop it now where it was launched: it is attached, so this run never stops it; the "
+            "phase then does not wait for its deadline"
+        )
+    if name == "flush":
+        yield "find the clients that bypass the router: the engine's log names them"
+    if name in ("resume_weights", "resume_kv"):
+        yield "check whether the trainer has released its memory (GPU memory below)"
+    setting = _SETTINGS.get(name, f"lifecycle.{name}_timeout_s")
+    yield (
+        f"if the phase is slow but not stuck, raise {setting}; "
+        "`rollout trace` shows how long it took in earlier steps"
+    )
+
+
+def _outcome(engine_ids: tuple[str, ...], engines: Mapping[str, Mapping[str, Any]]) -> str:
+    """What happens to the step when these engines are fenced."""
+    remaining = {
+        engine.get("group")
+        for engine_id, engine in engines.items()
+        if engine_id not in engine_ids and not engine.get("fence_reason")
+    }
+    late = {engines[engine_id].get("group") for engine_id in engine_ids if engine_id in engines}
+    emptied = sorted(map(str, late - remaining))
+    if emptied:
+        return (
+            f"group {', '.join(emptied)} has no other engine, so the step then fails; repeat "
+            "it when an engine is back"
+        )
+    return (
+        "the other engines continue, unless they are fewer than min_engines or on_failure is "
+        "raise: then the step fails, and can be repeated"
+    )
+
+
+def _process(engine: Mapping[str, Any]) -> str:
+    node = engine.get("node_id", "local")
+    return str(engine["pid"]) if node in ("", "local") else f"{engine['pid']} on node {node}"
+
+
+def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
+    gate = now.get("gate", {})
+    state, in_s = gate.get("state"), gate.get("in_state_s") or 0.0
+    # A command that runs has its own finding.
+    if state in (None, "", "open") or not now.get("is_answering") or now.get("lock_owner"):
+        return
+    held = gate.get("num_held", 0)
+    reason = gate.get("reason") or "no reason given"
+    waits = f"; {held} requests wait at it" if held else ""
+    if state == "closed":
+        yield Finding(
+            Severity.WRONG,
+            f"the gate is closed for {in_s:.0f} s: {reason}{waits}",
+            ("a command failed; the gate stays closed until the engines are verified again",),
+            (
+                "fix the cause, then repeat the failed command (`offload()` or `onload()` of the "
+                "server): each group continues from its phase",
+            ),
+        )
+    else:
+        yield Finding(
+            Severity.WATCH,
+            f"the gate holds requests for {in_s:.0f} s; the server is {now.get('phase')}{waits}",
+            (
+                "no command runs: the server waits for the next command, which is usual while the "
+                "trainer has the GPUs",
+            ),
+            (
+                "if the training step is over, call onload() (with a push, unless weights were "
+                "kept); if the training script has died, start it again or stop the run: "
+                "`rollout stop`",
+            ),
+        )
+
+
+def _engines(now: Mapping[str, Any]) -> Iterator[Finding]:
+    for engine in now.get("engines", ()):
+        engine_id = engine["engine_id"]
+        if engine.get("fence_reason"):
+            yield Finding(
+                Severity.WRONG,
+                f"engine {engine_id} is fenced: {first_line(engine['fence_reason'])}",
+                ("it gets no commands and no requests, and its process was killed",),
+                (
+                    "with health.recover it is restarted automatically, up to health.max_restarts "
+                    "times; its log has the reason of the failure",
+                ),
+                (engine_id,),
+            )
+        elif engine.get("is_stale"):
+            yield Finding(
+                Severity.WATCH,
+                f"engine {engine_id} was restarted and lacks the published weights",
+                (),
+                ("it serves after the next push, or earlier with health.weights_path",),
+            )
+        elif engine.get("routing") in ("dead", "draining") and engine.get("reason"):
+            yield Finding(
+                Severity.WRONG,
+                f"engine {engine_id} gets no requests: {first_line(engine['reason'])}",
+                (),
+                ("it is probed, and restarted if probes keep failing",),
+                (engine_id,),
+            )
+
+
+def _versions(now: Mapping[str, Any]) -> Iterator[Finding]:
+    if now.get("phase") != "serving":
+        return
+    held: dict[Any, list[str]] = {}
+    for engine in now.get("engines", ()):
+        if not engine.get("fence_reason") and not engine.get("is_stale"):
+            held.setdefault(engine.get("weight_version"), []).append(engine["engine_id"])
+    published = now.get("weight_version")
+    held.pop(published, None)
+    for version, ids in held.items():
+        yield Finding(
+            Severity.WRONG,
+            f"{_named(tuple(ids))} hold weight version {version}, published is {published}",
+            (),
+            ("push again; fence them if they must not serve until then",),
+        )
+
+
+def _store(now: Mapping[str, Any]) -> Iterator[Finding]:
+    store = now.get("store")
+    if store and not store["is_on"]:
+        yield Finding(
+            Severity.WRONG,
+            f"the weight store is off: {first_line(store['reason'])}",
+            ("a restarted engine waits for the next push",),
+            ("fix the cause and restart the run; training itself continues",),
+        )
+    elif store and store["lag"] > 2:
+        yield Finding(
+            Severity.WRONG,
+            f"the weight store is {store['lag']} versions behind",
+            (f"its last write took {store['write_s']:.1f} s", first_line(store["reason"])),
+            ("an engine that dies now waits for the next push; check the nodes' free memory",),
+        )
+
+
+def _usual_s(now: Mapping[str, Any], name: str) -> float:
+    """The median duration of this phase over the last steps, in seconds; 0 without steps."""
+    took = [step["phase_s"][name] for step in now.get("steps", ()) if name in step["phase_s"]]
+    return statistics.median(took) if took else 0.0
+
+
+def _of_budget(budget_s: float) -> str:
+    return f" (deadline {budget_s:g} s)" if budget_s else ""
+
+
+def _named(engine_ids: tuple[str, ...]) -> str:
+    unique = list(dict.fromkeys(engine_ids))
+    if len(unique) == 1:
+        return f"engine {unique[0]}"
+    if len(unique) <= 4:
+        return f"engines {', '.join(unique)}"
+    return f"engines {', '.join(unique[:3])} and {len(unique) - 3} more"

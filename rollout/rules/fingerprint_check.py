@@ -1,0 +1,172 @@
+"""The fingerprint check: compares the fingerprints that engines report of their weights.
+
+Always true: an engine passes only after a comparison.  Tensors that must not have changed are
+compared with the engine's last verified fingerprints; only this detects weights that are corrupt
+after a release.  Changed tensors are compared with the other engines of the group, which received
+the same push.  Where the engines differ and there is no majority, none of them passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.protocol import WeightsReport
+from rollout.rules.canary import CanaryLogprobs
+
+ADAPTER_PREFIX = "lora:"
+"""Prefix of the names of adapter tensors; no base tensor has it."""
+ALL_TENSORS = frozenset({"*"})
+"""The value of ``changed`` after a full push."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFingerprints:
+    """The fingerprints of one engine, and what to compare them with.
+
+    Attributes:
+        report: its current fingerprints.
+        record: its fingerprints when it was last verified; None if there are none.
+        changed: checkpoint names pushed since the record; ``ALL_TENSORS`` for a full push.
+        sent: the trainer's fingerprints of pushed tensors; only of tensors that the engine keeps
+            in the same form and under the same name.
+        adapter: name of the pushed adapter; empty if there is none.
+    """
+
+    report: WeightsReport
+    record: WeightsReport | None = None
+    changed: frozenset[str] = frozenset()
+    sent: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How the weights of one engine are verified, and what it reported for that.
+
+    Attributes:
+        by: ``version``, ``fingerprint`` or ``canary``.
+    """
+
+    by: str
+    report: WeightsReport | None = None
+    canaries: Mapping[str, CanaryLogprobs] = field(default_factory=dict)
+
+
+def find_mismatches(engines: Mapping[str, EngineFingerprints]) -> dict[str, str]:
+    """Engine id -> why it fails the check; engines that pass are left out."""
+    wrong = {}
+    for engine_id, engine in engines.items():
+        if tensor := _changed_without_push(engine):
+            wrong[engine_id] = f"tensor {tensor!r} is not what it was before, and was not pushed"
+        elif tensor := _not_as_pushed(engine):
+            wrong[engine_id] = f"tensor {tensor!r} is not what the trainer sent"
+    passed = {
+        engine_id: engine.report for engine_id, engine in engines.items() if engine_id not in wrong
+    }
+    return wrong | _unlike_majority(passed)
+
+
+def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
+    """Why fingerprints do not verify all weights of an engine that passed; empty if they do.
+
+    Args:
+        num_others: other engines that passed, which received the same push.
+    """
+    reported = frozenset(name for rank in engine.report.tensors for name in rank)
+    if engine.adapter and not reports_adapter(engine.adapter, engine.report):
+        return f"it does not report fingerprints of adapter {engine.adapter!r}"
+    if not engine.changed or num_others:
+        return ""
+    pushed = reported if engine.changed == ALL_TENSORS else engine.changed
+    if alone := sorted(name for name in pushed if not _has_reference(name, engine)):
+        return f"there is no reference fingerprint of its tensor {alone[0]!r}"
+    return ""
+
+
+def reports_adapter(adapter: str, report: WeightsReport) -> bool:
+    """Whether the fingerprints include an adapter's tensors; SGLang leaves them out."""
+    prefix = f"{ADAPTER_PREFIX}{adapter}:"
+    return any(name.startswith(prefix) for rank in report.tensors for name in rank)
+
+
+def first_difference(report: WeightsReport, other: WeightsReport) -> str:
+    """Name of the first tensor, by rank and name, in which two reports differ; empty if none."""
+    for mine, theirs in zip(report.tensors, other.tensors, strict=False):
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                return name
+    if len(report.tensors) != len(other.tensors) or report.checksum != other.checksum:
+        return "(the checksum of all)"
+    return ""
+
+
+def _changed_without_push(engine: EngineFingerprints) -> str:
+    """The first tensor that changed although it was not pushed; empty if there is none."""
+    if engine.record is None or engine.changed == ALL_TENSORS:
+        return ""
+    if not engine.changed:
+        return first_difference(engine.record, engine.report)
+    base = frozenset(name for name in engine.changed if not name.startswith(ADAPTER_PREFIX))
+    for before, now in zip(engine.record.tensors, engine.report.tensors, strict=False):
+        # SGLang fuses and shards tensors.  If its names are not those of the checkpoint, it is
+        # unknown which of its tensors were pushed.
+        if not base <= before.keys():
+            continue
+        for name in sorted(before.keys() - engine.changed):
+            if now.get(name) != before[name]:
+                return name
+    return ""
+
+
+def _not_as_pushed(engine: EngineFingerprints) -> str:
+    """The first tensor that differs from the pushed one; empty if no comparable tensor does."""
+    for name in sorted(engine.sent):
+        if _has_reference(name, engine) and engine.report.tensors[0][name] != engine.sent[name]:
+            return name
+    return ""
+
+
+def _has_reference(name: str, engine: EngineFingerprints) -> bool:
+    """Whether the trainer's fingerprint of this tensor can be compared with the engine's."""
+    if len(engine.report.tensors) != 1:  # sharded: no rank has a whole tensor
+        return False
+    held = engine.report.tensors[0]
+    return (
+        name in held and name in engine.sent and _scheme(held[name]) == _scheme(engine.sent[name])
+    )
+
+
+def _scheme(fingerprint: str) -> str:
+    """The way a fingerprint was computed; only fingerprints of the same scheme are comparable."""
+    return fingerprint.partition(":")[0]
+
+
+def _unlike_majority(reports: Mapping[str, WeightsReport]) -> dict[str, str]:
+    votes = Counter(_key(report) for report in reports.values())
+    if len(votes) < 2:
+        return {}
+    key, count = votes.most_common(1)[0]
+    if count * 2 > len(reports):
+        right = next(engine_id for engine_id in reports if _key(reports[engine_id]) == key)
+        return {
+            engine_id: (
+                f"tensor {first_difference(reports[right], report)!r} differs from engine "
+                f"{right} and {count - 1} more"
+            )
+            for engine_id, report in reports.items()
+            if _key(report) != key
+        }
+    wrong = {}
+    for engine_id, report in reports.items():
+        other = next(other for other in reports.values() if _key(other) != _key(report))
+        wrong[engine_id] = (
+            f"tensor {first_difference(report, other)!r} differs between the engines, and there "
+            "is no majority"
+        )
+    return wrong
+
+
+def _key(report: WeightsReport) -> tuple[object, ...]:
+    return (report.checksum, tuple(tuple(sorted(rank.items())) for rank in report.tensors))

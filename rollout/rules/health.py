@@ -1,0 +1,379 @@
+"""Decides whether an engine is alive, and when a dead engine is restarted.
+
+Always true:
+- one failed probe never kills an engine: only several in a row, or several requests that the router
+  lost, count it as dead, and an engine that its group needs gets more time;
+- certain signs (its process has exited, its group has fenced it) count at once;
+- an engine goes dead -> restarting -> stale -> serving and no other way; it is stale, and gets no
+  requests, until it is verified to hold the published weights;
+- a restart never takes memory that the trainer uses, and the number of restarts is limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rollout.config import HealthConfig
+from rollout.core.errors import LifecycleError
+from rollout.rules.lifecycle import Phase
+
+
+class Liveness(StrEnum):
+    """Whether an engine is believed to be alive."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class ProbeResult(StrEnum):
+    """The result of one probe, or another sign of an engine's health."""
+
+    ANSWERED = "answered"
+    """It replied as an engine in its phase should."""
+    FAILED = "failed"
+    """It was late, refused the connection, or is not ready although it should be serving."""
+    ASLEEP = "asleep"
+    """It was not queried, because it need not reply in its phase; its process runs."""
+    EXITED = "exited"
+    """Its process has ended."""
+    FENCED = "fenced"
+    """Its group has fenced it, because it failed a command."""
+    REPORTED = "reported"
+    """The router lost a request to it and took it out of routing."""
+
+
+class ProbeKind(StrEnum):
+    """What a probe requires of an engine."""
+
+    READY = "ready"
+    """It must report that it accepts requests."""
+    ANSWER = "answer"
+    """It must reply, but need not accept requests."""
+    PROCESS = "process"
+    """Its process must run; it is not queried."""
+
+
+# Between two phases of an onload the engine is about to get a command with its own deadline.  While
+# it is released, the trainer uses the machine, so a late reply would mean nothing.
+PROBE_KINDS: Mapping[Phase, ProbeKind] = {
+    Phase.STARTING: ProbeKind.PROCESS,
+    Phase.SERVING: ProbeKind.READY,
+    Phase.PAUSED: ProbeKind.ANSWER,
+    Phase.FLUSHED: ProbeKind.ANSWER,
+    Phase.OFFLOADED: ProbeKind.PROCESS,
+    Phase.WEIGHTS_ONLOADED: ProbeKind.PROCESS,
+    Phase.WEIGHTS_UPDATED: ProbeKind.PROCESS,
+    Phase.VERIFIED: ProbeKind.PROCESS,
+    Phase.KV_ONLOADED: ProbeKind.PROCESS,
+}
+
+
+def max_detection_s(config: HealthConfig) -> float:
+    """The longest time in seconds until an engine that does not reply is taken out of its group.
+
+    It is usually shorter: recovery acts at once when the router loses an engine, or when a process
+    or a node is known to have ended.  For an engine that its group needs, it is ``patience`` times
+    as long.
+    """
+    return config.probes_to_dead * (config.probe_interval_s + config.probe_timeout_s)
+
+
+# -- liveness ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Streaks:
+    """The counts from which the liveness of an engine follows.
+
+    Attributes:
+        failed_probes: probes that failed in a row.
+        reports: times the router lost the engine; 0 again after ``probes_to_trust`` good probes.
+        calm: probes answered in a row since the last report.
+        is_certain: the engine is known to be dead.
+    """
+
+    failed_probes: int = 0
+    reports: int = 0
+    calm: int = 0
+    is_certain: bool = False
+
+
+def observe(streaks: Streaks, result: ProbeResult, config: HealthConfig) -> Streaks:
+    """The streaks after one more probe result."""
+    if result is ProbeResult.ANSWERED:
+        calm = streaks.calm + 1
+        reports = 0 if calm >= config.probes_to_trust else streaks.reports
+        return replace(streaks, failed_probes=0, calm=calm, reports=reports)
+    if result is ProbeResult.FAILED:
+        return replace(streaks, failed_probes=streaks.failed_probes + 1, calm=0)
+    if result is ProbeResult.REPORTED:
+        return replace(streaks, reports=streaks.reports + 1, calm=0)
+    if result is ProbeResult.ASLEEP:
+        return streaks
+    return replace(streaks, is_certain=True)
+
+
+def liveness(streaks: Streaks, config: HealthConfig, *, can_spare: bool = True) -> Liveness:
+    """Whether an engine with these streaks is alive.
+
+    Args:
+        can_spare: enough other engines of its group are healthy.  If not, the fault may lie with
+            the prober itself, so more failed probes are needed.
+    """
+    patience = 1 if can_spare else config.patience
+    if (
+        streaks.is_certain
+        or streaks.failed_probes >= config.probes_to_dead * patience
+        or streaks.reports >= config.reports_to_dead
+    ):
+        return Liveness.DEAD
+    has_not_answered_since_report = streaks.reports > 0 and streaks.calm == 0
+    if streaks.failed_probes >= config.probes_to_suspect or has_not_answered_since_report:
+        return Liveness.SUSPECT
+    return Liveness.ALIVE
+
+
+# -- recovery ---------------------------------------------------------------------------------
+
+
+class RecoveryState(StrEnum):
+    """The state of an engine in its recovery."""
+
+    SERVING = "serving"
+    DEAD = "dead"
+    RESTARTING = "restarting"
+    STALE = "stale"
+
+
+class RecoveryEvent(StrEnum):
+    """What moves an engine from one state to the next."""
+
+    DIED = "died"
+    RESTART = "restart"
+    STARTED = "started"
+    VERIFIED = "verified"
+
+
+EDGES: Mapping[tuple[RecoveryState, RecoveryEvent], RecoveryState] = {
+    (RecoveryState.SERVING, RecoveryEvent.DIED): RecoveryState.DEAD,
+    (RecoveryState.RESTARTING, RecoveryEvent.DIED): RecoveryState.DEAD,
+    (RecoveryState.STALE, RecoveryEvent.DIED): RecoveryState.DEAD,
+    (RecoveryState.DEAD, RecoveryEvent.RESTART): RecoveryState.RESTARTING,
+    (RecoveryState.RESTARTING, RecoveryEvent.STARTED): RecoveryState.STALE,
+    (RecoveryState.STALE, RecoveryEvent.VERIFIED): RecoveryState.SERVING,
+}
+
+
+def next_state(state: RecoveryState, event: RecoveryEvent) -> RecoveryState:
+    """The state after ``event``.
+
+    Raises:
+        LifecycleError: the event is not possible in this state.
+    """
+    try:
+        return EDGES[state, event]
+    except KeyError:
+        legal = tuple(known.value for at, known in EDGES if at is state)
+        raise LifecycleError(
+            f"an engine that is {state} cannot have {event}; possible now: {', '.join(legal)}",
+            command=event,
+            phase=state,
+            legal=legal,
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """The health of one engine, and its progress in a recovery.
+
+    Attributes:
+        reason: why it died; empty while it lives.
+        num_restarts: restarts since it last served for ``forget_after_s``.
+        retry_at_s: it is not restarted before this time.
+        since_s: the time at which it entered its state.
+        is_fenced: it was killed or disconnected, and its group sends it nothing.
+    """
+
+    state: RecoveryState = RecoveryState.SERVING
+    streaks: Streaks = Streaks()
+    reason: str = ""
+    num_restarts: int = 0
+    retry_at_s: float = 0.0
+    since_s: float = 0.0
+    is_fenced: bool = False
+
+    def after(self, result: ProbeResult, config: HealthConfig) -> EngineHealth:
+        """The health after one more result; a result changes nothing once the engine is dead."""
+        if self.is_out:
+            return self
+        return replace(self, streaks=observe(self.streaks, result, config))
+
+    def died(self, reason: str, now_s: float, config: HealthConfig) -> EngineHealth:
+        """The health after a death; the wait for the restart doubles with each restart."""
+        served_long = now_s - self.since_s >= config.forget_after_s
+        num = 0 if self.state is RecoveryState.SERVING and served_long else self.num_restarts
+        wait_s = min(config.backoff_s * 2 ** (num - 1), config.max_backoff_s) if num else 0.0
+        return EngineHealth(
+            state=next_state(self.state, RecoveryEvent.DIED),
+            reason=reason,
+            num_restarts=num,
+            retry_at_s=now_s + wait_s,
+            since_s=now_s,
+        )
+
+    def restarting(self, now_s: float) -> EngineHealth:
+        moved = self._moved(RecoveryEvent.RESTART, now_s)
+        return replace(moved, num_restarts=self.num_restarts + 1)
+
+    def started(self, now_s: float) -> EngineHealth:
+        moved = self._moved(RecoveryEvent.STARTED, now_s)
+        return replace(moved, streaks=Streaks(), reason="", is_fenced=False)
+
+    def verified(self, now_s: float) -> EngineHealth:
+        return self._moved(RecoveryEvent.VERIFIED, now_s)
+
+    def _moved(self, event: RecoveryEvent, now_s: float) -> EngineHealth:
+        return replace(self, state=next_state(self.state, event), since_s=now_s)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is dead or restarting."""
+        return self.state in (RecoveryState.DEAD, RecoveryState.RESTARTING)
+
+    def is_same_life(self, other: EngineHealth) -> bool:
+        """Whether it neither died nor was restarted between ``other`` and this."""
+        mine = (self.state, self.num_restarts, self.since_s)
+        return mine == (other.state, other.num_restarts, other.since_s)
+
+    def is_given_up(self, max_restarts: float) -> bool:
+        """Whether it is dead and has no restarts left."""
+        return self.state is RecoveryState.DEAD and self.num_restarts >= max_restarts
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHealth:
+    """The health of one group.
+
+    Attributes:
+        needs_offload: it shares its memory with the trainer.
+        min_engines: fewest engines with which it continues.
+        max_restarts: restarts that each of its engines gets.
+    """
+
+    name: str
+    phase: Phase
+    needs_offload: bool
+    min_engines: int
+    max_restarts: float
+    engines: Mapping[str, EngineHealth] = field(default_factory=dict)
+
+    @property
+    def num_up(self) -> int:
+        return sum(not engine.is_out for engine in self.engines.values())
+
+    def restartable(self) -> dict[str, EngineHealth]:
+        """Its dead engines that may be restarted once more."""
+        return {
+            engine_id: engine
+            for engine_id, engine in self.engines.items()
+            if engine.state is RecoveryState.DEAD and not engine.is_given_up(self.max_restarts)
+        }
+
+
+def has_enough_without(engine_id: str, engines: Mapping[str, EngineHealth], floor: int) -> bool:
+    """Whether at least ``floor`` other engines of its group (at least one) are healthy."""
+    num_healthy = sum(
+        engine.state is RecoveryState.SERVING and not engine.streaks.failed_probes
+        for name, engine in engines.items()
+        if name != engine_id
+    )
+    return num_healthy >= max(1, floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """One engine to restart."""
+
+    group: str
+    engine_id: str
+
+
+def may_use_memory(group: GroupHealth) -> bool:
+    """Whether an engine can start now without taking memory that the trainer uses."""
+    return not (group.needs_offload and group.phase is Phase.OFFLOADED)
+
+
+def plan_recovery(
+    groups: Iterable[GroupHealth], now_s: float, config: HealthConfig
+) -> list[Restart]:
+    """The engines to restart now.
+
+    A group in the middle of a transition gets none, unless it has too few engines to continue.  (A
+    group that keeps its GPUs stays flushed while the others are offloaded, so it may get some.)
+    """
+    plan = [
+        Restart(group.name, engine_id)
+        for group in groups
+        if may_use_memory(group)
+        and (
+            group.phase is Phase.SERVING
+            or not group.needs_offload
+            or group.num_up < group.min_engines
+        )
+        for engine_id in due_restarts(group, now_s)
+    ]
+    return plan[: config.max_parallel_restarts]
+
+
+def due_restarts(group: GroupHealth, now_s: float) -> list[str]:
+    """Dead engines whose wait is over and that may be restarted once more."""
+    restartable = group.restartable().items()
+    return [engine_id for engine_id, engine in restartable if engine.retry_at_s <= now_s]
+
+
+def next_retry_s(groups: Iterable[GroupHealth]) -> float | None:
+    """The time of the next possible restart; None if there is none."""
+    engines = [engine for group in groups for engine in group.restartable().values()]
+    return min((engine.retry_at_s for engine in engines), default=None)
+
+
+def may_return(
+    engine: EngineHealth, max_restarts: float, *, can_restart: bool, can_restore: bool
+) -> bool:
+    """Whether recovery may make this engine serve (again) without a command.
+
+    Args:
+        can_restart: a restarted engine can get the published weights.
+        can_restore: a source has the published weights, and is tried again and again.
+    """
+    if engine.state is RecoveryState.SERVING:
+        return True  # recovery finds out soon what it is
+    if engine.state is RecoveryState.STALE:
+        return can_restore
+    return can_restart and not engine.is_given_up(max_restarts)
+
+
+# -- routing ----------------------------------------------------------------------------------
+
+
+def out_of_routing(group: GroupHealth, config: HealthConfig) -> dict[str, tuple[Liveness, str]]:
+    """Engines that get no requests, each with its liveness and the reason.
+
+    A suspect gets none only while another engine of its group is healthy: a slow engine is better
+    than no engine.  An engine that the router lost gets none until it has answered a probe.
+    """
+    out: dict[str, tuple[Liveness, str]] = {}
+    for engine_id, engine in group.engines.items():
+        if engine.is_out:
+            out[engine_id] = Liveness.DEAD, engine.reason
+        elif engine.streaks.reports and not engine.streaks.calm:
+            out[engine_id] = Liveness.SUSPECT, "the router lost a request to it"
+        elif liveness(engine.streaks, config) is not Liveness.ALIVE and has_enough_without(
+            engine_id, group.engines, 1
+        ):
+            reason = f"{engine.streaks.failed_probes} probes failed in a row"
+            out[engine_id] = Liveness.SUSPECT, reason
+    return out

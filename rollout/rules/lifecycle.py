@@ -1,0 +1,290 @@
+"""The lifecycle as one table: phases, commands, and which command leads where.
+
+Always true: a group is in exactly one phase.  A command is in the table for that phase, or repeats
+the command that led into it (then it does nothing), or is refused.  This module only decides;
+``ServerGroup`` executes the commands.
+
+The order of the commands is the one that SGLang needs: ``engines/fake/README.md`` has a table of
+what it does otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engines.protocol import WorkerType
+from rollout.config import LifecycleConfig, WeightUpdate
+from rollout.core.errors import LifecycleError
+from rollout.core.types import GroupStatus
+
+
+class Phase(StrEnum):
+    """The phase of a group; no command is legal while it is starting."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    PAUSED = "paused"
+    FLUSHED = "flushed"
+    OFFLOADED = "offloaded"
+    WEIGHTS_ONLOADED = "weights_onloaded"
+    WEIGHTS_UPDATED = "weights_updated"
+    VERIFIED = "verified"
+    KV_ONLOADED = "kv_onloaded"
+
+
+class Command(StrEnum):
+    """What moves a group from one phase to the next.
+
+    Attributes:
+        PAUSE: stop all generation; what becomes of requests in flight is ``lifecycle.drain``.
+        FLUSH: wait until nothing is in flight, and drop the prefix caches.
+        RELEASE: give the memory back, and measure that it came free.
+        RESUME_WEIGHTS: take the memory of the weights back; its contents are not trusted yet.
+        UPDATE_WEIGHTS: give every engine the new weights.
+        VERIFY: check that every engine holds the published weight version.
+        RESUME_KV: take the memory of KV caches and CUDA graphs back.
+        CONTINUE: generate again; the gate is still shut.
+    """
+
+    PAUSE = "pause"
+    FLUSH = "flush"
+    RELEASE = "release"
+    RESUME_WEIGHTS = "resume_weights"
+    UPDATE_WEIGHTS = "update_weights"
+    VERIFY = "verify"
+    RESUME_KV = "resume_kv"
+    CONTINUE = "continue"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTraits:
+    """The properties of a group that decide which commands it gets.
+
+    Attributes:
+        needs_offload: it shares its GPUs with the trainer and releases their memory each step.
+        is_frozen: its weights never change (a reference, reward or judge model).
+        weights_survive: released weights are restored (CPU backup), so it can be verified without
+            a push.
+    """
+
+    needs_offload: bool
+    is_frozen: bool = False
+    weights_survive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One row of the table.  ``only``: the groups that it applies to; None for all groups."""
+
+    phase: Phase
+    command: Command
+    target: Phase
+    only: str | None = None
+
+
+OFFLOADING = "groups that offload"
+KEEPING = "groups that keep their GPUs"
+SURVIVING = "groups whose weights survive a release"
+
+_MOST_LISTED = 8
+
+_P, _C = Phase, Command
+TABLE: tuple[Transition, ...] = (
+    Transition(_P.SERVING, _C.PAUSE, _P.PAUSED),
+    Transition(_P.PAUSED, _C.FLUSH, _P.FLUSHED),
+    Transition(_P.PAUSED, _C.CONTINUE, _P.SERVING),
+    Transition(_P.FLUSHED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.FLUSHED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.FLUSHED, _C.CONTINUE, _P.SERVING),
+    Transition(_P.OFFLOADED, _C.RESUME_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
+    Transition(_P.WEIGHTS_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED, OFFLOADING),
+    Transition(_P.WEIGHTS_ONLOADED, _C.VERIFY, _P.VERIFIED, SURVIVING),
+    Transition(_P.WEIGHTS_UPDATED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.WEIGHTS_UPDATED, _C.VERIFY, _P.VERIFIED),
+    Transition(_P.VERIFIED, _C.RESUME_KV, _P.KV_ONLOADED, OFFLOADING),
+    Transition(_P.VERIFIED, _C.CONTINUE, _P.SERVING, KEEPING),
+    # Engines that die here come back without weights, and only a push leads out.
+    Transition(_P.VERIFIED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.KV_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.KV_ONLOADED, _C.CONTINUE, _P.SERVING),
+)
+
+# The commands of an offload and of an onload; resume_weights and update_weights lie between them.
+OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+SERVE = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+
+# The phase that each command ends in, to detect a repeated command.
+_ENDS_IN: dict[Command, Phase] = {row.command: row.target for row in TABLE}
+
+
+def _applies(row: Transition, traits: GroupTraits) -> bool:
+    if row.command is Command.UPDATE_WEIGHTS and traits.is_frozen:
+        return False
+    applies_to = {
+        OFFLOADING: traits.needs_offload,
+        KEEPING: not traits.needs_offload,
+        SURVIVING: traits.weights_survive,
+    }
+    return row.only is None or applies_to[row.only]
+
+
+def budget_s(command: Command, budgets: LifecycleConfig) -> float:
+    """Seconds that every engine has for ``command``."""
+    return {
+        Command.PAUSE: budgets.pause_timeout_s,
+        Command.FLUSH: budgets.flush_timeout_s,
+        Command.RELEASE: budgets.release_timeout_s,
+        Command.RESUME_WEIGHTS: budgets.resume_timeout_s,
+        Command.UPDATE_WEIGHTS: budgets.update_timeout_s,
+        Command.VERIFY: budgets.verify_timeout_s,
+        Command.RESUME_KV: budgets.resume_timeout_s,
+        Command.CONTINUE: budgets.continue_timeout_s,
+    }[command]
+
+
+def legal_commands(phase: Phase, traits: GroupTraits) -> tuple[Command, ...]:
+    """The commands that lead out of ``phase`` for a group with these traits."""
+    return tuple(row.command for row in TABLE if row.phase is phase and _applies(row, traits))
+
+
+def is_repeat(phase: Phase, command: Command) -> bool:
+    """Whether ``command`` led into ``phase``, so that it has nothing to do.
+
+    A second ``update_weights`` is never a repeat: it sends other weights.
+    """
+    return _ENDS_IN[command] is phase and command is not Command.UPDATE_WEIGHTS
+
+
+def groups_that_need(
+    command: Command, phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]
+) -> list[str]:
+    """The groups of a server that still need ``command`` in a transition."""
+    return [name for name in phases if _needs(command, phases[name], traits[name])]
+
+
+# In these phases a group needs no verification: it was only paused, or is verified.
+_VERIFIED = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.VERIFIED, Phase.KV_ONLOADED)
+
+
+def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
+    if command is Command.VERIFY:
+        return phase not in _VERIFIED
+    if command is Command.CONTINUE:
+        return phase is not Phase.SERVING
+    if command is Command.RELEASE:
+        # An offloaded group gets the command again, which does nothing.  But if an earlier resume
+        # arrived late, after its caller had given up, only the group itself knows of it.
+        return traits.needs_offload and phase in (Phase.FLUSHED, Phase.OFFLOADED)
+    return command in legal_commands(phase, traits)
+
+
+def check_can_offload(phases: Mapping[str, Phase]) -> None:
+    """Check that no group is in the middle of an onload.
+
+    Raises:
+        LifecycleError: a group is; the message names it.
+    """
+    for name, phase in phases.items():
+        if phase not in (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.OFFLOADED):
+            is_starting = phase is Phase.STARTING
+            raise LifecycleError(
+                f"cannot offload: group {name} is {phase}"
+                + ("" if is_starting else ", in the middle of an onload; finish the onload first"),
+                command="offload",
+                phase=phase,
+            )
+
+
+def check_can_update(phases: Mapping[str, Phase]) -> None:
+    """Check that no group has released its weights.
+
+    Raises:
+        LifecycleError: a group has; the message names it.
+    """
+    for name, phase in phases.items():
+        if phase is Phase.OFFLOADED:
+            raise LifecycleError(
+                f"cannot update the weights of group {name}: it is {phase}; onload with the new "
+                "weights instead",
+                command=Command.UPDATE_WEIGHTS,
+                phase=phase,
+            )
+
+
+def why_none_serves(groups: Iterable[GroupStatus], version: int, update: WeightUpdate) -> str:
+    """Why no engine of a server could serve, and what leads out; empty if one could."""
+    engines = [(group.worker_type, engine) for group in groups for engine in group.engines]
+    serving = {kind for kind, one in engines if not (one.fence_reason or one.is_stale)}
+    kinds = {kind for kind, _ in engines}
+    # Prefill and decode engines serve only together.
+    if WorkerType.REGULAR in serving or (kinds and kinds <= serving):
+        return ""
+    stale = [one.engine_id for _, one in engines if one.is_stale and not one.fence_reason]
+    fenced = [one.fence_reason for _, one in engines if one.fence_reason]
+    parts = [f"{_listed(stale)} restarted and lack weight version {version}"] if stale else []
+    why = "; ".join([*parts, *fenced[:_MOST_LISTED]]) or "the server has no engine"
+    return f"no engine can serve: {why}; {_way_out(bool(stale), version, update)}"
+
+
+def _way_out(is_any_stale: bool, version: int, update: WeightUpdate) -> str:
+    if not is_any_stale:
+        return "launch again, or wait until recovery has restarted one (health.recover)"
+    if update is WeightUpdate.FULL:
+        return (
+            f"push version {version} again, or a newer one, with onload(weights) or, where groups "
+            "keep their GPUs, sync_weights(weights)"
+        )
+    if update is WeightUpdate.FROZEN:
+        return "repeat the command when recovery has verified one"
+    if update is WeightUpdate.LORA:
+        return "push the adapter again, and before it the base if one was pushed (make_base_push)"
+    return (
+        "a push of some tensors does not restore the others: set weights.store or "
+        "health.weights_path, or launch again"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def next_phase(phase: Phase, command: Command, traits: GroupTraits) -> Phase:
+    """The phase after ``command``.
+
+    Raises:
+        LifecycleError: the command is not legal in ``phase``; the message lists those that are.
+    """
+    for row in TABLE:
+        if row.phase is phase and row.command is command and _applies(row, traits):
+            return row.target
+    legal = legal_commands(phase, traits)
+    is_unpushed = phase is Phase.WEIGHTS_ONLOADED and command is Command.VERIFY
+    why = (
+        ": the release discarded the weights, so they must be pushed first, with onload(weights)"
+        if is_unpushed
+        else ""
+    )
+    raise LifecycleError(
+        f"cannot {command} while {phase}{why}; legal now: {', '.join(legal) or 'nothing'}",
+        command=command,
+        phase=phase,
+        legal=legal,
+    )
+
+
+def server_phase(phases: Iterable[Phase]) -> Phase | None:
+    """The common phase of all groups of a server; None if they differ."""
+    distinct = set(phases)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram, for the README."""
+    lines = ["stateDiagram-v2", "    [*] --> serving"]
+    for row in TABLE:
+        note = f" ({row.only})" if row.only else ""
+        lines.append(f"    {row.phase} --> {row.target}: {row.command}{note}")
+    return "\n".join(lines)

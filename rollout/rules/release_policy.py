@@ -1,0 +1,122 @@
+"""What a group releases, and from where its weights are restored.
+
+Always true: all released weights are restored before the group serves again.  A configuration in
+which they cannot be is refused at start, with the setting that fixes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.protocol import MemoryTag
+from rollout.config import GroupConfig, WeightUpdate
+from rollout.core.errors import ConfigError
+from rollout.rules.lifecycle import GroupTraits
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePolicy:
+    """The release policy of one group.
+
+    Attributes:
+        tags: the memory that is released; empty for a group that keeps its GPUs.
+        weights_cpu_backup: the engine keeps a host copy of its weights while they are released.
+        weights_from: from where the weights are restored, as ``rollout plan`` prints it.
+    """
+
+    tags: tuple[MemoryTag, ...]
+    weights_cpu_backup: bool
+    weights_from: str
+
+
+# The weights that a push of this kind does not contain, so they must survive a release.
+_NOT_PUSHED = {
+    WeightUpdate.PARTIAL: "the tensors that are not pushed",
+    WeightUpdate.LORA: "the base weights under the adapter",
+    WeightUpdate.FROZEN: "all weights",
+}
+_ALL_TAGS = (MemoryTag.KV_CACHE, MemoryTag.WEIGHTS, MemoryTag.CUDA_GRAPH)
+
+
+def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> ReleasePolicy:
+    """The release policy of one group.
+
+    Args:
+        name: dotted path of the group's settings, for the message.
+
+    Raises:
+        ConfigError: the group would release weights that cannot be restored.
+    """
+    backup = group.engine.weights_cpu_backup
+    if not group.needs_offload:
+        return ReleasePolicy((), False, "never released")
+    lost = _NOT_PUSHED.get(update)
+    if lost is None:
+        source = "CPU backup, then the push" if backup else "the push (all tensors)"
+        return ReleasePolicy(_ALL_TAGS, bool(backup), source)
+    if backup is False:
+        setting = f"{name}.engine.weights_cpu_backup"
+        raise ConfigError(
+            f"{setting} = False: with weights.update = {update}, {lost} would be "
+            "corrupt after an offload; set weights_cpu_backup to true (or leave it out), or "
+            "needs_offload to false",
+            setting=setting,
+            value=False,
+        )
+    source = "CPU backup" if update is WeightUpdate.FROZEN else "CPU backup, then the push"
+    return ReleasePolicy(_ALL_TAGS, True, source)
+
+
+_ELASTIC_BACKUP = "enable-elastic-expert-backup"
+
+
+def elastic_backup_note(name: str, group: GroupConfig, update: WeightUpdate) -> str:
+    """A warning about SGLang's expert backup; empty if the group does not use it."""
+    options = {
+        key.lstrip("-").replace("_", "-"): value for key, value in group.engine.options.items()
+    }
+    if options.get(_ELASTIC_BACKUP) in (None, False) or update is WeightUpdate.FROZEN:
+        return ""
+    return (
+        f"{name}.engine.options.{_ELASTIC_BACKUP}: SGLang backs up the experts of the checkpoint "
+        "on disk once; after the first push it would restore old experts into the new model. "
+        "Use weights.store instead, which keeps the pushed weights"
+    )
+
+
+# The measured memory of a process is not exact: allocators keep pages, caches grow and shrink.
+_SLACK_BYTES = 32 * 1024 * 1024
+_SHARE_OF_REPORTED = 0.8
+_SHARE_OF_CHECKPOINT = 0.5
+
+
+def least_freed_bytes(
+    tags: Sequence[MemoryTag], resident_bytes: Mapping[str, int], checkpoint_bytes: int
+) -> int:
+    """Bytes that a release of ``tags`` must free at least.
+
+    Args:
+        resident_bytes: bytes per tag, as the engine reported just before.
+        checkpoint_bytes: bytes of the weights on disk, for engines that report nothing.  Half of
+            it must be freed, because the engine may hold the weights in a smaller type.
+    """
+    if resident_bytes:
+        expected = _SHARE_OF_REPORTED * sum(resident_bytes.get(tag, 0) for tag in tags)
+    else:
+        expected = _SHARE_OF_CHECKPOINT * checkpoint_bytes if MemoryTag.WEIGHTS in tags else 0.0
+    return max(0, int(expected) - _SLACK_BYTES)
+
+
+def group_traits(name: str, group: GroupConfig, update: WeightUpdate) -> GroupTraits:
+    """The properties of a group that decide which commands it gets.
+
+    Raises:
+        ConfigError: as in ``release_policy``.
+    """
+    policy = release_policy(name, group, update)
+    return GroupTraits(
+        needs_offload=group.needs_offload,
+        is_frozen=update is WeightUpdate.FROZEN,
+        weights_survive=policy.weights_cpu_backup or not group.needs_offload,
+    )

@@ -1,0 +1,1 @@
+"""Where the parts run: in this process, or as Ray actors."""

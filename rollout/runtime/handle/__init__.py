@@ -1,0 +1,14 @@
+"""The handles of a training loop: servers and deployments, with or without Ray.
+
+Every method starts its call and returns a ``Pending`` immediately.  The same classes work for
+servers in this process and for Ray actors; only the ``Caller`` differs.
+"""
+
+from __future__ import annotations
+
+from rollout.runtime.handle.deployment_handle import DeploymentHandle
+from rollout.runtime.handle.offload_window import OffloadWindow
+from rollout.runtime.handle.server_handle import ServerHandle
+from rollout.runtime.handle.transport import Caller
+
+__all__ = ["Caller", "DeploymentHandle", "OffloadWindow", "ServerHandle"]

@@ -1,0 +1,121 @@
+"""The handle of all servers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import RolloutConfig
+from rollout.control.deployment import Deployment
+from rollout.core.errors import ConfigError
+from rollout.core.pending import LoopThread, Pending
+from rollout.core.types import ServerStatus, StepReport
+from rollout.runtime.handle.server_handle import ServerHandle
+from rollout.weights.push.shm_buffers import remove_leftovers
+from rollout.weights.push.weight_push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import NamedTensors
+
+
+class DeploymentHandle(Mapping[str, ServerHandle]):
+    """All servers of a run, by name; a context manager that stops them at its end.
+
+    Args:
+        on_close: cleans up the rest of the launch, after the servers have stopped.
+        placement_group: Ray's placement group.  The trainer shares its first
+            ``cluster.trainer_gpus`` bundles.  None without Ray.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        servers: Mapping[str, ServerHandle],
+        deployment: Deployment,
+        loop: LoopThread,
+        on_close: Callable[[], None] = lambda: None,
+        placement_group: Any = None,
+    ) -> None:
+        self.config = config
+        self.placement_group = placement_group
+        self._servers = dict(servers)
+        self._deployment = deployment
+        self._loop = loop
+        self._on_close = on_close
+        self._closed = False
+
+    def __getitem__(self, name: str) -> ServerHandle:
+        if name not in self._servers:
+            raise KeyError(f"no server {name!r}; this deployment has {', '.join(self._servers)}")
+        return self._servers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._servers)
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    def start(self) -> Pending[dict[str, ServerStatus]]:
+        """Start all servers."""
+        return self._loop.submit(self._deployment.start())
+
+    def started(self) -> DeploymentHandle:
+        """Start all servers and return this handle; if one fails to start, stop everything."""
+        for root in {server.weights.shared_memory_path for server in self.config.servers.values()}:
+            remove_leftovers(Path(root))
+        try:
+            self.start().result()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def offload(self) -> Pending[dict[str, StepReport]]:
+        """Offload all servers as one transaction."""
+        return self._loop.submit(self._deployment.offload())
+
+    def onload(
+        self, weights: Mapping[str, NamedTensors | WeightPush] | None = None
+    ) -> Pending[dict[str, StepReport]]:
+        """Onload all servers as one transaction, pushing ``weights`` by server name."""
+        if not isinstance(weights, Mapping | None):
+            raise ConfigError(
+                f"onload(weights) takes tensors by server name, not a {type(weights).__name__}"
+            )
+        for name in weights or {}:
+            if name not in self._servers:
+                known = ", ".join(self._servers)
+                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
+        pushes = {
+            name: self._servers[name].prepare(tensors) for name, tensors in (weights or {}).items()
+        }
+
+        def end_pushes() -> None:
+            for name, push in pushes.items():
+                self._servers[name].end_push(push)
+
+        return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
+
+    def status(self) -> Pending[dict[str, ServerStatus]]:
+        """Status of every server."""
+        return self._loop.submit(self._deployment.status())
+
+    def stop(self) -> None:
+        """Stop everything that ``launch`` started, and wait until it has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._loop.submit(self._deployment.stop()).result()
+        finally:
+            for server in self._servers.values():
+                server.close()
+            self._on_close()
+            self._loop.close()
+
+    def __enter__(self) -> DeploymentHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()

@@ -1,0 +1,86 @@
+"""A context manager for the time when the trainer uses the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollout.core.errors import LifecycleError
+from rollout.core.pending import Pending
+from rollout.core.types import StepReport
+from rollout.weights.push.weight_push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.runtime.handle.server_handle import ServerHandle
+    from rollout.weights.tensors import NamedTensors
+
+
+class OffloadWindow:
+    """The time between offload and onload, as a context manager, sync and async.
+
+    Always true: if the block raises, nothing is onloaded.  The engines stay offloaded, the gate
+    stays closed, and the error is raised.  Afterwards ``report`` holds the figures of both
+    transitions.
+    """
+
+    def __init__(
+        self,
+        server: ServerHandle,
+        weights: Callable[[], NamedTensors] | None,
+        version: int | None,
+    ) -> None:
+        self._server = server
+        self._weights = weights
+        self._version = version
+        self._push: WeightPush | None = None
+        self.report = StepReport()
+
+    def push(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+        """Copy these tensors now; they are sent when the block ends.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+            LifecycleError: the block has already pushed.
+        """
+        self._push = self._server.make_push(named_tensors, self._version_of_first(version))
+
+    def push_adapter(
+        self, named_tensors: NamedTensors, config: Mapping[str, Any], *, version: int | None = None
+    ) -> None:
+        """``push`` of a LoRA adapter (``update: lora``); see ``ServerHandle.make_adapter_push``."""
+        chosen = self._version_of_first(version)
+        self._push = self._server.make_adapter_push(named_tensors, config, chosen)
+
+    def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+        """``push`` of all base weights, or of base and adapter merged (``update: lora``)."""
+        self._push = self._server.make_base_push(named_tensors, self._version_of_first(version))
+
+    def _version_of_first(self, version: int | None) -> int | None:
+        self._check_first()
+        return self._version if version is None else version
+
+    def _check_first(self) -> None:
+        if self._push is not None:
+            raise LifecycleError("this offload window already has a push", command="push")
+
+    def _finish(self) -> Pending[StepReport]:
+        if self._weights is not None:
+            self._check_first()
+            return self._server.onload(self._weights(), version=self._version)
+        return self._server.onload_push(self._push)
+
+    def __enter__(self) -> OffloadWindow:
+        self.report = self._server.offload().result()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.report = self.report.merged(self._finish().result())
+
+    async def __aenter__(self) -> OffloadWindow:
+        self.report = await self._server.offload()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.report = self.report.merged(await self._finish())

@@ -1,0 +1,229 @@
+"""Builds pushes from a trainer's tensors, and frees their resources afterwards.
+
+Always true: tensors are checked against the model's own list before anything is copied.  The
+resources of a push in this process (slots, sockets, threads, a broadcast group) are freed when its
+call ends, before the caller gets the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import WeightMismatch, WeightsUnavailable
+from rollout.core.optional_deps import optional_import
+from rollout.core.os_errors import naming_setting
+from rollout.core.pending import Pending
+from rollout.core.types import StepReport
+from rollout.runtime.handle.transport import Caller
+from rollout.weights.format.lora_check import check_adapter, completed_config
+from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
+from rollout.weights.push.transport_choice import choose_transport
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.transports.carriers import AsAdapter
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import (
+        KeptGroup,
+        NamedTensors,
+        NameMap,
+        OutgoingPush,
+        PushPlanCache,
+        TrainerWeights,
+    )
+
+
+def _torch() -> AbstractContextManager[None]:
+    return optional_import("embedded", "pushing weights needs torch, which is not installed")
+
+
+class PushBuilder:
+    """Builds the pushes of one server, and tracks the open ones."""
+
+    def __init__(self, config: ServerConfig, caller: Caller) -> None:
+        self._config = config
+        self._caller = caller
+        self._open: dict[int, OutgoingPush] = {}
+        self._last: OutgoingPush | None = None
+        self._pool: ShmBufferPool | None = None
+        self._kept: KeptGroup | None = None
+        self._expected: Manifest | None = None
+        self._has_expected = False
+        self._plans: PushPlanCache | None = None
+        # The last manifest that fits the model, and whether it was checked as a full push.
+        self._checked: tuple[Manifest, bool] | None = None
+
+    # -- build ------------------------------------------------------------------------------
+
+    def full(
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        *,
+        name_map: NameMap | None = None,
+        may_stream: bool,
+        contents: WeightUpdate | None = None,
+    ) -> WeightPush:
+        """A push of the model's own tensors: all, or some with ``update: partial``.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
+        with _torch():
+            from rollout.weights.tensors import TrainerWeights
+        if name_map is not None and not callable(name_map):
+            raise WeightMismatch(f"name_map is a function, not a {type(name_map).__name__}")
+        expected = self._expected_manifest()
+        weights = TrainerWeights(
+            named_tensors,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            expected=expected,
+            name_map=name_map,
+            plans=self._kept_plans(),
+        )
+        update = contents or self._config.weights.update
+        if expected is not None and update is not WeightUpdate.FROZEN:
+            self._check(weights.manifest, expected, is_full=update is WeightUpdate.FULL)
+        transport = self._transport(weights)
+        with self._naming_path(transport):
+            outgoing = self._sender().send(
+                weights, version, transport, contents, may_stream=may_stream
+            )
+        return self._opened(outgoing)
+
+    def adapter(
+        self, named_tensors: NamedTensors, config: Mapping[str, Any], version: int
+    ) -> WeightPush:
+        """A push of a LoRA adapter under ``weights.adapter``'s name, by value.
+
+        Raises:
+            WeightMismatch: it does not fit the model, or the server takes no adapters.
+        """
+        with _torch():
+            from rollout.weights.tensors.adapters import make_adapter_push, own_manifest
+
+        settings = self._config.weights
+        if settings.update is not WeightUpdate.LORA:
+            raise WeightMismatch(f"weights.update is {settings.update}: adapters need lora")
+        if not isinstance(config, Mapping):
+            raise WeightMismatch(
+                f"an adapter's config is the mapping in adapter_config.json, not {config!r}"
+            )
+        push = make_adapter_push(named_tensors, config, name=settings.adapter, version=version)
+        tensors = own_manifest(push, settings.adapter)
+        check_adapter(config, tensors, self._expected_manifest())
+        carrier = AsAdapter(settings.adapter, completed_config(config, tensors))
+        return replace(push, carrier=carrier)
+
+    def base_differs(self, named_tensors: NamedTensors) -> bool:
+        """Whether these weights differ from the checkpoint that the engines load."""
+        with _torch():
+            from rollout.weights.tensors.adapters import differs_from_checkpoint
+
+        return differs_from_checkpoint(
+            named_tensors, self._config.model_path, self._expected_manifest()
+        )
+
+    def _check(self, manifest: Manifest, expected: Manifest, *, is_full: bool) -> None:
+        if self._checked is None or self._checked[0] is not manifest or is_full > self._checked[1]:
+            casts = self._config.weights.casts
+            check_push(manifest, expected, must_be_complete=is_full, casts=casts)
+            self._checked = manifest, is_full
+
+    def _kept_plans(self) -> PushPlanCache:
+        if self._plans is None:
+            from rollout.weights.tensors import PushPlanCache
+
+            self._plans = PushPlanCache()
+        return self._plans
+
+    def _expected_manifest(self) -> Manifest | None:
+        if not self._has_expected:
+            self._expected = self._caller.call(RolloutServer.expected_manifest).result()
+            self._has_expected = True
+        return self._expected
+
+    def _transport(self, weights: TrainerWeights) -> Transport:
+        wanted = self._config.weights.transport
+        if wanted not in (Transport.AUTO, Transport.SHARED_MEMORY, Transport.CUDA_IPC):
+            return wanted
+        groups = self._caller.call(RolloutServer.status).result().groups
+        engines = [engine for group in groups for engine in group.engines]
+        remote = [
+            engine.engine_id
+            for engine in engines
+            if not engine.fence_reason
+            and not self._caller.is_here(engine.node_id, engine.endpoint.host)
+        ]
+        return choose_transport(wanted, remote, self._why_no_room(weights))
+
+    def _why_no_room(self, weights: TrainerWeights) -> str:
+        more = weights.num_bytes - (self._pool.num_bytes() if self._pool else 0)
+        root = self._config.weights.shared_memory_path
+        try:
+            return why_no_room(max(0, more), root)
+        except OSError as error:
+            return f"{root}: {error.strerror}"
+
+    def _naming_path(self, transport: Transport) -> AbstractContextManager[None]:
+        """A block in which an OSError names the setting of the path that this transport uses."""
+        weights = self._config.weights
+        if transport is Transport.DISK:
+            return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
+        return naming_setting(
+            "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
+        )
+
+    def _sender(self) -> Any:
+        from rollout.weights.tensors import KeptGroup, PushSender
+
+        if self._pool is None:
+            self._pool = ShmBufferPool(self._config.weights.shared_memory_path)
+        if self._kept is None:
+            self._kept = KeptGroup()
+        return PushSender(
+            self._config.weights,
+            self._pool,
+            host=self._caller.own_host(),
+            timeout_s=self._config.lifecycle.update_timeout_s,
+            model_path=self._config.model_path,
+            kept=self._kept,
+        )
+
+    # -- end --------------------------------------------------------------------------------
+
+    def _opened(self, outgoing: OutgoingPush) -> WeightPush:
+        self.end(outgoing.push.version)  # a push that was built and never sent
+        self._open[outgoing.push.version] = outgoing
+        return outgoing.push
+
+    def ended_with(self, pending: Pending[StepReport], push: WeightPush) -> Pending[StepReport]:
+        """The same call; when it ends, the push's resources are freed."""
+        return pending.then(lambda: self.end(push.version))
+
+    def end(self, version: int) -> None:
+        """Free the resources of the push of this version, if there is one."""
+        outgoing = self._open.pop(version, None)
+        if outgoing is not None and self._config.weights.store is not None:
+            # The store reads a push after it serves, so keep it until the next push.
+            outgoing, self._last = self._last, outgoing
+        if outgoing is not None:
+            outgoing.close()
+
+    def close(self) -> None:
+        """End all pushes, leave the broadcast group, and remove all files."""
+        for version in list(self._open):
+            self.end(version)
+        if self._last is not None:
+            self._last.close()
+            self._last = None
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+        if self._pool is not None:
+            self._pool.close()

@@ -1,0 +1,293 @@
+"""The handle of one server: its commands, and pushes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import ServerConfig, WeightUpdate
+from rollout.control.engine.logprob_check import check_expected, prompts_of
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.core.pending import Pending
+from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
+from rollout.rules.canary import Logprobs, Prompt
+from rollout.runtime.handle.offload_window import OffloadWindow
+from rollout.runtime.handle.push_builder import PushBuilder
+from rollout.runtime.handle.transport import Caller
+from rollout.weights.format.named import named_pairs
+from rollout.weights.push.push_version import checked_version
+from rollout.weights.push.weight_push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import NamedTensors, NameMap
+
+
+class ServerHandle:
+    """The handle of one rollout server."""
+
+    def __init__(self, name: str, config: ServerConfig, caller: Caller) -> None:
+        self.name = name
+        self._caller = caller
+        self._url = ""
+        self._version = 0
+        self._push_builder = PushBuilder(config, caller)
+        self._config = config
+        self._expected: Logprobs = ()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the router: ``/generate``, ``/v1/...`` go here."""
+        if not self._url:
+            self._url = self.status().result().router_url
+        return self._url
+
+    @property
+    def weight_version(self) -> int:
+        """The version published last through this handle."""
+        return self._version
+
+    # -- log-prob check ---------------------------------------------------------------------
+
+    @property
+    def canary_prompts(self) -> tuple[Prompt, ...]:
+        """Token ids of the prompts of the log-prob check."""
+        return prompts_of(self._config.lifecycle, self._config.model_path)
+
+    def expect(self, logprobs: Sequence[Sequence[float]]) -> None:
+        """Set the log-probs of the trainer's model for ``canary_prompts`` with the next push.
+
+        Engines with other log-probs are fenced, even if their fingerprints are right.
+
+        Args:
+            logprobs: for each prompt, of its tokens after the first.
+                ``weights.tensors.canary_logprobs`` computes them with a transformers model.
+
+        Raises:
+            WeightMismatch: the numbers of prompts or tokens differ.
+        """
+        try:
+            expected = tuple(tuple(map(float, values)) for values in logprobs)
+        except (TypeError, ValueError) as error:
+            raise WeightMismatch(f"log-probs are a list of floats per prompt: {error}") from None
+        check_expected(expected, self.canary_prompts)
+        self._expected = expected
+
+    # -- whole transitions ------------------------------------------------------------------
+
+    def offload(self) -> Pending[StepReport]:
+        """Pause, flush and release, each a barrier over all groups."""
+        return self._caller.call(RolloutServer.offload)
+
+    def onload(
+        self,
+        named_tensors: NamedTensors | WeightPush | None = None,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
+
+        Args:
+            named_tensors: tensors by checkpoint name, DTensors too; or an existing push.  None
+                pushes nothing.
+            version: the new weight version; by default one more than the last.
+            name_map: maps the trainer's names and fused tensors to the checkpoint's; see
+                ``rollout.weights.tensors.NameMap``.
+        """
+        if named_tensors is None:
+            return self.onload_push(None)
+        return self.onload_push(self._made(named_tensors, version, name_map))
+
+    def onload_push(self, push: WeightPush | None) -> Pending[StepReport]:
+        """``onload`` with an existing push."""
+        if push is None:
+            return self._caller.call(RolloutServer.onload, None)
+        return self._sent(RolloutServer.onload, push)
+
+    def sync_weights(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        """New weights without an offload: pause, flush, update, verify, continue."""
+        push = self._made(named_tensors, version, name_map)
+        return self._sent(RolloutServer.update_and_continue, push)
+
+    def sync_base(
+        self, named_tensors: NamedTensors, *, version: int | None = None
+    ) -> Pending[StepReport] | None:
+        """With ``update: lora``, at the start: push the trainer's base weights.
+
+        Returns None and sends nothing if the engines loaded the same weights from ``model_path``.
+        """
+        chosen = self._next(version)
+        pairs = list(named_pairs(named_tensors))
+        if not self._push_builder.base_differs(pairs):
+            return None
+        return self.sync_weights(self.make_base_push(pairs, chosen))
+
+    def offloaded(
+        self, weights: Callable[[], NamedTensors] | None = None, *, version: int | None = None
+    ) -> OffloadWindow:
+        """``with server.offloaded():`` the trainer uses the GPUs; also ``async with``.
+
+        Args:
+            weights: called when the block ends, for the tensors to push.
+        """
+        if weights is not None and not callable(weights):
+            raise ConfigError(
+                f"offloaded(weights) takes a function that returns tensors, not a "
+                f"{type(weights).__name__}; push tensors with window.push(tensors)"
+            )
+        chosen = None if version is None else checked_version(version)
+        return OffloadWindow(self, weights, chosen)
+
+    # -- single commands --------------------------------------------------------------------
+
+    def pause_generation(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.pause_generation)
+
+    def flush_cache(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.flush_cache)
+
+    def release_memory_occupation(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.release_memory_occupation)
+
+    def onload_weights(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.onload_weights)
+
+    def update_weights(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        push = self._made(named_tensors, version, name_map)
+        return self._sent(RolloutServer.update_weights, push)
+
+    def verify(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.verify)
+
+    def onload_kv(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.onload_kv)
+
+    def continue_generation(self) -> Pending[StepReport]:
+        return self._caller.call(RolloutServer.continue_generation)
+
+    def remove_engine(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
+        """Remove an engine while the others serve: drain, free and measure its memory, end it.
+
+        Args:
+            keep_process: it only sleeps, with its memory released; ``add_engine`` wakes it.
+        """
+        return self._caller.call(RolloutServer.remove_engine, engine_id, keep_process)
+
+    def add_engine(self, engine_id: str) -> Pending[EngineStatus]:
+        """Start or wake a removed engine; it serves after its weights are verified."""
+        return self._caller.call(RolloutServer.add_engine, engine_id)
+
+    def status(self) -> Pending[ServerStatus]:
+        """Phase, engines, versions, gate; works also while a command runs."""
+        return self._caller.call(RolloutServer.status)
+
+    # -- pushes -----------------------------------------------------------------------------
+
+    def make_push(
+        self,
+        named_tensors: NamedTensors,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> WeightPush:
+        """Copy tensors into a push; the trainer may free them afterwards.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
+        return self._push_builder.full(
+            named_tensors, self._next(version), name_map=name_map, may_stream=False
+        )
+
+    def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
+        """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``."""
+        return self._push_builder.full(
+            named_tensors, self._next(version), may_stream=False, contents=WeightUpdate.FULL
+        )
+
+    def base_differs(self, named_tensors: NamedTensors) -> bool:
+        """Whether any tensor differs from the weights at ``model_path``."""
+        return self._push_builder.base_differs(named_tensors)
+
+    def make_adapter_push(
+        self,
+        named_tensors: NamedTensors,
+        config: Mapping[str, Any],
+        version: int | None = None,
+    ) -> WeightPush:
+        """With ``update: lora``: copy an adapter into a push.
+
+        Args:
+            named_tensors: with PEFT's names.
+            config: PEFT's ``adapter_config.json``: at least ``r`` and ``lora_alpha``.
+
+        Raises:
+            WeightMismatch: it does not fit the model.
+        """
+        return self._push_builder.adapter(named_tensors, config, self._next(version))
+
+    def prepare(
+        self, named_tensors: NamedTensors | WeightPush, version: int | None = None
+    ) -> WeightPush:
+        """A new or existing push, shipped: ready for the server."""
+        if isinstance(named_tensors, WeightPush):
+            return self._shipped(named_tensors)
+        return self._shipped(self.make_push(named_tensors, version))
+
+    def end_push(self, push: WeightPush) -> None:
+        """Free the resources of a push in this process.  Calls that send it do so themselves."""
+        self._push_builder.end(push.version)
+
+    def close(self) -> None:
+        """End all pushes and remove their files; the server keeps running."""
+        self._push_builder.close()
+
+    def _next(self, version: int | None) -> int:
+        if version is not None:
+            return checked_version(version)
+        # Attached engines may have begun with a version of their own.
+        self._version = self._version or self.status().result().weight_version
+        return self._version + 1
+
+    def _made(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        version: int | None,
+        name_map: NameMap | None,
+    ) -> WeightPush:
+        if isinstance(named_tensors, WeightPush):
+            return named_tensors
+        return self._push_builder.full(
+            named_tensors, self._next(version), name_map=name_map, may_stream=True
+        )
+
+    def _sent(
+        self,
+        method: Callable[[RolloutServer, WeightPush], Awaitable[StepReport]],
+        push: WeightPush,
+    ) -> Pending[StepReport]:
+        return self._push_builder.ended_with(self._caller.call(method, self._shipped(push)), push)
+
+    def _shipped(self, push: WeightPush) -> WeightPush:
+        if not isinstance(push, WeightPush):
+            raise WeightMismatch(
+                f"a push is what make_push returns, not a {type(push).__name__}; onload(tensors) "
+                "takes tensors"
+            )
+        self._version = max(self._version, push.version)
+        if self._expected:
+            push, self._expected = replace(push, canary=self._expected), ()
+        return self._caller.ship(push)

@@ -1,0 +1,212 @@
+"""Runs a deployment in this process: servers on one event loop, engines as child processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from engines.launch import EngineLauncher, LocalLauncher
+from engines.protocol import GpuId, WorkerType, read_gpu_id
+from rollout.config import RolloutConfig, ServerConfig
+from rollout.config.run_dir import JOURNAL_FILE, RunFolder
+from rollout.control.deployment import Deployment
+from rollout.control.engine.start import Connect
+from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.server.journal import ServerJournal
+from rollout.control.server.server import RolloutServer
+from rollout.core.pending import LoopThread, Pending
+from rollout.core.types import EngineSlot
+from rollout.observability.page.page_host import create_page
+from rollout.observability.timeline.span_file import create_timeline
+from rollout.router.host import RouterHost
+from rollout.rules.placement import assign_slots, local_bundles, plan_placement
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.preflight import check_before_launch
+from rollout.runtime.run_lock import RunLock
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_source import WeightSource
+from rollout.weights.store.agents import LocalAgents, StoreTerms
+from rollout.weights.store.restore import StoreSource
+from rollout.weights.store.store import WeightStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalCaller:
+    """Calls a server on an event loop of this process."""
+
+    def __init__(self, loop: LoopThread, server: RolloutServer) -> None:
+        self._loop = loop
+        self._server = server
+
+    def call(
+        self,
+        method: Callable[Concatenate[RolloutServer, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Pending[T]:
+        return self._loop.submit(method(self._server, *args, **kwargs))
+
+    def ship(self, push: WeightPush) -> WeightPush:
+        return push
+
+    def is_here(self, node_id: str, host: str) -> bool:
+        return host in ("127.0.0.1", "localhost", "::1")
+
+    def own_host(self) -> str:
+        return "127.0.0.1"
+
+
+def group_settings(
+    config: RolloutConfig, server: str, group: str, sources: Sequence[WeightSource] = ()
+) -> GroupSettings:
+    """The part of ``config`` that one group needs.
+
+    Args:
+        sources: weight sources for restarted engines, tried before the disk.
+    """
+    of_server = config.servers[server]
+    return GroupSettings(
+        name=group,
+        path=f"servers.{server}.groups.{group}",
+        model_path=of_server.model_path,
+        log_dir=str(RunFolder.of(config).of_server(server)),
+        group=of_server.groups[group],
+        update=of_server.weights.update,
+        lifecycle=of_server.lifecycle,
+        health=of_server.health,
+        otel=of_server.timeline.otel,
+        sources=tuple(sources),
+    )
+
+
+def started_groups(config: RolloutConfig, server: str) -> list[str]:
+    """Names of the groups that start engines; placeholders only reserve their slots."""
+    return [
+        name
+        for name, group in config.servers[server].groups.items()
+        if group.worker_type is not WorkerType.PLACEHOLDER
+    ]
+
+
+def build_servers(
+    config: RolloutConfig,
+    launcher: EngineLauncher,
+    gpu_ids: Sequence[GpuId],
+    connect: Connect | None = None,
+) -> dict[str, RolloutServer]:
+    """The servers of ``config`` as objects; nothing is started.
+
+    Args:
+        connect: creates the client of an engine; None creates the HTTP client.
+
+    Raises:
+        ConfigError: a release would lose weights.
+        PlacementError: there are fewer GPUs than the engines need.
+    """
+    plan = plan_placement(
+        {name: server.groups for name, server in config.servers.items()},
+        trainer_gpus=config.cluster.trainer_gpus,
+    )
+    slots = assign_slots(plan, local_bundles(plan, gpu_ids, float(os.cpu_count() or 1)))
+    run = RunFolder.of(config)
+
+    def group_of(settings: GroupSettings, slots: Sequence[EngineSlot]) -> ServerGroup:
+        timeline = create_timeline(settings.log_dir, settings.source, otel=settings.otel)
+        return ServerGroup(settings, slots, launcher, connect, timeline=timeline)
+
+    def server_of(name: str, server: ServerConfig) -> RolloutServer:
+        terms = store_terms(config, name)
+        store: WeightStore | None = None
+        sources: Sequence[WeightSource] = ()
+        if terms is not None:
+            agents = LocalAgents(terms, store_nodes(slots, name))
+            store = WeightStore(terms, agents, server.weights.update)
+            sources = (StoreSource(terms, agents, server.model_path),)
+        return RolloutServer(
+            name,
+            server,
+            {
+                group: group_of(group_settings(config, name, group, sources), slots[name, group])
+                for group in started_groups(config, name)
+            },
+            RouterHost(server.router),
+            store=store,
+            timeline=create_timeline(run.of_server(name), name, otel=server.timeline.otel),
+            page=create_page(server, run, name),
+            journal=ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "local"),
+        )
+
+    return {name: server_of(name, server) for name, server in config.servers.items()}
+
+
+def store_terms(config: RolloutConfig, server: str) -> StoreTerms | None:
+    """Terms for the weight store of a server; None if it has none."""
+    store = config.servers[server].weights.store
+    return None if store is None else StoreTerms.of(store, config.run_id, server)
+
+
+def store_nodes(slots: Mapping[tuple[str, str], Sequence[EngineSlot]], server: str) -> list[str]:
+    """The nodes that store a server's weights: the nodes of its engines."""
+    own = (slot for (owner, _), slots_of in slots.items() if owner == server for slot in slots_of)
+    return sorted({share.node_id for slot in own for share in slot.shares})
+
+
+def lock_timeout_s(config: RolloutConfig) -> float:
+    """How long a transaction over all servers waits for the previous one."""
+    return max(server.lifecycle.lock_timeout_s for server in config.servers.values())
+
+
+def visible_gpus() -> list[GpuId]:
+    """GPU ids of this machine that ``CUDA_VISIBLE_DEVICES`` allows, as NVIDIA's driver lists them.
+
+    Needs no CUDA library: the driver lists each GPU under ``/proc/driver/nvidia/gpus``.
+    """
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        found: list[GpuId] = []
+        with suppress(ValueError):  # CUDA too ignores what follows an invalid id, such as -1
+            found.extend(map(read_gpu_id, allowed.split(",")))
+        return found
+    listed = Path("/proc/driver/nvidia/gpus")
+    return list(range(len(list(listed.iterdir())))) if listed.is_dir() else []
+
+
+def launch_local(
+    config: RolloutConfig,
+    *,
+    launcher: EngineLauncher | None = None,
+    connect: Connect | None = None,
+) -> DeploymentHandle:
+    """Start all servers of ``config`` in this process; returns when they serve.
+
+    Args:
+        launcher: starts the engines; None starts them as child processes.
+        connect: creates the client of an engine; tests inject their own.
+
+    Raises:
+        ConfigError, PlacementError: before anything is started.
+        PhaseFailed: an engine did not start; nothing is left running.
+    """
+    check_before_launch(config, launches_here=launcher is None)
+    lock = RunLock(RunFolder.of(config))
+    try:
+        servers = build_servers(config, launcher or LocalLauncher(), visible_gpus(), connect)
+    except BaseException:
+        lock.release()
+        raise
+    loop = LoopThread("deployment")
+    return DeploymentHandle(
+        config,
+        {
+            name: ServerHandle(name, config.servers[name], LocalCaller(loop, server))
+            for name, server in servers.items()
+        },
+        Deployment(servers, lock_timeout_s=lock_timeout_s(config)),
+        loop,
+        on_close=lock.release,
+    ).started()

@@ -1,0 +1,144 @@
+"""Checks a configuration against this machine, before anything is started.
+
+Always true: nothing is created or started.  All mistakes are found at once, each with its setting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from engines.launch import check_spec
+from engines.protocol import WorkerType
+from engines.protocol.errors import EngineError
+from engines.protocol.spec import SGLANG_CPU, EngineSpec
+from rollout.config import (
+    EngineConfig,
+    EngineKind,
+    GroupConfig,
+    RolloutConfig,
+    ServerConfig,
+    Transport,
+    wrong_paths,
+)
+from rollout.control.engine.start import configured_spec
+from rollout.core.errors import ConfigError, Mistake
+from rollout.core.os_errors import why_not_writable
+from rollout.rules.release_policy import release_policy
+
+_MODULES = {
+    EngineKind.EMBEDDED: ("torch", "transformers"),
+    EngineKind.SGLANG: ("sglang",),
+}
+
+
+def check_before_launch(config: RolloutConfig, *, launches_here: bool = True) -> None:
+    """Raise if ``config`` cannot be launched.
+
+    Args:
+        launches_here: engines are child processes of this interpreter.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    found = wrong_settings(config)
+    if launches_here:
+        found += _missing_modules(config)
+    if found:
+        raise ConfigError.of(found)
+
+
+def wrong_settings(config: RolloutConfig) -> list[Mistake]:
+    """What cannot work on this machine, or with engines of their kind."""
+    found = [*wrong_paths(config), *_wrong_log_dir(config)]
+    for name, server in config.servers.items():
+        found += _wrong_folders(f"servers.{name}.weights", server)
+        for group, settings in server.groups.items():
+            found += _wrong_group(f"servers.{name}.groups.{group}", server, settings)
+    return found
+
+
+def _wrong_log_dir(config: RolloutConfig) -> Iterator[Mistake]:
+    if why := why_not_writable(Path(config.log_dir) / config.run_id):
+        yield _wrong("log_dir", config.log_dir, f"{why}; give a folder for the files of runs")
+
+
+def _wrong_folders(path: str, server: ServerConfig) -> Iterator[Mistake]:
+    weights = server.weights
+    is_named = "shared_memory_path" in weights.model_fields_set
+    if is_named or weights.transport is Transport.SHARED_MEMORY:
+        yield from _wrong_tmpfs(f"{path}.shared_memory_path", weights.shared_memory_path)
+    if weights.store is not None:
+        yield from _wrong_tmpfs(f"{path}.store.path", weights.store.path)
+    if weights.transport is Transport.DISK and weights.disk_path is not None:
+        parent = weights.disk_path.partition("{version}")[0] or "."
+        if why := why_not_writable(parent if parent.endswith("/") else Path(parent).parent):
+            yield _wrong(f"{path}.disk_path", weights.disk_path, f"{why}; give a folder that can")
+
+
+def _wrong_tmpfs(setting: str, path: str) -> Iterator[Mistake]:
+    # It is not created: in the place of a file system that is not mounted, a folder would fill the
+    # root disk.
+    if not os.path.isdir(path):
+        why = "is no folder" if os.path.exists(path) else "does not exist"
+        yield _wrong(setting, path, f"it {why}; mount a tmpfs there, or use /dev/shm")
+    elif why := why_not_writable(path):
+        yield _wrong(setting, path, f"{why}; make it writable, or use /dev/shm")
+
+
+def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterator[Mistake]:
+    try:
+        release_policy(path, group, server.weights.update)
+    except ConfigError as error:
+        yield Mistake(error.setting, error.value, str(error))
+    engine = group.engine
+    if engine.kind is EngineKind.ATTACHED or group.worker_type is WorkerType.PLACEHOLDER:
+        return
+    if why := _why_no_interpreter(engine.python):
+        yield _wrong(f"{path}.engine.python", engine.python, why)
+        return
+    try:
+        check_spec(_spec(server.model_path, group))
+    except (ValueError, EngineError) as error:
+        yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
+
+
+def _why_no_interpreter(python: str) -> str:
+    if python in ("", SGLANG_CPU) or shutil.which(python):
+        return ""
+    reason = "cannot be executed" if Path(python).exists() else "does not exist"
+    return f"it {reason}; give the path of a Python interpreter, or leave python out"
+
+
+def _spec(model_path: str, group: GroupConfig) -> EngineSpec:
+    engine = group.engine
+    return replace(
+        configured_spec(model_path, group),
+        gpu_ids=tuple(range(engine.gpus // engine.nodes)),
+        num_nodes=engine.nodes,
+        dist_init_addr="127.0.0.1:1" if engine.nodes > 1 else "",
+    )
+
+
+def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
+    for name, server in config.servers.items():
+        for group, settings in server.groups.items():
+            if missing := _first_missing(settings.engine):
+                setting = f"servers.{name}.groups.{group}.engine.kind"
+                kind = settings.engine.kind.value
+                hint = "pip install 'ray-rollout[embedded]'" if kind == "embedded" else ""
+                hint = hint or "install it, or set engine.python to an interpreter that has it"
+                yield _wrong(setting, kind, f"{missing} is not installed here; {hint}")
+
+
+def _first_missing(engine: EngineConfig) -> str:
+    needed = () if engine.python else _MODULES.get(engine.kind, ())
+    return next((name for name in needed if importlib.util.find_spec(name) is None), "")
+
+
+def _wrong(setting: str, value: str, why: str) -> Mistake:
+    return Mistake(setting, value, f"{setting} = {value!r}: {why}")

@@ -1,0 +1,132 @@
+"""One running engine on Ray: a process on each of its nodes, each owned by an actor.
+
+Always true: ``kill`` and ``stop`` return only after each process of the engine has ended or its
+node is lost, also if its actor was lost before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
+
+from rollout.core.errors import ActorLost
+from rollout.core.fanout import barrier
+from rollout.runtime.ray.nodes import confirm_ended
+from rollout.runtime.ray.remote_call import RemoteCall
+
+_MEASURE_TIMEOUT_S = 5.0
+# Together less than a group's deadline for ending a fenced engine.
+_KILL_TIMEOUT_S = 6.0
+_CONFIRM_TIMEOUT_S = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartedProcess:
+    """The process that an actor has started."""
+
+    endpoint: Endpoint
+    pid: int | None
+    processes: tuple[ProcessIdentity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """The part of an engine on one node."""
+
+    node_id: str
+    actor: Any
+    started: StartedProcess
+
+
+class RayEngine:
+    """A ``RunningEngine`` owned by actors.
+
+    Args:
+        parts: in order of rank; the first takes the requests.
+    """
+
+    def __init__(self, engine_id: str, parts: Sequence[EnginePart]) -> None:
+        self.engine_id = engine_id
+        self.parts = tuple(parts)
+        self.endpoint = self.parts[0].started.endpoint
+        self.pid = self.parts[0].started.pid
+        self.node_ids = tuple(part.node_id for part in self.parts)
+        self.node_id = self.node_ids[0]
+        self._name = f"engine {engine_id}"
+
+    @property
+    def processes(self) -> tuple[ProcessIdentity, ...]:
+        return tuple(identity for part in self.parts for identity in part.started.processes)
+
+    async def resident_bytes(self) -> int | None:
+        measured = await self._measure(lambda part: part.actor.resident_bytes.remote())
+        return None if measured is None else sum(measured)
+
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        measured = await self._measure(lambda part: part.actor.gpu_memory.remote())
+        return None if measured is None else [gpu for gpus in measured for gpu in gpus]
+
+    async def _measure(self, call: Callable[[EnginePart], Any]) -> list[Any] | None:
+        """One figure from each part; None if one of them has none."""
+        try:
+            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                measured = await self._all(call)
+        except Exception:  # without this figure a phase must not fail
+            return None
+        return None if None in measured else measured
+
+    async def is_alive(self) -> bool:
+        try:
+            return all(await self._all(lambda part: part.actor.is_alive.remote()))
+        except ActorLost as error:
+            if error.is_dead:  # the engine's guard ends it with its owner
+                return False
+            raise
+
+    async def log_tail(self, lines: int = 20) -> str:
+        async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+            return "\n".join(await self._all(lambda part: part.actor.log_tail.remote(lines)))
+
+    async def stop(self, grace_s: float) -> bool:
+        async def stop(part: EnginePart) -> bool:
+            async with asyncio.timeout(grace_s + _KILL_TIMEOUT_S):
+                killed: bool = await self._call(part.actor.stop.remote(grace_s))
+                return killed
+
+        return any(await self._end_parts(stop))
+
+    async def kill(self) -> None:
+        async def kill(part: EnginePart) -> None:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await self._call(part.actor.kill.remote())
+
+        await self._end_parts(kill)
+
+    async def _end_parts(self, call: Callable[[EnginePart], Awaitable[Any]]) -> list[Any]:
+        async def end(part: EnginePart) -> Any:
+            try:
+                return await call(part)
+            except (ActorLost, TimeoutError):
+                # The guard ends the engine of a dead actor; a hung actor is killed first.
+                ray.kill(part.actor)
+                await confirm_ended(
+                    self.engine_id, part.node_id, part.started.processes, _CONFIRM_TIMEOUT_S
+                )
+                return True
+            finally:
+                ray.kill(part.actor)
+
+        done = await barrier({str(rank): end(part) for rank, part in enumerate(self.parts)})
+        return list(done.values())
+
+    async def _all(self, call: Callable[[EnginePart], Any]) -> list[Any]:
+        calls = [self._call(call(part)) for part in self.parts]
+        return list(await asyncio.gather(*calls))
+
+    def _call(self, object_ref: Any) -> RemoteCall[Any]:
+        return RemoteCall(object_ref, self._name)

@@ -1,0 +1,94 @@
+"""Finds the servers of a run on a Ray cluster, and queries them while they work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util import list_named_actors
+
+from rollout.core.errors import ConfigError
+from rollout.observability.page.state_cache import StateCache
+from rollout.runtime.ray.handles import RemoteServer
+from rollout.runtime.ray.remote_call import RemoteCall
+
+_STOP_TIMEOUT_S = 120.0
+_LOG_TIMEOUT_S = 15.0
+
+
+@dataclass(slots=True)
+class ServerViaActor:
+    """One server actor; ``rollout.cli.lib.find_run.RunningServer``."""
+
+    name: str
+    where: str
+    port: RemoteServer
+    pid: int | None = None
+    cache: StateCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = StateCache(self.port.observe)
+
+    def state(self) -> dict[str, Any]:
+        asyncio.run(self.cache.refresh())
+        return {"can_steer": True, "run_id": self.where, **self.cache.snapshot()}
+
+    def log_tail(self, engine_id: str) -> str:
+        tail: str = asyncio.run(_within(_LOG_TIMEOUT_S, self.port.log_tail(engine_id)))
+        return tail
+
+    def stop(self) -> None:
+        asyncio.run(_within(_STOP_TIMEOUT_S, self.port.stop()))
+
+
+async def _within(budget_s: float, call: RemoteCall[Any]) -> Any:
+    async with asyncio.timeout(budget_s):
+        return await call
+
+
+def find_servers(run_id: str, *, address: str, namespace: str) -> list[ServerViaActor]:
+    """The server actors of a run.
+
+    Raises:
+        ConfigError: the cluster cannot be joined, or the run has no server there.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(
+                address=address,
+                namespace=namespace,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"--address {address!r}: cannot join that cluster: {error}") from None
+    actors = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors]
+    here = [actor["name"] for actor in actors if actor["namespace"] == namespace]
+    mine = {name: server for name in here if (server := server_of(name, run_id))}
+    if not mine:
+        others = sorted(name for name in names if name.startswith("rollout-"))
+        raise ConfigError(
+            f"no server of run {run_id!r} in namespace {namespace!r}; "
+            f"named actors there: {', '.join(others) or 'none'}"
+        )
+    return [
+        ServerViaActor(
+            mine[name],
+            f"actor {name}",
+            RemoteServer(ray.get_actor(name, namespace=namespace), name),
+        )
+        for name in sorted(mine)
+    ]
+
+
+def server_of(actor: str, run_id: str) -> str:
+    """The server of this run whose actor has this name; empty if it is of another run.
+
+    A server's name has no ``-``, so ``rollout-a-b-policy`` is of run ``a-b``, not of run ``a``.
+    """
+    run, _, server = actor.removeprefix("rollout-").rpartition("-")
+    return server if actor.startswith("rollout-") and run == run_id else ""

@@ -1,0 +1,119 @@
+"""Calls of Ray actors: by a training loop, a server or a command line.
+
+Every call is submitted immediately.  Its result can be awaited, and raises the actor's own error,
+without Ray's wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import ray
+
+from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.server import RolloutServer
+from rollout.core.pending import Pending
+from rollout.router.host import RouterHost
+from rollout.runtime.ray.remote_call import RemoteCall, peel
+from rollout.weights.push.weight_push import WeightPush
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_GROUP_LOST = "with health.recover another replaces it; repeat the command then"
+_SERVER_LOST = (
+    "its router, groups and engines have ended with it; stop this deployment, launch it again"
+)
+
+
+class RemoteActor:
+    """Has the methods of its actor; each submits its call and returns a ``RemoteCall``.
+
+    Args:
+        name: names the actor in errors.
+        if_dead: the consequence of the actor's death, and what to do.
+    """
+
+    def __init__(self, actor: Any, name: str, if_dead: str = "") -> None:
+        self._actor = actor
+        self._name = name
+        self._if_dead = if_dead
+
+    def __getattr__(self, method: str) -> Callable[..., RemoteCall[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._submit, method)
+
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> RemoteCall[Any]:
+        object_ref = getattr(self._actor, method).remote(*args, **kwargs)
+        return RemoteCall(object_ref, self._name, self._if_dead)
+
+
+class RemoteServer(RemoteActor):
+    """A ``RolloutServerActor``."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        super().__init__(actor, name, _SERVER_LOST)
+
+    def stop(self) -> RemoteCall[None]:
+        """Stop the server, and end the actors it created."""
+        return self._submit("end")
+
+
+def remote_server(actor: Any, name: str) -> RolloutServer:
+    """A ``RolloutServerActor`` as a deployment sees it."""
+    return cast("RolloutServer", RemoteServer(actor, name))
+
+
+def remote_group(actor: Any, name: str) -> ServerGroup:
+    """A ``ServerGroupActor`` as its server sees it."""
+    return cast("ServerGroup", RemoteActor(actor, name, _GROUP_LOST))
+
+
+def remote_router(actor: Any, name: str) -> RouterHost:
+    """A ``RouterActor`` as its server sees it."""
+    return cast("RouterHost", RemoteActor(actor, name))
+
+
+class RayCaller:
+    """Calls a ``RolloutServerActor`` for a handle; a call is submitted immediately.
+
+    Args:
+        name: names the actor in errors.
+    """
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def call(
+        self,
+        method: Callable[Concatenate[RolloutServer, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Pending[T]:
+        object_ref = getattr(self._actor, method.__name__).remote(*args, **kwargs)
+        return Pending(
+            object_ref.future(),
+            object_ref=object_ref,
+            translate=lambda error: peel(error, self._name, _SERVER_LOST),
+        )
+
+    def ship(self, push: WeightPush) -> WeightPush:
+        """Put buckets into the object store, one by one, so that no process holds them all."""
+        buckets: tuple[Any, ...] = tuple(_put(bucket) for bucket in push.buckets)
+        return replace(push, buckets=buckets)
+
+    def is_here(self, node_id: str, host: str) -> bool:
+        return node_id == ray.get_runtime_context().get_node_id()
+
+    def own_host(self) -> str:
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+
+def _put(bucket: Any) -> Any:
+    return ray.put(bucket) if isinstance(bucket, bytes) else bucket

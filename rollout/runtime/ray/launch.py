@@ -1,0 +1,213 @@
+"""Creates and places the actors of a run; the only user of the whole configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from engines.launch import EngineLauncher, LocalLauncher
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollout.config import RolloutConfig
+from rollout.config.run_dir import JOURNAL_FILE, RunFolder
+from rollout.control.deployment import Deployment
+from rollout.control.server.journal import ServerJournal
+from rollout.core.errors import ConfigError
+from rollout.core.pending import LoopThread
+from rollout.core.types import EngineSlot
+from rollout.rules.placement import assign_slots, plan_placement
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.local import (
+    group_settings,
+    lock_timeout_s,
+    started_groups,
+    store_nodes,
+    store_terms,
+)
+from rollout.runtime.preflight import check_before_launch
+from rollout.runtime.ray.actor_factory import ServerParts
+from rollout.runtime.ray.actors import (
+    EngineActor,
+    RolloutServerActor,
+    RouterActor,
+    ServerGroupActor,
+)
+from rollout.runtime.ray.engine_launcher import EnginePlacement
+from rollout.runtime.ray.handles import RayCaller, remote_server
+from rollout.runtime.ray.placement_group import remove_unused, reserve, still_used
+from rollout.runtime.ray.store_agents import end_agents, place_agents
+from rollout.runtime.run_lock import RunLock
+from rollout.weights.push.weight_source import WeightSource
+from rollout.weights.store.agents import RemoteAgents
+from rollout.weights.store.restore import StoreSource
+
+logger = logging.getLogger(__name__)
+
+_STOP_MARGIN_S = 45.0
+_UNUSED_TIMEOUT_S = 5.0
+
+
+def launch_ray(
+    config: RolloutConfig, *, launcher: EngineLauncher | None = None
+) -> DeploymentHandle:
+    """Start all servers of ``config`` as actors; returns when they serve.
+
+    Raises:
+        ConfigError, PlacementError: before any engine is started.
+        PhaseFailed: an engine did not start; nothing is left running.
+    """
+    check_before_launch(config, launches_here=False)
+    undo = _Undo(RunLock(RunFolder.of(config)))
+    try:
+        undo.started_ray = _connect(config)
+    except BaseException:
+        undo()
+        raise
+    loop = LoopThread("deployment")
+    try:
+        plan = plan_placement(
+            {name: server.groups for name, server in config.servers.items()},
+            trainer_gpus=config.cluster.trainer_gpus,
+        )
+        undo.placement_group, granted = reserve(plan, timeout_s=config.cluster.placement_timeout_s)
+        slots = assign_slots(plan, granted)
+        placement = EnginePlacement(
+            undo.placement_group,
+            # The CPU or GPU share of an engine is set when it is placed.
+            ray.remote(EngineActor),
+            launcher or LocalLauncher(),
+        )
+        actors = {
+            name: _make_server(config, name, slots, placement, undo) for name in config.servers
+        }
+    except BaseException:
+        loop.close()
+        undo()
+        raise
+    names = {name: _full_name(config, name) for name in config.servers}
+    return DeploymentHandle(
+        config,
+        {
+            name: ServerHandle(name, config.servers[name], RayCaller(actor, names[name]))
+            for name, actor in actors.items()
+        },
+        Deployment(
+            {name: remote_server(actor, names[name]) for name, actor in actors.items()},
+            # Beyond the deadlines of its router and engines, a server hangs.
+            stop_budget_s=_STOP_MARGIN_S
+            + 2 * max(server.lifecycle.stop_timeout_s for server in config.servers.values()),
+            lock_timeout_s=lock_timeout_s(config),
+        ),
+        loop,
+        on_close=undo,
+        placement_group=undo.placement_group,
+    ).started()
+
+
+def _connect(config: RolloutConfig) -> bool:
+    """Join the configured cluster; returns True if this call started a local one."""
+    if ray.is_initialized():
+        return False
+    # Without an address ray.init joins any cluster it finds, and hangs on a stale address file.
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(
+            address=address,
+            namespace=config.cluster.namespace,
+            logging_level=logging.WARNING,
+            **options,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cluster.address = {address!r}: cannot join that Ray cluster: {error}",
+            setting="cluster.address",
+            value=address,
+        ) from error
+    return address == "local"
+
+
+def _make_server(
+    config: RolloutConfig,
+    name: str,
+    slots: dict[tuple[str, str], list[EngineSlot]],
+    placement: EnginePlacement,
+    undo: _Undo,
+) -> Any:
+    server = config.servers[name]
+    # Router and server stay on the driver's node, because the driver calls its loopback.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+    full_name = _full_name(config, name)
+    terms = store_terms(config, name)
+    agents: RemoteAgents | None = None
+    sources: Sequence[WeightSource] = ()
+    if terms is not None:
+        nodes = store_nodes(slots, name)
+        agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
+        undo.agents.append(agents)
+        sources = (StoreSource(terms, agents, server.model_path),)
+    run = RunFolder.of(config)
+    journal = ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "ray")
+    parts = ServerParts(
+        router_class=ray.remote(**control)(RouterActor),
+        group_class=ray.remote(**control)(ServerGroupActor),
+        groups={
+            group: (group_settings(config, name, group, sources), slots[name, group])
+            for group in started_groups(config, name)
+        },
+        placement=replace(placement, owner=(config.cluster.namespace, full_name)),
+    )
+    return undo.owns(
+        ray.remote(**control)(RolloutServerActor)
+        .options(name=full_name, namespace=config.cluster.namespace)
+        .remote(name, run, server, parts, journal, terms, agents)
+    )
+
+
+def _full_name(config: RolloutConfig, server: str) -> str:
+    """The name of a server's actor in the cluster."""
+    return f"rollout-{config.run_id}-{server}"
+
+
+class _Undo:
+    """Undoes a launch in reverse order.  Actors are killed: one with a hung call cannot exit."""
+
+    def __init__(self, lock: RunLock) -> None:
+        self._actors: list[Any] = []
+        self._lock = lock
+        self.started_ray = False
+        self.placement_group: Any = None
+        self.agents: list[RemoteAgents] = []
+
+    def owns(self, actor: Any) -> Any:
+        self._actors.append(actor)
+        return actor
+
+    def __call__(self) -> None:
+        try:
+            for agents in self.agents:
+                end_agents(agents)
+            for actor in reversed(self._actors):
+                ray.kill(actor)
+            is_unused = self.placement_group is None or remove_unused(
+                self.placement_group, timeout_s=_UNUSED_TIMEOUT_S
+            )
+            if self.started_ray and is_unused:
+                self._shutdown()
+        finally:
+            self._lock.release()
+
+    def _shutdown(self) -> None:
+        if used := still_used(timeout_s=_UNUSED_TIMEOUT_S):
+            logger.warning(
+                "the Ray cluster that this run has started stays: others use %s of it; "
+                "it ends with this process, or by ray.shutdown()",
+                ", ".join(used),
+            )
+        else:
+            ray.shutdown()

@@ -1,0 +1,148 @@
+"""The nodes of the Ray cluster, and the current nodes of the run's bundles.
+
+Always true: a call to a node has a deadline; Ray's tables are read in a thread.  A node counts as
+lost only if Ray reports it (a crashed one after about 12 s, by the cluster's health checks), never
+because a call to it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from engines.process.engine_records import end_and_clear
+from engines.process.process_identity import resident_bytes
+from engines.protocol import GpuId, ProcessIdentity, read_gpu_id
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from rollout.core.errors import EngineFailure, PlacementError
+from rollout.core.types import NodeShare
+from rollout.runtime.ray.remote_call import RemoteCall
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.25
+
+
+async def node_addresses() -> dict[str, str]:
+    """Node id -> address, of the live nodes."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
+
+
+async def current_share(
+    engine_id: str, group: Any, share: NodeShare, share_of_bundle: float, timeout_s: float
+) -> NodeShare:
+    """The same part of an engine, on the current node of its bundles.
+
+    Ray moves the bundles of a lost node to another node as soon as one has room.
+
+    Raises:
+        PlacementError: its node is lost, and no other node has room yet, or reports its GPUs.
+    """
+    table, alive = await asyncio.gather(
+        asyncio.to_thread(placement_group_table, group), node_addresses()
+    )
+    of_bundle: dict[int, str] = table["bundles_to_node_id"]
+    nodes = {of_bundle.get(index, "") for index in share.bundle_indices}
+    if nodes == {share.node_id} and share.node_id in alive:
+        return share
+    if not nodes <= alive.keys():
+        raise PlacementError(
+            f"engine {engine_id}: its node {share.node_id} is lost, and the cluster has no room "
+            f"for its {len(share.bundle_indices)} bundles; add a node like it, or continue "
+            "without this engine"
+        )
+    if len(nodes) > 1:
+        raise PlacementError(
+            f"engine {engine_id}: its node {share.node_id} is lost, and its bundles are now on "
+            f"{', '.join(sorted(nodes))}; it needs them on one"
+        )
+    node_id, gpu_ids = nodes.pop(), []
+    if share.gpu_ids:
+        calls = [
+            RemoteCall[list[GpuId]](gpu_ids_of_bundle(group, index, share_of_bundle), engine_id)
+            for index in share.bundle_indices
+        ]
+        try:
+            # All at once: each starts a worker, which takes seconds.
+            async with asyncio.timeout(timeout_s):
+                gpu_ids = [gpu_id for ids in await asyncio.gather(*calls) for gpu_id in ids]
+        except TimeoutError:
+            raise PlacementError(
+                f"engine {engine_id}: its bundles moved to node {node_id}, and no worker started "
+                f"there within {timeout_s:g} s to report its GPU ids"
+            ) from None
+    return NodeShare(node_id, share.bundle_indices, tuple(gpu_ids))
+
+
+def gpu_ids_of_bundle(group: Any, index: int, share: float = 1) -> Any:
+    """Start a task that reads the GPU ids of a bundle, in a share of it; its object ref."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=index
+    )
+    task = ray.remote(num_cpus=0, num_gpus=share)(visible_gpu_ids)
+    return task.options(scheduling_strategy=strategy).remote()
+
+
+def visible_gpu_ids() -> list[GpuId]:
+    """The GPU ids of the calling worker, as its node numbers them."""
+    return [read_gpu_id(str(gpu_id)) for gpu_id in ray.get_gpu_ids()]
+
+
+async def confirm_ended(
+    engine_id: str, node_id: str, processes: Sequence[ProcessIdentity], timeout_s: float
+) -> None:
+    """Make sure that an engine whose actor is lost has ended, and that its memory is free.
+
+    A task on its node kills its leftover processes, by identity, and measures.  The memory of a
+    lost node counts as free: it cannot be used before the node restarts.
+
+    Raises:
+        EngineFailure: within the deadline, neither was this confirmed nor the node lost.
+    """
+    if not processes:
+        return
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(end_all).options(scheduling_strategy=strategy)
+    problem = "no reply from that node"
+    try:
+        async with asyncio.timeout(timeout_s):
+            object_ref = task.remote(list(processes), timeout_s)
+            call = asyncio.ensure_future(RemoteCall[int](object_ref, f"node {node_id}"))
+            try:
+                while node_id in await node_addresses():
+                    if call.done():
+                        if (held := call.result()) == 0:
+                            return
+                        problem = f"it still holds {held} bytes"
+                        break
+                    await asyncio.wait([call], timeout=_POLL_S)
+                else:
+                    return
+            finally:
+                call.cancel()
+    except TimeoutError:
+        pass
+    except Exception as error:
+        if node_id not in await node_addresses():
+            return
+        problem = str(error)
+    raise EngineFailure(
+        f"engine {engine_id} has lost its actor, and it is not known whether its memory on node "
+        f"{node_id} is free: {problem}",
+        engine_id=engine_id,
+        operation="kill",
+    )
+
+
+def end_all(processes: list[ProcessIdentity], timeout_s: float) -> int:
+    """On the node of the engine: end its processes; returns the bytes they still hold."""
+    for identity in processes:
+        end_and_clear(identity, timeout_s)
+    return resident_bytes(processes)

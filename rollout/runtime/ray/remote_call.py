@@ -1,0 +1,71 @@
+"""One call of an actor method, without Ray's wrappers around its errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any, Generic, TypeVar
+
+import ray
+from engines.protocol.plain_text import first_line
+from ray.exceptions import (
+    ActorDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    UnserializableException,
+)
+
+from rollout.core.errors import ActorLost, RolloutError
+
+T = TypeVar("T")
+
+
+class RemoteCall(Generic[T]):
+    """A submitted actor call: await it anywhere, or take its ``object_ref``.
+
+    Ray does not stop a call whose caller gave up, so a cancelled await cancels the call too.
+    """
+
+    def __init__(self, object_ref: Any, actor: str, if_dead: str = "") -> None:
+        self.object_ref = object_ref
+        self.actor = actor
+        self.if_dead = if_dead
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            reply: T = await self.object_ref
+            return reply
+        except asyncio.CancelledError:
+            ray.cancel(self.object_ref)
+            raise
+        except RayError as error:
+            raise peel(error, self.actor, self.if_dead) from None
+
+
+def peel(error: BaseException, actor: str, if_dead: str = "") -> BaseException:
+    """The error that the actor raised, or ``ActorLost`` if the actor is lost.
+
+    Args:
+        if_dead: the consequence, and what to do, if the actor has died.
+    """
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, RayActorError):
+        # A dead or unreachable actor may have executed the call.
+        is_dead = isinstance(error, ActorDiedError)
+        hint = f" ({if_dead})" if is_dead and if_dead else ""
+        return ActorLost(f"actor {actor}: {first_line(error)}{hint}", actor=actor, is_dead=is_dead)
+    if isinstance(error, TaskCancelledError):
+        return RolloutError(f"actor {actor}: the call was cancelled")
+    if isinstance(error, UnserializableException):
+        # A foreign error whose constructor pickle cannot call; only its text arrives.
+        message = str(error).strip().rpartition("\n")[2]
+        return RolloutError(f"actor {actor}: {message}")
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return ActorLost(f"actor {actor}: {type(error).__name__}: {first_line(error)}", actor=actor)
+    return error

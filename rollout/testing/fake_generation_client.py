@@ -1,0 +1,127 @@
+"""A client of fake engines in memory that behaves like a router, for tests of drivers and hooks.
+
+Always true: a request goes to the serving engine with the fewest requests; while the gate holds,
+requests wait and are sent in order when it opens; a dead engine fails one request and gets no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from engines.fake import FakeEngine
+from engines.protocol import GenerateReply
+from engines.protocol.errors import EngineError, EngineRejected, EngineUnreachable
+from rollout.driver.client.generation_client import (
+    EngineLoad,
+    FailureKind,
+    GenerationError,
+    GenerationRequest,
+)
+
+
+class FakeGenerationClient:
+    """A ``GenerationClient`` over ``engines``, a list that tests may change at any time.
+
+    Attributes:
+        requests: all requests, in order.
+        reports: the reported metrics of steps, in order.
+        aborted: ids of all abort calls, in order.
+        is_closed: requests fail with 503 instead of waiting.
+        weight_version: reported with the load.
+    """
+
+    def __init__(self, engines: Sequence[FakeEngine]) -> None:
+        self.engines = list(engines)
+        self.requests: list[GenerationRequest] = []
+        self.reports: list[Mapping[str, Any]] = []
+        self.aborted: list[str] = []
+        self.is_closed = False
+        self.weight_version: int | None = None
+        self._in_flight: Counter[str] = Counter()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._held: dict[str, asyncio.Event] = {}
+
+    def hold(self) -> None:
+        """Hold new requests until ``open``."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """Send held requests, and new ones at once."""
+        self._open.set()
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._in_flight.total()
+
+    async def generate(self, request: GenerationRequest) -> GenerateReply:
+        self.requests.append(request)
+        if self.is_closed:
+            raise _unavailable("HTTP 503: closed")
+        await self._wait_at_gate(request.rid)
+        serving = [engine for engine in self.engines if not engine.is_dead]
+        if not serving:
+            raise _unavailable("HTTP 503: no engine")
+        engine = min(serving, key=lambda engine: self._in_flight[engine.engine_id])
+        self._in_flight[engine.engine_id] += 1
+        try:
+            return await engine.generate(
+                input_ids=request.input_ids,
+                sampling_params=request.sampling,
+                rid=request.rid,
+                return_logprob=True,
+            )
+        except EngineRejected as error:
+            is_final = 400 <= (error.status or 400) < 500
+            kind = FailureKind.REFUSED if is_final else FailureKind.LOST
+            raise GenerationError(f"HTTP {error.status}: {error.body}", kind=kind) from None
+        except EngineUnreachable as error:
+            raise GenerationError(f"HTTP 502: {error}", kind=FailureKind.LOST) from None
+        finally:
+            self._in_flight[engine.engine_id] -= 1
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            self.aborted.append(rid)
+            if rid in self._held:
+                self._held[rid].set()
+                continue
+            for engine in self.engines:
+                with suppress(EngineError):
+                    await engine.abort_request(rid)
+
+    async def report(self, figures: Mapping[str, Any]) -> None:
+        self.reports.append(figures)
+
+    async def load(self) -> EngineLoad | None:
+        serving = [engine for engine in self.engines if not engine.is_dead]
+        return EngineLoad(
+            num_engines=len(serving),
+            num_running=sum(len(engine.in_flight) for engine in serving),
+            weight_version=self.weight_version,
+        )
+
+    async def close(self) -> None:
+        return
+
+    async def _wait_at_gate(self, rid: str) -> None:
+        if self._open.is_set():
+            return
+        aborted = self._held[rid] = asyncio.Event()
+        waits = [asyncio.create_task(self._open.wait()), asyncio.create_task(aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._held[rid]
+            for wait in waits:
+                wait.cancel()
+        if aborted.is_set():
+            raise GenerationError("HTTP 499: aborted while held", kind=FailureKind.ABORTED)
+
+
+def _unavailable(message: str) -> GenerationError:
+    return GenerationError(message, kind=FailureKind.UNAVAILABLE, retry_after_s=1.0)

@@ -1,1 +1,0 @@
-"""What happened when: spans of phases, engines and calls; what they add up to; where they go."""

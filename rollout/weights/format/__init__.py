@@ -1,0 +1,1 @@
+"""Manifests, fingerprints and file layouts of weights."""

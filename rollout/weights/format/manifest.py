@@ -1,0 +1,142 @@
+"""Manifests: names, dtypes and shapes of a checkpoint's or a push's tensors.
+
+A push is checked against the checkpoint before anything is sent: SGLang crashes on a wrong shape
+and silently ignores a wrong name.  A checkpoint's manifest is read from its safetensors headers,
+which needs no tensor library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from engines.tensors.dtypes import element_bytes
+from engines.tensors.safetensors_header import SafetensorsError, read_header, word_of
+from rollout.config import Casts
+from rollout.core.errors import WeightMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor: its name in the checkpoint, dtype in torch's names (``bfloat16``), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element.
+
+        Raises:
+            WeightMismatch: safetensors does not support the dtype.
+        """
+        try:
+            word_of(self.name, self.dtype)
+        except ValueError as error:
+            raise WeightMismatch(str(error), tensor=self.name) from None
+        return element_bytes(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All tensors of a checkpoint or of a push, by name.
+
+    Attributes:
+        fingerprints: by name; empty if none were computed.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> Manifest:
+        """A manifest of these tensors.
+
+        Raises:
+            WeightMismatch: a name occurs twice.
+        """
+        tensors: dict[str, TensorSpec] = {}
+        for spec in specs:
+            if spec.name in tensors:
+                raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
+            tensors[spec.name] = spec
+        return cls(tensors)
+
+
+def check_push(
+    pushed: Manifest, expected: Manifest, *, must_be_complete: bool, casts: Casts = Casts.ANY
+) -> None:
+    """Raise if engines could not load a push, or would load it wrongly.
+
+    Args:
+        casts: the float types that the engine may convert to its own.
+
+    Raises:
+        WeightMismatch: an unknown name (the error suggests the nearest one), a wrong shape, a wrong
+            dtype, or a missing tensor where the push must be complete.
+    """
+    for name, spec in pushed.tensors.items():
+        known = expected.tensors.get(name)
+        if known is None:
+            near = difflib.get_close_matches(name, expected.tensors, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise WeightMismatch(f"the model has no tensor {name!r}{hint}", tensor=name)
+        if spec.shape != known.shape:
+            raise WeightMismatch(
+                f"tensor {name!r} has shape {list(spec.shape)}, the model's is {list(known.shape)}",
+                tensor=name,
+            )
+        if spec.dtype != known.dtype and (why := _why_no_cast(spec, known, casts)):
+            raise WeightMismatch(
+                f"tensor {name!r} is {spec.dtype}, the model's is {known.dtype}{why}", tensor=name
+            )
+    missing = [name for name in expected.tensors if name not in pushed.tensors]
+    if missing and must_be_complete:
+        raise WeightMismatch(
+            f"the push lacks {len(missing)} of {len(expected.tensors)} tensors, first "
+            f"{missing[0]!r}; a full push must contain all (for a partial push, set "
+            "weights.update to 'partial')",
+            tensor=missing[0],
+        )
+
+
+def _why_no_cast(pushed: TensorSpec, known: TensorSpec, casts: Casts) -> str:
+    """Why a tensor cannot have another dtype than the model's; empty if it can."""
+    if "float" not in pushed.dtype or "float" not in known.dtype:
+        return "; push that dtype"
+    if casts is Casts.ANY:
+        return ""
+    if casts is Casts.NARROW and pushed.element_bytes > known.element_bytes:
+        return ""
+    return (
+        f", and weights.casts = {casts} does not allow that; push {known.dtype}, or set "
+        "weights.casts to any"
+    )
+
+
+def read_checkpoint_manifest(model_path: str | Path) -> Manifest | None:
+    """The manifest of a checkpoint directory; None if it holds no safetensors file.
+
+    Raises:
+        WeightMismatch: a file is not in safetensors format.
+    """
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    if not files:
+        return None
+    try:
+        return Manifest.of(TensorSpec(*spec) for file in files for spec in _specs_in(file))
+    except SafetensorsError as error:
+        raise WeightMismatch(str(error)) from None
+
+
+def _specs_in(file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    with file.open("rb") as stream:
+        return read_header(file, stream.fileno()).specs()

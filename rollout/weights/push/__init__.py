@@ -1,0 +1,1 @@
+"""A push of new weights, and the buffers that carry it."""

@@ -1,0 +1,100 @@
+"""Decides whether the weight version of a push can be used.
+
+Always true: serving engines never hold two contents under one version.  So a version is used again
+only for the same contents, or when no engine that got it could serve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from rollout.core.errors import WeightMismatch
+from rollout.core.types import EngineStatus
+from rollout.weights.format.manifest import Manifest
+
+MAX_VERSION = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LastPush:
+    """The push that the engines were given last.
+
+    Attributes:
+        version: 0: the checkpoint that they started from.
+        manifest: None for the checkpoint.
+        has_served: the gate was open at this version.
+    """
+
+    version: int = 0
+    manifest: Manifest | None = None
+    has_served: bool = True
+
+
+def checked_version(version: Any) -> int:
+    """A weight version as an int.
+
+    Raises:
+        WeightMismatch: it is no integer, or out of range.
+    """
+    try:
+        number = index(version)
+    except TypeError:
+        number = -1
+    if isinstance(version, bool) or not 0 <= number <= MAX_VERSION:
+        raise WeightMismatch(
+            f"weight version {_shown(version)} ({type(version).__name__}) is not an integer from "
+            f"0 to 2**63 - 1; nothing was sent"
+        )
+    return number
+
+
+def _shown(version: Any) -> str:
+    text = repr(version)
+    return text if len(text) <= 40 else f"{text[:20]}..."
+
+
+def why_not_newer(
+    version: int, manifest: Manifest, last: LastPush, engines: Iterable[EngineStatus]
+) -> str:
+    """Why a push cannot have this version; empty if it can.
+
+    Args:
+        engines: all engines; those that died and were restarted are stale.
+    """
+    if version > last.version:
+        return ""
+    old = f"weight version {version} is not newer than {last.version}, which the engines were given"
+    if version < last.version or last.manifest is None:
+        return f"{old} last; push as version {last.version + 1}"
+    if _is_complete(manifest) and _is_complete(last.manifest):
+        if manifest == last.manifest:
+            return ""
+        if last.has_served:
+            return (
+                f"weight version {version} has served with other contents; push these as version "
+                f"{version + 1}"
+            )
+    holders = [engine.engine_id for engine in engines if _holds(engine, last)]
+    if not holders:
+        return ""
+    return (
+        f"{old} last: {', '.join(holders[:8])} got it, and it is unknown whether this push has the "
+        f"same contents; push it as version {version + 1}, or go on without a push"
+    )
+
+
+def _is_complete(manifest: Manifest) -> bool:
+    return bool(manifest.tensors) and manifest.tensors.keys() == manifest.fingerprints.keys()
+
+
+def _holds(engine: EngineStatus, last: LastPush) -> bool:
+    """Whether this engine got the last push, and did not die since.
+
+    If that push has served, a release does not count: the next push must be newer.
+    """
+    if engine.fence_reason or engine.is_stale:
+        return False
+    return last.has_served or (engine.is_verified and engine.weight_version == last.version)

@@ -1,0 +1,292 @@
+"""The trainer's side of a stream: makes buckets in one thread, sends them in others.
+
+``stream_reader`` describes the messages and what is always true.  It uses threads, not an event
+loop: making a bucket blocks in torch, and the trainer has no event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+from engines.protocol.plain_text import describe
+from rollout.weights.push.stream_reader import MAX_LINE_BYTES, PushStreamAddress, encode_message
+from rollout.weights.transports.broadcast_group import BroadcastMember, from_json
+from rollout.weights.transports.carriers import Payload
+
+logger = logging.getLogger(__name__)
+# A bucket may be made while engines apply the one before it.
+BUCKETS_AHEAD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBucket:
+    """One bucket as the trainer made it.
+
+    Attributes:
+        then: called when every reader has it: the trainer's part of a broadcast.
+    """
+
+    payload: Payload
+    is_last: bool
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    then: Callable[[], None] | None = None
+
+
+MakeTerms = Callable[[Sequence[BroadcastMember]], Mapping[str, Any]]
+"""From the engines of the push to the terms that readers get."""
+
+
+class _StreamEnded(Exception):
+    """The push has ended, successfully or not."""
+
+
+class PushStreamServer:
+    """Sends the buckets of one push to its readers.
+
+    Args:
+        buckets: iterated in a thread of this server, one step per bucket.
+        timeout_s: for each side, to wait for the other.
+        gather_s: from the first reader's connection to the last one's.
+        terms: see ``MakeTerms``.
+        when_ended: called in the thread that makes buckets, also after a failure; its argument is
+            whether every reader got all buckets and keeps its group.
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[StreamedBucket],
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        gather_s: float = 30.0,
+        terms: MakeTerms = lambda members: {},
+        when_ended: Callable[[bool], None] = lambda is_kept: None,
+    ) -> None:
+        self._buckets = buckets
+        self._timeout_s = timeout_s
+        self._gather_s = min(gather_s, timeout_s)
+        self._terms_of = terms
+        self._when_ended = when_ended
+        self._changed = threading.Condition()
+        self._made: dict[int, StreamedBucket] = {}
+        self._wanted: dict[str, int] = {}
+        self._given: dict[str, int] = {}
+        self._members: dict[str, tuple[BroadcastMember, ...]] = {}
+        self._keeping: set[str] = set()
+        self._num_readers = 0
+        self._terms: dict[str, Mapping[str, Any]] = {}
+        self._error = ""
+        self._is_over = False
+        self._listener = socket.create_server((host, 0))
+        self.address = PushStreamAddress(
+            host, self._listener.getsockname()[1], secrets.token_hex(16), timeout_s
+        )
+        self._sockets: set[socket.socket] = set()
+        self._threads = [
+            threading.Thread(target=self._accept, name="push-stream-accept", daemon=True),
+            threading.Thread(target=self._make, name="push-stream-make", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the push; waiting readers get an error. Returns when the threads have ended."""
+        self._end("the push was ended by the trainer")
+        # shutdown, not close: a thread that is blocked in accept does not see a close.
+        for connection in (self._listener, *list(self._sockets)):
+            with suppress(OSError):  # it was not connected
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._timeout_s)
+        self._listener.close()
+
+    # -- making -----------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        try:
+            self._gather_readers()
+            self._send_all()
+        except _StreamEnded:
+            pass
+        except Exception as error:  # readers that wait for the bucket get it
+            logger.error("push: a bucket could not be made: %s", describe(error))
+            self._end(f"the trainer could not make a bucket: {describe(error)}")
+        finally:
+            close = getattr(self._buckets, "close", None)
+            if close is not None:  # a generator releases the buffers of its buckets
+                close()
+            self._when_ended(len(self._keeping) == self._num_readers > 0)
+
+    def _gather_readers(self) -> None:
+        """Wait for all readers, and send them the terms; or none gets a bucket."""
+        with self._changed:
+            self._wait(lambda: bool(self._members), None)
+            if not self._wait(lambda: len(self._members) == self._num_readers, self._gather_s):
+                connected = ", ".join(sorted(self._members))
+                self._error = (
+                    f"{len(self._members)} of {self._num_readers} groups connected for the push "
+                    f"within {self._gather_s:g} s ({connected}); no engine was called"
+                )
+                self._changed.notify_all()
+                raise _StreamEnded
+        members = dict(self._members)
+        terms = self._terms_of([member for engines in members.values() for member in engines])
+        first = 1  # the trainer is rank 0
+        with self._changed:
+            for reader in sorted(members):
+                self._terms[reader] = {**terms, "rank_offset": first}
+                first += sum(member.num_ranks for member in members[reader])
+            self._changed.notify_all()
+
+    def _send_all(self) -> None:
+        source = iter(self._buckets)
+        index = 0
+        while True:
+            # The next bucket may reuse the memory of the last but one.
+            if index > BUCKETS_AHEAD:
+                self._wait_for_all(self._wanted, index - BUCKETS_AHEAD, "applied a bucket")
+            bucket = next(source, None)
+            if bucket is None:
+                break
+            then, is_last = bucket.then, bucket.is_last
+            with self._changed:
+                self._made.pop(index - BUCKETS_AHEAD - 1, None)
+                # Without ``then``, which refers to the bucket's tensors.
+                self._made[index] = replace(bucket, then=None)
+                self._changed.notify_all()
+            del bucket
+            if then is not None:
+                self._wait_for_all(self._given, index, "took a bucket")
+                then()
+                del then
+            index += 1
+            if is_last:
+                break
+        if index:
+            self._wait_for_all(self._wanted, index, "applied a bucket")
+
+    def _wait_for_all(self, progress: Mapping[str, int], index: int, what: str) -> None:
+        """Wait until every reader's ``progress`` is at ``index``."""
+        with self._changed:
+            # A disconnected reader does not count; the others continue.
+            if not self._wait(
+                lambda: all(progress[reader] >= index for reader in self._members),
+                self._timeout_s,
+            ):
+                self._error = f"no reader {what} within {self._timeout_s:g} s"
+                self._changed.notify_all()
+                raise _StreamEnded
+            if not self._members:
+                raise _StreamEnded
+
+    def _wait(self, holds: Callable[[], bool], budget_s: float | None) -> bool:
+        deadline = None if budget_s is None else time.monotonic() + budget_s
+        while not holds():
+            if self._is_over or self._error:
+                raise _StreamEnded
+            remaining_s = None if deadline is None else deadline - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                return False
+            self._changed.wait(remaining_s)
+        return True
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._is_over = True
+            self._error = self._error or why
+            self._changed.notify_all()
+
+    # -- sending ----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_over:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.settimeout(self._timeout_s)
+            self._sockets.add(connection)
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="push-stream-serve", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        reader = ""
+        try:
+            with connection, connection.makefile("rb") as stream:
+                # Between two requests its engines load a bucket; that has its own deadlines.
+                hello = _receive_message(stream)
+                connection.settimeout(None)
+                if not secrets.compare_digest(str(hello.get("token")), self.address.token):
+                    return
+                reader = str(hello["reader"])
+                connection.sendall(encode_message(self._welcome(reader, hello)))
+                while True:
+                    self._reply(connection, reader, _receive_message(stream))
+        except (OSError, ValueError, TypeError, KeyError, _StreamEnded):
+            pass
+        finally:
+            self._sockets.discard(connection)
+            with self._changed:
+                self._members.pop(reader, None)
+                self._changed.notify_all()
+
+    def _welcome(self, reader: str, hello: Mapping[str, Any]) -> dict[str, Any]:
+        with self._changed:
+            self._num_readers = int(hello["num_readers"])
+            self._wanted[reader], self._given[reader] = 0, -1
+            self._members[reader] = from_json(hello["joiners"])
+            self._changed.notify_all()
+            while reader not in self._terms and not self._error:
+                self._changed.wait()
+            return {"error": self._error} if self._error else {"terms": self._terms[reader]}
+
+    def _reply(self, connection: socket.socket, reader: str, request: Mapping[str, Any]) -> None:
+        index = int(request["next"])
+        with self._changed:
+            if request.get("keeps"):
+                self._keeping.add(reader)
+            self._wanted[reader] = index
+            self._changed.notify_all()
+            if index and index - 1 in self._made and self._made[index - 1].is_last:
+                connection.sendall(
+                    encode_message({"is_last": True, "fingerprints": {}, "payload": {}})
+                )
+                return
+            while index not in self._made and not self._error:
+                self._changed.wait()
+            bucket = self._made.get(index)
+            if bucket is None:
+                connection.sendall(encode_message({"error": self._error}))
+                return
+        fields = {"is_last": bucket.is_last, "fingerprints": dict(bucket.fingerprints)}
+        if isinstance(bucket.payload, bytes):
+            connection.sendall(encode_message(fields | {"num_bytes": len(bucket.payload)}))
+            connection.sendall(bucket.payload)
+        else:
+            connection.sendall(encode_message(fields | {"payload": dict(bucket.payload)}))
+        with self._changed:
+            self._given[reader] = index
+            self._changed.notify_all()
+
+
+def _receive_message(stream: IO[bytes]) -> dict[str, Any]:
+    line = stream.readline(MAX_LINE_BYTES)
+    if not line:
+        raise OSError("the reader disconnected")
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("the message is not a JSON object")
+    return fields

@@ -1,0 +1,314 @@
+"""Sends one push to many engines: session, buckets, version, flush.
+
+Always true: a session that was begun is ended, also after a failure; engines leave the group that
+they joined, unless the trainer keeps it for the next push and no engine failed in this one; only
+the last bucket flushes the prefix cache and sets the version; an engine that fails gets no further
+bucket and is reported, because it holds a part of the push and must not serve; no engine changes
+its weights before ``on_begin`` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rollout.config import WeightsConfig, WeightUpdate
+from rollout.core.errors import WeightMismatch, WeightsUnavailable
+from rollout.core.fanout import EngineReply, fan_out
+from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.push.push_version import checked_version
+from rollout.weights.push.stream_reader import (
+    BucketSource,
+    PushStreamAddress,
+    PushStreamReader,
+    StaticBuckets,
+)
+from rollout.weights.transports.broadcast_group import BroadcastMember
+from rollout.weights.transports.carriers import ByValue, Carrier, Payload, PushTarget, Stage
+
+# For a request after the deadline: enough to end a session.
+_LEAST_BUDGET_S = 5.0
+# Larger payloads are encoded in a thread, so that they do not block the event loop.
+_MOST_INLINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPush:
+    """A push of new weights.
+
+    Attributes:
+        version: the new weight version, at most ``MAX_VERSION``.
+        manifest: all its tensors.
+        buckets: payloads for the carrier, or awaitables of payloads (a Ray ObjectRef), so that only
+            one bucket is in memory at a time; empty if they come from ``stream``.
+        carrier: sends them to an engine.
+        stream: where the trainer sends buckets as it makes them; None if ``buckets`` has all.
+        contents: the part of the model that is pushed.  None means the value of
+            ``weights.update``; with ``lora`` it means some of the base's tensors.
+        canary: log-probs of the canary prompts from the trainer's own model; empty if it did not
+            compute them.
+    """
+
+    version: int
+    manifest: Manifest
+    buckets: Sequence[Payload | Awaitable[Payload]] = ()
+    carrier: Carrier = field(default_factory=ByValue)
+    stream: PushStreamAddress | None = None
+    contents: WeightUpdate | None = None
+    canary: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", checked_version(self.version))
+
+    def read_by(self, num_groups: int) -> WeightPush:
+        """The same push for so many groups: a stream waits for all of them."""
+        if self.stream is None:
+            return self
+        return replace(self, stream=replace(self.stream, num_readers=num_groups))
+
+    def contents_under(self, update: WeightUpdate) -> WeightUpdate:
+        """The part of the model that is pushed to a server with this ``weights.update``."""
+        return self.contents or (WeightUpdate.PARTIAL if update is WeightUpdate.LORA else update)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.buckets and self.stream is None
+
+
+def check_fits(
+    push: WeightPush,
+    server: str,
+    weights: WeightsConfig,
+    why_not_newer: str,
+    expected: Manifest | None,
+) -> None:
+    """Raise if this server could not load a push, or would load it wrongly.
+
+    Args:
+        weights: the server's settings.
+        why_not_newer: why it cannot have its version; empty if it can.
+        expected: the tensors of its model; None if the checkpoint has no manifest.
+
+    Raises:
+        WeightMismatch: the reason; nothing was sent.
+    """
+    update = weights.update
+    if update is WeightUpdate.FROZEN:
+        raise WeightMismatch(f"server {server} is frozen: its weights are never updated")
+    if why_not_newer:
+        raise WeightMismatch(why_not_newer)
+    if push.is_empty:
+        raise WeightMismatch(f"the push of weight version {push.version} holds no tensors")
+    contents = push.contents_under(update)
+    if contents is not update and update is not WeightUpdate.LORA:
+        raise WeightMismatch(
+            f"a push of contents {contents!s} to server {server}, whose weights.update is "
+            f"{update!s}: only with lora are adapters pushed, and the base under them"
+        )
+    if expected is not None and contents is not WeightUpdate.LORA:
+        is_full = contents is WeightUpdate.FULL
+        check_push(push.manifest, expected, must_be_complete=is_full, casts=weights.casts)
+
+
+async def push_weights(
+    push: WeightPush,
+    targets: Mapping[str, PushTarget],
+    *,
+    budget_s: float,
+    reader: str = "",
+    on_begin: Callable[[], None] = lambda: None,
+    fingerprints: dict[str, str] | None = None,
+    held: dict[str, str] | None = None,
+) -> dict[str, EngineReply[None]]:
+    """Send ``push`` to all targets; returns replies by engine id.
+
+    Args:
+        budget_s: seconds for the whole push; a late engine is reported as failed.
+        reader: name of this group among the readers of the stream.
+        on_begin: called before the first engine changes its weights.
+        fingerprints: filled with those of the tensors sent, if the trainer computed them.
+        held: engine id -> name of its broadcast group; updated, also if the push fails.
+
+    Raises:
+        WeightsUnavailable: the trainer does not send the buckets.
+    """
+    run = _PushRun(push, targets, budget_s, {} if held is None else held)
+    return await run.run(reader, on_begin, {} if fingerprints is None else fingerprints)
+
+
+class _PushRun:
+    """One push while it runs."""
+
+    def __init__(
+        self,
+        push: WeightPush,
+        targets: Mapping[str, PushTarget],
+        budget_s: float,
+        held: dict[str, str],
+    ) -> None:
+        self._push = push
+        self._targets = targets
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + budget_s
+        self._failed: dict[str, EngineReply[None]] = {}
+        self._elapsed = dict.fromkeys(targets, 0.0)
+        self._held = held
+        self._joined: list[str] = []
+
+    async def run(
+        self, reader: str, on_begin: Callable[[], None], fingerprints: dict[str, str]
+    ) -> dict[str, EngineReply[None]]:
+        joins = self._push.carrier.joins
+        if joins:  # an engine that does not reply is left out of the group
+            checks = {
+                engine_id: partial(self._check_group, engine_id) for engine_id in self._active()
+            }
+            await self._call("look", checks)
+        source = self._open(reader)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await source.open(self._members() if joins else ())
+            if joins:
+                await self._join(source.terms)
+            on_begin()
+            await self._send_all(source)
+        except BaseException:
+            source.keeps = False
+            raise
+        finally:
+            await source.close()
+            if not (source.keeps and self._is_whole()):
+                await self._leave(self._joined)
+        fingerprints.update(self._push.manifest.fingerprints)
+        fingerprints.update(source.fingerprints)
+        return {
+            engine_id: self._failed.get(engine_id, EngineReply(self._elapsed[engine_id]))
+            for engine_id in self._targets
+        }
+
+    def _open(self, reader: str) -> BucketSource:
+        if self._push.stream is None:
+            return StaticBuckets(self._push.buckets)
+        return PushStreamReader(self._push.stream, reader)
+
+    # -- groups -----------------------------------------------------------------------------
+
+    async def _check_group(self, engine_id: str) -> None:
+        """Check that an engine replies, and whether it still is in its group."""
+        target, held = self._targets[engine_id], self._held.get(engine_id)
+        await target.engine.weight_version()
+        if held and target.reports_groups:
+            groups = (await target.engine.server_info()).update_groups
+            if groups is not None and held not in groups:
+                del self._held[engine_id]
+
+    def _members(self) -> list[BroadcastMember]:
+        return [
+            BroadcastMember(
+                engine_id,
+                self._targets[engine_id].payload_copies,
+                self._targets[engine_id].process,
+                self._held.get(engine_id, ""),
+                self._targets[engine_id].takes_flat,
+            )
+            for engine_id in self._active()
+        ]
+
+    async def _join(self, terms: Mapping[str, Any]) -> None:
+        """All engines join, or none. If it fails, no weights have changed."""
+        self._joined = self._active()
+        if not terms["is_new"]:
+            return
+        await self._leave(self._joined, terms["over"])
+        first = int(terms["rank_offset"])
+        joining: dict[str, Callable[[], Awaitable[Any]]] = {}
+        for engine_id in self._joined:
+            target = self._targets[engine_id]
+            joining[engine_id] = partial(
+                self._push.carrier.join, target, {**terms, "rank_offset": first}
+            )
+            first += target.payload_copies
+            self._held[engine_id] = terms["group_name"]
+        before = len(self._failed)
+        await self._call("init_weights_update_group", joining)
+        failures = [str(reply.failure) for reply in self._failed.values()]
+        if len(failures) > before:
+            raise WeightsUnavailable(
+                f"the group for weight version {self._push.version} did not form: "
+                f"{'; '.join(failures)}; no engine's weights have changed"
+            )
+
+    async def _leave(self, engine_ids: Sequence[str], over: str = "") -> None:
+        """Make engines leave their group, and the one that the trainer has closed."""
+        leaving: dict[str, Callable[[], Awaitable[Any]]] = {}
+        for engine_id in engine_ids:
+            names = {self._held.pop(engine_id, ""), over} - {""}
+            if names:
+                leaving[engine_id] = partial(self._leave_all, self._targets[engine_id], names)
+        await self._call("leave", leaving)
+
+    async def _leave_all(self, target: PushTarget, names: Iterable[str]) -> None:
+        for name in names:
+            await self._push.carrier.leave(target, name)
+
+    def _is_whole(self) -> bool:
+        """Whether no engine that joined has failed."""
+        return not any(engine_id in self._failed for engine_id in self._joined)
+
+    async def _send_all(self, source: BucketSource) -> None:
+        begun = self._active() if self._push.carrier.needs_session else []
+        try:
+            await self._call("begin_weight_update", self._each(begun, _begin))
+            begun = [engine_id for engine_id in begun if engine_id not in self._failed]
+            async for payload, is_last in source:
+                if not self._active():
+                    break
+                packed = await self._pack(payload)
+                stage = Stage(self._push.version, is_last)
+                send = self._each(self._active(), self._push.carrier.send, packed, stage)
+                await self._call("update_weights", send)
+                source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
+        finally:
+            await self._call("end_weight_update", self._each(begun, _end))
+
+    async def _pack(self, payload: Payload) -> Any:
+        if isinstance(payload, bytes) and len(payload) > _MOST_INLINE_BYTES:
+            return await asyncio.to_thread(self._push.carrier.pack, payload)
+        return self._push.carrier.pack(payload)
+
+    def _active(self) -> list[str]:
+        return [engine_id for engine_id in self._targets if engine_id not in self._failed]
+
+    def _each(
+        self, wanted: Iterable[str], call: Callable[..., Awaitable[Any]], *more: Any
+    ) -> dict[str, Callable[[], Awaitable[Any]]]:
+        return {engine_id: partial(call, self._targets[engine_id], *more) for engine_id in wanted}
+
+    async def _call(
+        self, operation: str, calls: Mapping[str, Callable[[], Awaitable[Any]]]
+    ) -> None:
+        replies = await fan_out(
+            calls,
+            operation=operation,
+            budget_s=max(self._deadline - self._clock(), _LEAST_BUDGET_S),
+        )
+        for engine_id, reply in replies.items():
+            self._elapsed[engine_id] += reply.elapsed_s
+            if reply.failure is not None:
+                self._failed.setdefault(engine_id, reply)
+
+
+async def _begin(target: PushTarget) -> None:
+    if target.has_session:
+        await target.engine.begin_weight_update()
+
+
+async def _end(target: PushTarget) -> None:
+    if target.has_session:
+        await target.engine.end_weight_update()
+
+
+__all__ = ["PushTarget", "WeightPush", "push_weights"]

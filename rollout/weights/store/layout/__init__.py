@@ -1,0 +1,1 @@
+"""What the store keeps, and where: placement, records, commits."""

@@ -1,0 +1,223 @@
+"""The agent of one node: its slots, its lease, and the calls that the coordinator makes.
+
+Always true: it can be killed at any moment, and its successor continues with the files it finds;
+one call at a time changes the slots; when the lease expires, or the agent is closed with
+``clear``, all the node's files are removed.
+
+Its methods block on file operations: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.store.layout.commit import NodeState, Write
+from rollout.weights.store.layout.record import StoreRecord
+from rollout.weights.store.node import lease
+from rollout.weights.store.node.assembly import (
+    AssembledFolder,
+    Assembler,
+    AssemblyRequest,
+    Peer,
+    ReadUnit,
+)
+from rollout.weights.store.node.files import Files
+from rollout.weights.store.node.limits import why_no_room
+from rollout.weights.store.node.machine import boot_id, room_on, since_boot_s
+from rollout.weights.store.node.slots import Slots
+from rollout.weights.store.node.writer import FileSink
+
+logger = logging.getLogger(__name__)
+
+_MARK = "mark"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """Settings of one agent.
+
+    Attributes:
+        base: folder of all runs on the node, in tmpfs; ``run``: name of this run's folder in it.
+        token: needed to call it from another process.
+        transfer: transport between agents; ``tcp`` also always works.
+        lease_s: how long its files stay if the lease is not renewed.
+        spare_bytes: memory of the node that stays free.
+    """
+
+    node: str
+    base: str
+    run: str
+    token: str = ""
+    transfer: str = "tcp"
+    lease_s: float = 600.0
+    spare_bytes: int = 1 << 30
+
+    @property
+    def folder(self) -> Path:
+        """Folder of this node."""
+        return Path(self.base) / self.run / self.node
+
+
+class StoreAgent:
+    """Keeps one node's files; adopts those of an earlier agent of the same run.
+
+    Args:
+        on_end: called when it has closed because its lease expired.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        files: Files | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings = settings
+        self.node = settings.node
+        self._files = files or Files()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._on_end = on_end
+        base = Path(settings.base)
+        if not base.parent.is_dir():  # made, it would be a folder on the root disk
+            raise WeightsUnavailable(
+                f"weights.store.path = {str(base.parent)!r}: it does not exist on node "
+                f"{settings.node}; mount a tmpfs there, or use /dev/shm"
+            )
+        with lease.locked(base):
+            self._files.make_folder(settings.folder)
+            self.renew()
+            lease.sweep(base)
+        self._slots = Slots(
+            settings.node, settings.folder, files=self._files, why_no_room=self._why_no_room
+        )
+        self._files.write(settings.folder / _MARK, secrets.token_hex(8).encode())
+        self._assembler = Assembler(self._slots, self._why_no_room)
+        self._reaper = threading.Thread(target=self._reap, name="store-lease", daemon=True)
+        self._reaper.start()
+
+    def _why_no_room(self, num_bytes: int) -> str:
+        room = room_on(self.settings.base)
+        return why_no_room(num_bytes, room, spare_bytes=self.settings.spare_bytes)
+
+    # -- lease ------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        lease.renew(self._files, self.settings.folder, self.settings.lease_s)
+
+    def _reap(self) -> None:
+        while not self._is_closed.wait(min(self.settings.lease_s / 8, 30.0)):
+            held = lease.read_lease(self.settings.folder)
+            if held is None or not held.holds(boot_id(), since_boot_s()):
+                logger.error(
+                    "store: lease of run %s expired, deleting its weights", self.settings.run
+                )
+                self.close(clear=True)
+                self._on_end()
+
+    def close(self, *, clear: bool) -> None:
+        """Close; with ``clear``, also remove the files."""
+        self._is_closed.set()
+        base = Path(self.settings.base)
+        with self._lock:
+            self._assembler.close()
+            if not clear:
+                self._slots.mapped_files.close()
+                return
+            self._slots.clear()
+        with lease.locked(base):
+            lease.remove_if_empty(self.settings.folder.parent)
+            lease.remove_if_empty(base)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
+
+    # -- state, records ---------------------------------------------------------------------
+
+    def state(self) -> NodeState:
+        with self._exclusive():
+            return self._slots.state
+
+    def record(self, write: Write) -> StoreRecord:
+        with self._exclusive():
+            return self._slots.record(write)
+
+    def num_bytes(self) -> int:
+        return self._slots.num_bytes()
+
+    def mark(self) -> tuple[str, str]:
+        """A file's path and contents: a process that reads the same shares this file system."""
+        path = self.settings.folder / _MARK
+        return str(path), (self._files.read(path) or b"").decode()
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def begin(self, record: StoreRecord, current: Write | None) -> dict[str, str]:
+        """Allocate the space for a write; segment name -> path."""
+        with self._exclusive():
+            return {name: str(path) for name, path in self._slots.begin(record, current).items()}
+
+    def sink(self, record: StoreRecord, paths: Mapping[str, str]) -> FileSink:
+        """Receives the bytes of a write, for a writer in this process."""
+        return FileSink(paths, self._slots.mapped_files, self._files)
+
+    def seal(self, record: StoreRecord) -> None:
+        with self._exclusive():
+            self._slots.seal(record)
+
+    def commit(self, write: Write) -> None:
+        with self._exclusive():
+            self._slots.commit(write)
+
+    # -- reading ----------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, write: Write, unit: int) -> Iterator[tuple[Path, int, int]]:
+        """File, offset and length of a unit; its bytes do not change meanwhile."""
+        if self.is_closed:
+            raise WeightsUnavailable(f"the store of node {self.node} is closed")
+        with self._slots.pinned(write) as record:
+            segments = record.segments_of(self.node)
+            found = [segment for segment in segments if unit in segment.units]
+            if not found:
+                raise WeightsUnavailable(f"node {self.node} does not keep unit {unit} of {write}")
+            path = self._slots.segment_path(write, found[0])
+            yield path, found[0].units[unit], record.units[unit].num_bytes
+
+    def read(self, write: Write, unit: int, into: memoryview) -> None:
+        """One unit's bytes, for a peer in this process."""
+        with self.reading(write, unit) as (path, offset, num_bytes), path.open("rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(into) != num_bytes:
+                raise WeightsUnavailable(f"{path} is shorter than in its record")
+
+    def unit_readers(self) -> Mapping[str, ReadUnit]:
+        """Functions that read a unit, by name, for a peer in this process."""
+        return {"memory": self.read}
+
+    def assemble(
+        self, record: StoreRecord, peers: Mapping[str, Peer], wanted: AssemblyRequest
+    ) -> AssembledFolder:
+        if self.is_closed:
+            raise WeightsUnavailable(f"the store of node {self.node} is closed")
+        return self._assembler.assemble(record, peers, wanted)
+
+    def give_back(self, path: str) -> None:
+        self._assembler.give_back(path)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
+            if self.is_closed:
+                raise WeightsUnavailable(f"the store of node {self.node} is closed")
+            try:
+                yield
+            except OSError as error:
+                raise WeightsUnavailable(f"node {self.node}: {error}") from error

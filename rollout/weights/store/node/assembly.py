@@ -1,0 +1,381 @@
+"""Assembles a folder from which an engine loads one version: local units, and others from peers.
+
+Always true: every tensor in a folder has been verified against the record in its place, unless the
+engine verifies what it loads: then the folder contains the fingerprints; if a unit is unavailable,
+there is no folder; if reading from one peer fails, the next one is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from engines.protocol import FINGERPRINTS
+from engines.protocol.plain_text import size_text
+from engines.tensors import bulk_copy
+from engines.tensors.fingerprint import head_of
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.store.layout.commit import Write
+from rollout.weights.store.layout.placement import (
+    Segment,
+    TensorRange,
+    plan_segments,
+    tensor_ranges,
+)
+from rollout.weights.store.layout.record import StoreRecord
+from rollout.weights.store.node.files import MappedSegment, create_link, remove_link, remove_links
+from rollout.weights.store.node.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "assembled"
+_STREAMS = 4
+# Two use all memory bandwidth.
+_HASHERS = min(4, max(2, len(os.sched_getaffinity(0))))
+# Weights in a checkpoint's folder; they are not linked.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+# Reads one unit's bytes, unverified; raises OSError or WeightsUnavailable.
+ReadUnit = Callable[[Write, int, memoryview], None]
+
+
+class Peer(Protocol):
+    """The agent of another node, for reading."""
+
+    def unit_readers(self) -> Mapping[str, ReadUnit]:
+        """Functions that read a unit, by name of the transport, in order of preference."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssemblyRequest:
+    """A request for a folder.
+
+    Attributes:
+        model_path: a checkpoint, for the files beside the weights.
+        name: unique; the folder's path is then the same on every node.
+        is_verified: False if the engine that loads the folder verifies this node's units.
+    """
+
+    model_path: str | None = None
+    name: str = ""
+    is_verified: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledFolder:
+    """A folder to load from, until it is released.
+
+    Attributes:
+        local_bytes: bytes from this node; fetched_bytes: bytes from peers.
+        by: fetched bytes by transport.
+        troubles: damaged units and failed reads, as text.
+    """
+
+    path: str
+    local_bytes: int = 0
+    fetched_bytes: int = 0
+    by: Mapping[str, int] = field(default_factory=dict)
+    troubles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoldersOnNodes:
+    """A folder on each node of an engine, until they are released.
+
+    Attributes:
+        path: the same on all of them.
+    """
+
+    path: str
+    folders: Mapping[str, AssembledFolder]
+
+
+class Assembler:
+    """Assembles folders on one node, one at a time; engines of one version share a folder."""
+
+    def __init__(self, slots: Slots, why_no_room: Callable[[int], str] = lambda _: "") -> None:
+        self._slots = slots
+        self._why_no_room = why_no_room
+        self._turn = threading.Lock()
+        self._held: dict[tuple[Write, bool], _HeldFolder] = {}
+        # Folders of an earlier process are not released otherwise.
+        remove_links(slots.folder.parent, slots.folder)
+        slots.files.remove_folder(slots.folder / _FOLDER)
+
+    def assemble(
+        self, record: StoreRecord, peers: Mapping[str, Peer], wanted: AssemblyRequest
+    ) -> AssembledFolder:
+        """All of ``record``.
+
+        Raises:
+            WeightsUnavailable: names the first unavailable unit, and the reason.
+        """
+        key, name = (record.write, wanted.is_verified), wanted.name
+        with self._turn:
+            held = self._held.get(key)
+            if held is None:
+                held = self._made(record, peers, wanted)
+                self._held[key] = held
+            held.num_users += 1
+            if not name:
+                return held.assembled
+            folder, path = Path(held.assembled.path), self._slots.folder.parent / name
+            held.links[name] = path
+            held.stack.callback(remove_link, path, folder)
+            try:
+                create_link(path, folder)
+            except OSError:
+                self._give_back(key, name)
+                raise
+            return replace(held.assembled, path=str(path))
+
+    def _made(
+        self, record: StoreRecord, peers: Mapping[str, Peer], wanted: AssemblyRequest
+    ) -> _HeldFolder:
+        files = self._slots.files
+        kind = "verified" if wanted.is_verified else "to-verify"
+        folder = self._slots.folder / _FOLDER / f"{record.write.number}-{kind}"
+        with ExitStack() as stack:
+            stack.callback(files.remove_folder, folder)
+            files.make_folder(folder)
+            local: Sequence[Segment] = ()
+            if record.write in self._slots.state.sealed:
+                stack.enter_context(self._slots.pinned(record.write))
+                local = record.segments_of(self._slots.node)
+            assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
+            assembled = assembly.into(folder, is_verified=wanted.is_verified)
+            if not wanted.is_verified:
+                fingerprints = json.dumps(dict(record.fingerprints)).encode()
+                files.write(folder / FINGERPRINTS, fingerprints)
+            if wanted.model_path is not None:
+                _link_beside(Path(wanted.model_path), folder)
+            return _HeldFolder(assembled, stack.pop_all())
+
+    def give_back(self, path: str) -> None:
+        """Release a folder, by its path or by the name of the request."""
+        with self._turn:
+            for key, held in list(self._held.items()):
+                if path == held.assembled.path or Path(path).name in held.links:
+                    self._give_back(key, Path(path).name)
+
+    def _give_back(self, key: tuple[Write, bool], name: str) -> None:
+        held = self._held[key]
+        if name in held.links:
+            remove_link(held.links.pop(name), Path(held.assembled.path))
+        held.num_users -= 1
+        if not held.num_users:
+            self._held.pop(key).stack.close()
+
+    def close(self) -> None:
+        with self._turn:
+            while self._held:
+                self._held.popitem()[1].stack.close()
+
+
+@dataclass(slots=True)
+class _HeldFolder:
+    assembled: AssembledFolder
+    stack: ExitStack
+    num_users: int = 0
+    links: dict[str, Path] = field(default_factory=dict)
+
+
+class _Assembly:
+    def __init__(
+        self,
+        slots: Slots,
+        record: StoreRecord,
+        local: Sequence[Segment],
+        peers: Mapping[str, Peer],
+        why_no_room: Callable[[int], str],
+    ) -> None:
+        self._slots = slots
+        self._record = record
+        self._local = local
+        self._peers = peers
+        self._why_no_room = why_no_room
+        self._troubles: list[str] = []
+        self._by: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._kept = {node: frozenset(record.kept.get(node, ())) for node in peers}
+
+    def into(self, folder: Path, *, is_verified: bool) -> AssembledFolder:
+        good, whole = self._local_units(is_verified=is_verified)
+        units = {unit for segment in whole for unit in segment.units}
+        for segment in whole:
+            self._slots.files.link(
+                self._slots.segment_path(self._record.write, segment), folder / segment.file
+            )
+        missing = [unit for unit in range(len(self._record.units)) if unit not in units]
+        if missing:
+            self._fetch(missing, good, folder)
+        sizes = [unit.num_bytes for unit in self._record.units]
+        local_bytes = sum(sizes[unit] for unit in units | good.keys())
+        return AssembledFolder(
+            str(folder),
+            local_bytes,
+            sum(sizes) - local_bytes,
+            dict(self._by),
+            tuple(self._troubles),
+        )
+
+    def _local_units(self, *, is_verified: bool) -> tuple[dict[int, memoryview], list[Segment]]:
+        """Intact units on this node, with their bytes; segments in which all units are intact."""
+        mapped_files = {
+            segment.file: self._slots.mapped_files.of(
+                self._slots.segment_path(self._record.write, segment)
+            )
+            for segment in self._local
+        }
+        bad = self._bad_units(mapped_files) if is_verified else set()
+        good: dict[int, memoryview] = {}
+        whole: list[Segment] = []
+        for segment in self._local:
+            view = mapped_files[segment.file].view
+            if view[: len(segment.header)] != segment.header:
+                self._trouble(f"{segment.file} on this node: its header is damaged")
+            elif not bad.intersection(segment.units):
+                whole.append(segment)
+            for unit, offset in segment.units.items():
+                if unit in bad:
+                    self._trouble(f"unit {self._record.units[unit].name!r} on this node is damaged")
+                else:
+                    good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
+        return good, whole
+
+    def _bad_units(self, mapped_files: Mapping[str, MappedSegment]) -> set[int]:
+        wanted = list(tensor_ranges(self._record.units, self._local))
+        parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            return set().union(*pool.map(partial(self._bad_among, mapped_files), parts))
+
+    def _bad_among(
+        self, mapped_files: Mapping[str, MappedSegment], part: Sequence[TensorRange]
+    ) -> set[int]:
+        """Units of which one of these tensors differs from the record."""
+        at = [mapped_files[place.file].address + place.offset for place in part]
+        heads = [
+            head_of(place.tensor.name, place.tensor.dtype, place.tensor.shape) for place in part
+        ]
+        found = bulk_copy.copy_and_hash(heads, at, at, [place.num_bytes for place in part])
+        expected = self._record.fingerprints
+        rows = zip(part, found, strict=True)
+        return {
+            place.unit
+            for place, fingerprint in rows
+            if fingerprint != expected.get(place.tensor.name)
+        }
+
+    def _fetch(self, missing: Sequence[int], good: Mapping[int, memoryview], folder: Path) -> None:
+        segments = plan_segments(
+            self._record.units, missing, self._record.segment_bytes, stem="fetched"
+        )
+        needed = sum(segment.num_bytes for segment in segments)
+        if why_not := self._why_no_room(needed):
+            raise WeightsUnavailable(f"no room for {size_text(needed)} from other nodes: {why_not}")
+        contents: dict[int, list[TensorRange]] = {}
+        for place in tensor_ranges(self._record.units, segments):
+            contents.setdefault(place.unit, []).append(place)
+        with ExitStack() as stack:
+            for segment in segments:
+                path = folder / segment.file
+                self._slots.files.allocate(path, segment.num_bytes)
+                region = self._slots.files.map(path)
+                stack.callback(region.close)
+                self._slots.files.put(region, 0, memoryview(segment.header))
+                self._fill(segment, region, contents, good)
+
+    def _fill(
+        self,
+        segment: Segment,
+        region: MappedSegment,
+        contents: Mapping[int, list[TensorRange]],
+        good: Mapping[int, memoryview],
+    ) -> None:
+        def fill(unit: int) -> None:
+            offset = segment.units[unit]
+            into = region.view[offset : offset + self._record.units[unit].num_bytes]
+
+            def is_verified() -> bool:
+                return not self._bad_among({segment.file: region}, contents[unit])
+
+            try:
+                self._fill_unit(unit, into, is_verified, good.get(unit))
+            finally:
+                into.release()
+
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            # All threads have ended before an error is raised: it closes the mapping they write to.
+            done = [pool.submit(fill, unit) for unit in segment.units]
+            wait(done, return_when=FIRST_EXCEPTION)
+            pool.shutdown(cancel_futures=True)
+        for future in done:
+            if not future.cancelled():
+                future.result()
+
+    def _fill_unit(
+        self,
+        unit: int,
+        into: memoryview,
+        is_verified: Callable[[], bool],
+        local: memoryview | None,
+    ) -> None:
+        name = self._record.units[unit].name
+        tried = []
+        if local is not None:
+            into[:] = local
+            if is_verified():
+                return
+        for where, way, read in self._sources(unit):
+            try:
+                read(self._record.write, unit, into)
+            except (OSError, WeightsUnavailable) as error:
+                tried.append(f"{where}: {error}")
+                continue
+            if is_verified():
+                for failure in tried:
+                    self._trouble(f"unit {name!r} from {failure}")
+                with self._counting:
+                    self._by[way] += len(into)
+                return
+            tried.append(f"{where}: damaged")
+        raise WeightsUnavailable(
+            f"unit {name!r} of {self._record.write} cannot be had: "
+            f"{'; '.join(tried) or 'no other node keeps it'}"
+        )
+
+    def _sources(self, unit: int) -> Iterator[tuple[str, str, ReadUnit]]:
+        """Every transport from every node that keeps the unit: description, transport, reader."""
+        for node in self._holders(unit):
+            ways = self._peers[node].unit_readers()
+            for way, read in ways.items():
+                yield (f"{node} by {way}" if len(ways) > 1 else node), way, read
+
+    def _holders(self, unit: int) -> list[str]:
+        """Nodes that keep the unit; the order differs by unit, to balance the load."""
+        holders = [node for node, kept in self._kept.items() if unit in kept]
+        turn = unit % len(holders) if holders else 0
+        return holders[turn:] + holders[:turn]
+
+    def _trouble(self, what: str) -> None:
+        logger.warning("store: node %s: %s", self._slots.node, what)
+        self._troubles.append(what)
+
+
+def _link_beside(model_path: Path, folder: Path) -> None:
+    """Link configuration and tokenizer: an engine may read them beside the weights."""
+    for path in model_path.iterdir() if model_path.is_dir() else ():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            (folder / path.name).symlink_to(path.absolute())

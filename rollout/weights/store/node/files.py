@@ -1,0 +1,224 @@
+"""All file operations of the store, as small steps.
+
+Always true: a step happens completely or not at all, except steps that write bytes: they may stop
+anywhere, because a process can be killed.  Tests use another object that stops at a chosen step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from engines.tensors import bulk_copy
+from engines.tensors.file_mapping import FileMapping
+from engines.tensors.fingerprint import Buffer
+from rollout.weights.push.hugepages import take_space
+
+
+class PendingCopy(NamedTuple):
+    """Bytes in memory that are copied into a mapped file.
+
+    Attributes:
+        head: the prefix of their hash.
+        source: their address.
+    """
+
+    head: bytes
+    region: MappedSegment
+    offset: int
+    source: int
+    num_bytes: int
+
+
+class Files:
+    """The real file system."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def names(self, path: Path) -> list[str]:
+        """Names in a folder; empty if it does not exist."""
+        return sorted(os.listdir(path)) if path.is_dir() else []
+
+    def read(self, path: Path) -> bytes | None:
+        """Contents of a small file; None if it does not exist."""
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path, data: Buffer) -> None:
+        """Replace a small file; its bytes may stop anywhere."""
+        path.write_bytes(data)
+
+    def sync(self, path: Path) -> None:
+        """Flush a file, or a folder's list of names, to the device."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def size(self, path: Path) -> int | None:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def allocate(self, path: Path, num_bytes: int) -> None:
+        """Create a file of this length with all its space: on a full tmpfs a write to a sparse file
+        kills the process with SIGBUS.  So does reading a mapped file that was shortened: a longer
+        file is replaced by a new one.
+
+        Raises:
+            OSError: there is no space; the file is removed.
+        """
+        if (self.size(path) or 0) > num_bytes:
+            path.unlink()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            take_space(descriptor, num_bytes)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def link(self, target: Path, link: Path) -> None:
+        """Add a name for the same file."""
+        os.link(target, link)
+
+    def map(self, path: Path) -> MappedSegment:
+        return MappedSegment(path)
+
+    def write_at(self, path: Path, offset: int, data: Buffer) -> None:
+        """Write bytes of an existing file; they may stop anywhere."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            view = memoryview(data)
+            while view:
+                done = os.pwrite(descriptor, view, offset)
+                view, offset = view[done:], offset + done
+        finally:
+            os.close(descriptor)
+
+    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
+        """Copy bytes into a mapped file; they may stop anywhere."""
+        region.view[offset : offset + len(data)] = data
+
+    def copy(self, incoming: Sequence[PendingCopy]) -> list[str]:
+        """The same for many; returns their fingerprints. The bytes may stop anywhere."""
+        return bulk_copy.copy_and_hash(
+            [copy.head for copy in incoming],
+            [copy.region.address + copy.offset for copy in incoming],
+            [copy.source for copy in incoming],
+            [copy.num_bytes for copy in incoming],
+        )
+
+    def replace(self, path: Path, data: Buffer) -> None:
+        """Replace a small file, completely or not at all."""
+        beside = path.with_name(f"{path.name}.new")
+        self.write(beside, data)
+        self.sync(beside)
+        self.rename(beside, path)
+        self.sync(path.parent)
+
+
+class MappedSegment:
+    """A file mapped into memory.
+
+    Attributes:
+        inode: of the mapped file; another file may have its name now.
+        address: of the first byte of ``view``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            stat = os.fstat(descriptor)
+            self.inode = stat.st_ino
+            self.num_bytes = stat.st_size
+            self._mapping = FileMapping(descriptor, stat.st_size)
+        finally:
+            os.close(descriptor)
+        self.address = self._mapping.address
+        self.view = self._mapping.view
+
+    def close(self) -> None:
+        # A traceback may still refer to the view: then it is unmapped later.
+        self._mapping.close()
+
+
+class MappedSegments:
+    """Cached mappings: mapping a file again costs more than copying into it."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._kept: dict[Path, MappedSegment] = {}
+
+    def of(self, path: Path) -> MappedSegment:
+        """The mapping of the file that has this name now.
+
+        Raises:
+            OSError: the file does not exist.
+        """
+        stat = path.stat()
+        region = self._kept.get(path)
+        if region is not None and (region.inode, region.num_bytes) == (stat.st_ino, stat.st_size):
+            return region
+        if region is not None:
+            self._kept.pop(path).close()
+        region = self._files.map(path)
+        self._kept[path] = region
+        return region
+
+    def forget(self, folder: Path) -> None:
+        """Unmap all files below ``folder``."""
+        for path in [path for path in self._kept if path.is_relative_to(folder)]:
+            self._kept.pop(path).close()
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+# An engine over several nodes gets one path, and every rank reads it on its own node.  Links give
+# the assembled folders, whose paths differ, the same path on every node.  A link's name is used
+# once, for one engine and one version, so it points to the right folder, whichever node created
+# it; it is removed before its folder.
+
+
+def create_link(path: Path, folder: Path) -> None:
+    """Link ``path`` to ``folder``. An existing link is kept: then another node shares the file
+    system, and its folder has the same contents."""
+    with suppress(FileExistsError):
+        path.symlink_to(folder, target_is_directory=True)
+
+
+def remove_link(path: Path, folder: Path) -> None:
+    """Remove ``path`` if it points to ``folder`` or below."""
+    with suppress(OSError):  # it does not exist, or is no link
+        if Path(os.readlink(path)).is_relative_to(folder):
+            path.unlink()
+
+
+def remove_links(run: Path, folder: Path) -> None:
+    """Remove all links in ``run`` that point to ``folder`` or below."""
+    for path in run.iterdir() if run.is_dir() else ():
+        if path.is_symlink():
+            remove_link(path, folder)

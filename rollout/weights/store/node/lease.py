@@ -1,0 +1,112 @@
+"""The lease of a run: how long its files stay without a renewal.
+
+Always true: files of a run whose lease expired, or of an earlier boot, are removed by its own agent
+or by the next agent that starts on the node.  A run that renews its lease keeps its files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollout.weights.store.node.files import Files, remove_links
+from rollout.weights.store.node.machine import boot_id, since_boot_s
+
+logger = logging.getLogger(__name__)
+
+LEASE = "lease.json"
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Expiry time, in seconds since a boot."""
+
+    boot_id: str
+    until_s: float
+
+    def holds(self, boot: str, now_s: float) -> bool:
+        """Whether it is still valid."""
+        return self.boot_id == boot and now_s < self.until_s
+
+
+def renew(files: Files, folder: Path, lease_s: float) -> Lease:
+    """Write a new lease for ``folder``."""
+    lease = Lease(boot_id(), since_boot_s() + lease_s)
+    files.replace(folder / LEASE, json.dumps(asdict(lease)).encode())
+    return lease
+
+
+def read_lease(folder: Path) -> Lease | None:
+    """The lease of a folder; None if it has no readable one."""
+    try:
+        values = json.loads((folder / LEASE).read_bytes())
+        return Lease(str(values["boot_id"]), float(values["until_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def locked(base: Path) -> Iterator[None]:
+    """Meanwhile no other process starts or sweeps a run below ``base``. A kill releases it."""
+    descriptor = _take(base)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(base: Path) -> int:
+    path = base / _LOCK
+    while True:
+        try:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # another process has just removed the folder
+            continue
+        except FileExistsError:  # or removed it between mkdir's failure and its check
+            if base.is_file() or base.is_symlink():
+                raise
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # the file was removed: other processes lock another one
+
+
+def sweep(base: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
+    """Remove runs below ``base`` whose lease expired; returns their names. Needs the lock."""
+    gone = []
+    for run in sorted(path for path in base.iterdir() if path.is_dir()):
+        for folder in sorted(run.iterdir()):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            lease = read_lease(folder)
+            if lease is None or not lease.holds(boot(), since_boot_s()):
+                remove_links(run, folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                gone.append(f"{run.name}/{folder.name}")
+        remove_if_empty(run)
+    if gone:
+        logger.info("store: removed files of crashed runs: %s", ", ".join(gone))
+    return gone
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder that is empty but for the lock file."""
+    try:
+        if os.listdir(folder) == [_LOCK]:
+            (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:
+        pass  # it is in use

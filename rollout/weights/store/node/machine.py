@@ -1,0 +1,53 @@
+"""Facts about this node: memory, limits, boot id, seconds since boot."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from rollout.weights.store.node.limits import Room
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def room_on(path: str | Path) -> Room:
+    """Space for files under ``path``, which exists."""
+    stats = os.statvfs(path)
+    return Room(
+        path=str(path),
+        free_bytes=stats.f_bavail * stats.f_frsize,
+        available_bytes=psutil.virtual_memory().available,
+        cgroup_bytes=_cgroup_bytes(),
+    )
+
+
+def _cgroup_bytes() -> int | None:
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = (_CGROUP / limit).read_text().strip()
+            used = int((_CGROUP / usage).read_text())
+            stat = (_CGROUP / limit).with_name("memory.stat").read_text()
+        except (OSError, ValueError):
+            continue
+        if most == "max" or int(most) >= 1 << 60:
+            return None
+        # The kernel frees unused file pages before it kills a process.
+        lines = dict(line.split() for line in stat.splitlines())
+        return int(most) - used + int(lines.get(cache, 0))
+    return None
+
+
+def boot_id() -> str:
+    """Differs after each boot: files in memory of an earlier boot are gone."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def since_boot_s() -> float:
+    """A clock that is the same for all processes of the node."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,1 @@
+"""Agents over the network, and the transfer of units between nodes."""

@@ -1,0 +1,285 @@
+"""The client of an agent in another process or on another node.
+
+Always true: every call ends within its deadline; a failed call raises OSError or
+WeightsUnavailable and nothing else; units are received directly into their place.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines.tensors.fingerprint import Buffer
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.store.layout.commit import NodeState, Write
+from rollout.weights.store.layout.placement import TensorRange
+from rollout.weights.store.layout.record import StoreRecord, dump, load
+from rollout.weights.store.node.assembly import AssembledFolder, AssemblyRequest, ReadUnit
+from rollout.weights.store.node.files import Files, MappedSegments
+from rollout.weights.store.node.writer import FileSink, NodeSink
+from rollout.weights.store.transfer import wire
+from rollout.weights.store.transfer.rdma import RdmaTransfer
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 5.0
+# For calls that allocate space or hash a share of the model.
+_LONG_TIMEOUT_S = 300.0
+
+Address = tuple[str, int]
+
+
+class AgentClient:
+    """Calls one agent.
+
+    Args:
+        address: of the agent, or a function that returns it.  The function is called again when
+            the agent is unreachable: a restarted agent may have another address.
+        rdma: to read units with, before the stream is tried; after one failure it is not used
+            again for this agent.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        address: Address | Callable[[], Address],
+        token: str = "",
+        *,
+        mapped_files: MappedSegments | None = None,
+        rdma: RdmaTransfer | None = None,
+    ) -> None:
+        self.node = node
+        self._find = address if callable(address) else lambda: address
+        self._address: Address | None = None
+        self._token = token
+        self._rdma = rdma
+        self._files = Files()
+        self._mapped_files = mapped_files or MappedSegments(self._files)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._shares_files: bool | None = None
+
+    # -- calls, as ``StoreAgent`` has them --------------------------------------------------
+
+    def state(self) -> NodeState:
+        reply = self._call("state")[0]["value"]
+        committed = reply["committed"]
+        return NodeState(
+            committed and Write(*committed), frozenset(Write(*write) for write in reply["sealed"])
+        )
+
+    def record(self, write: Write) -> StoreRecord:
+        return load(self._call("record", {"write": write.to_json()})[1], where=f"node {self.node}")
+
+    def begin(self, record: StoreRecord, current: Write | None) -> Mapping[str, str]:
+        fields = {"counts": current and current.to_json()}
+        reply: dict[str, str] = self._call("begin", fields, dump(record), _LONG_TIMEOUT_S)[0][
+            "value"
+        ]
+        return reply
+
+    def sink(self, record: StoreRecord, paths: Mapping[str, str]) -> NodeSink:
+        """Writes into its files if this process can map them, else over a stream."""
+        if self._has_its_files():
+            return FileSink(paths, self._mapped_files, self._files)
+        return _StreamSink(self, record, paths)
+
+    def seal(self, record: StoreRecord) -> None:
+        self._call("seal", {}, dump(record))
+
+    def commit(self, write: Write) -> None:
+        self._call("commit", {"write": write.to_json()})
+
+    def unit_readers(self) -> Mapping[str, ReadUnit]:
+        """Functions that read a unit, by name of the transport, in order of preference."""
+        rdma = self._rdma
+        if rdma is None:
+            return {"tcp": self.read}
+        return {"mooncake": partial(self._read_by, rdma), "tcp": self.read}
+
+    def read(self, write: Write, unit: int, into: memoryview) -> None:
+        with self._connection(_CALL_TIMEOUT_S) as connection:
+            self._request_unit(connection, "read", write, unit)
+            _check_length(self._reply_head(connection)[1], into)
+            wire.receive_into(connection, into)
+
+    def _read_by(self, rdma: RdmaTransfer, write: Write, unit: int, into: memoryview) -> None:
+        """Read a unit, piece by piece, from memory that the agent exports."""
+        try:
+            with self._connection(_CALL_TIMEOUT_S) as connection:
+                self._request_unit(connection, "lend", write, unit)
+                exported = self._reply_head(connection)[0]["value"]
+                _check_length(exported["num_bytes"], into)
+                step = min(rdma.piece_bytes, exported["piece_bytes"])
+                for at in range(0, len(into), step):
+                    part = into[at : at + step]
+                    wire.send(connection, {"at": at, "length": len(part)})
+                    self._reply_head(connection)
+                    rdma.fetch(exported["session"], exported["address"], part)
+                wire.send(connection, {"end": True})
+        except (OSError, WeightsUnavailable) as error:
+            if self._rdma is not None:
+                self._rdma = None
+                logger.warning("store: streams are used from node %s: %s", self.node, error)
+            raise
+
+    def _request_unit(self, connection: socket.socket, call: str, write: Write, unit: int) -> None:
+        fields = {"call": call, "write": write.to_json(), "unit": unit, "token": self._token}
+        wire.send(connection, fields)
+
+    def assemble(
+        self, record: StoreRecord, peers: Mapping[str, Any], wanted: AssemblyRequest
+    ) -> AssembledFolder:
+        """``peers`` are clients too; the agent connects to them itself."""
+        addresses = {}
+        for node, peer in peers.items():
+            with suppress(OSError, WeightsUnavailable):  # a peer without an address is not used
+                addresses[node] = peer.address()
+        fields = {"peers": addresses, "wanted": asdict(wanted)}
+        reply = self._call("assemble", fields, dump(record), _LONG_TIMEOUT_S)[0]["value"]
+        return AssembledFolder(**{**reply, "troubles": tuple(reply["troubles"])})
+
+    def give_back(self, path: str) -> None:
+        self._call("give_back", {"path": path})
+
+    def renew(self) -> None:
+        self._call("renew")
+
+    def num_bytes(self) -> int:
+        reply: int = self._call("num_bytes")[0]["value"]
+        return reply
+
+    def close(self, *, clear: bool) -> None:
+        try:
+            self._call("close", {"clear": clear})
+        finally:
+            self.disconnect()
+            self._mapped_files.close()
+
+    def address(self) -> Address:
+        if self._address is None:
+            self._address = self._find()
+        return self._address
+
+    # -- connections ------------------------------------------------------------------------
+
+    def _has_its_files(self) -> bool:
+        if self._shares_files is None:
+            path, mark = self._call("mark")[0]["value"]
+            found = self._files.read(Path(path))
+            self._shares_files = bool(mark) and found == mark.encode()
+        return self._shares_files
+
+    def _call(
+        self,
+        call: str,
+        fields: Mapping[str, Any] | None = None,
+        body: Buffer = b"",
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> tuple[dict[str, Any], bytes]:
+        with self._connection(timeout_s) as connection:
+            wire.send(connection, {**(fields or {}), "call": call, "token": self._token}, body)
+            reply, num_bytes = self._reply_head(connection)
+            return reply, wire.receive_body(connection, num_bytes)
+
+    def _reply_head(self, connection: socket.socket) -> tuple[dict[str, Any], int]:
+        message = wire.receive(connection)
+        if message is None:
+            raise ConnectionError(f"the store's agent of node {self.node} closed the connection")
+        if "error" in message[0]:
+            raise WeightsUnavailable(message[0]["error"])
+        return message
+
+    @contextmanager
+    def _connection(self, timeout_s: float) -> Iterator[socket.socket]:
+        connection = self._take(timeout_s)
+        try:
+            yield connection
+        except BaseException:
+            # A reply may still arrive on this connection, or it has ended.
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+
+    def _take(self, timeout_s: float) -> socket.socket:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None and _has_ended(connection):
+            connection.close()
+            self.disconnect()
+            connection = None
+        if connection is None:
+            connection = self._connect()
+        connection.settimeout(timeout_s)
+        return connection
+
+    def _connect(self) -> socket.socket:
+        known = self._address
+        try:
+            connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
+        except OSError:
+            self._address = self._shares_files = None
+            if known is None or self.address() == known:
+                raise
+            connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def disconnect(self) -> None:
+        """Close the idle connections. Later calls connect again."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+
+def _check_length(num_bytes: int, into: memoryview) -> None:
+    if num_bytes != len(into):
+        raise ConnectionError(f"the reply has {num_bytes} bytes, not {len(into)}")
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the agent has closed an idle connection, because it was restarted."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class _StreamSink:
+    """A node whose files cannot be mapped here: its agent writes the bytes it receives."""
+
+    def __init__(self, client: AgentClient, record: StoreRecord, paths: Mapping[str, str]) -> None:
+        self._client = client
+        self._connection = client._take(_LONG_TIMEOUT_S)
+        self._is_open = True
+        fields = {"call": "fill", "paths": dict(paths), "token": client._token}
+        wire.send(self._connection, fields, dump(record))
+        client._reply_head(self._connection)
+
+    def open(self, place: TensorRange) -> None:
+        wire.announce(self._connection, {"tensor": place.tensor.name}, place.num_bytes)
+
+    def put(self, piece: memoryview) -> None:
+        self._connection.sendall(piece)
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            wire.send(self._connection, {"end": True})
+            self._client._reply_head(self._connection)
+        finally:
+            self._connection.close()

@@ -1,0 +1,207 @@
+"""A server's pushes by broadcast, and the group that is kept between them.
+
+Always true: one push at a time uses a group; a group is kept only after a push that every engine
+received; it is closed if it is not kept, if other engines join, or with the handle.
+
+A new group costs a request to every engine, a connection for each pair of engines and, with NCCL,
+seconds.  A kept group costs idle connections and, with NCCL, buffers on each GPU.  Firewalls drop
+idle connections, some after 350 s, and then a push would fail at its deadline.  So a group that was
+idle for some minutes is created again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from engines.tensors.flattened_bucket import FLATTENED_BUCKET
+from rollout.config import WeightsConfig
+from rollout.weights.push.stream_server import StreamedBucket
+from rollout.weights.tensors.broadcast_root import BroadcastRoot
+from rollout.weights.tensors.bucket_writer import fingerprints_of
+from rollout.weights.tensors.flat_buffers import (
+    FlatLayoutCache,
+    Flattener,
+    describe_tensors,
+    is_worth_flattening,
+    split_bucket,
+)
+from rollout.weights.tensors.tensor_sources import Pairs, TrainerWeights
+from rollout.weights.transports.broadcast_group import BroadcastMember, can_be_kept, is_same_group
+
+_MOST_IDLE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that all ranks have joined.
+
+    Attributes:
+        members: the engines of all its ranks but the trainer's.
+        idle_since: when its last push ended.
+    """
+
+    root: BroadcastRoot
+    members: Sequence[BroadcastMember]
+    idle_since: float = 0.0
+
+
+class KeptGroup:
+    """The group of a server's last push, if it is kept. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.layouts = FlatLayoutCache()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._group: _Group | None = None
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """Name of the kept group; empty for none."""
+        group = self._group
+        return "" if group is None else group.root.name
+
+    def take(self) -> _Group | None:
+        """Take the group out; the caller owns it."""
+        with self._lock:
+            group, self._group = self._group, None
+        return group
+
+    def is_fresh(self, group: _Group) -> bool:
+        """Whether it was used recently enough for its connections to work."""
+        return self._clock() - group.idle_since <= _MOST_IDLE_S
+
+    def keep(self, group: _Group) -> None:
+        """Keep the group for the next push."""
+        group = replace(group, idle_since=self._clock())
+        with self._lock:
+            over = group if self._is_closed else self._group
+            if not self._is_closed:
+                self._group = group
+        if over is not None:  # another push kept it meanwhile
+            over.root.close()
+
+    def close(self) -> None:
+        """Close the group and keep no other; engines notice that the trainer has left."""
+        with self._lock:
+            group, self._group, self._is_closed = self._group, None, True
+        if group is not None:
+            group.root.close()
+
+
+class BroadcastPush:
+    """One push by broadcast.
+
+    Args:
+        host: address of this machine for the engines.
+        kept: keeps the group for the next push; None closes it.
+    """
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        version: int,
+        settings: WeightsConfig,
+        host: str,
+        kept: KeptGroup | None,
+    ) -> None:
+        self._weights = weights
+        self._version = version
+        self._settings = settings
+        self._host = host
+        self._kept = kept
+        self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
+        self._group: _Group | None = None
+        self._must_join = True
+        backend = settings.backend
+        if backend == "auto":
+            backend = "nccl" if weights.is_on_cuda else "gloo"
+        self._backend: str = backend
+
+    def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
+        """Terms of the group for this push: the kept one if it fits, else a new one."""
+        before = None if self._kept is None else self._kept.take()
+        keeps = self._kept is not None and can_be_kept(members)
+        if before is not None and self._can_go_on(before, members):
+            self._group, self._must_join = before, False
+            return {"group_name": before.root.name, "is_new": False, "keeps": keeps, "over": ""}
+        if before is not None:
+            before.root.close()
+        timeout_s = self._settings.group_timeout_s
+        root = BroadcastRoot(
+            f"push-{self._version}-{secrets.token_hex(4)}",
+            self._backend,
+            host=self._host,
+            join_timeout_s=timeout_s,
+            send_timeout_s=timeout_s,
+        )
+        where = root.terms(sum(member.num_ranks for member in members))
+        self._group = _Group(root, tuple(members))
+        return {
+            **where,
+            "group_name": root.name,
+            "backend": self._backend,
+            "is_new": True,
+            "keeps": keeps,
+            "over": "" if before is None else before.root.name,
+        }
+
+    def _can_go_on(self, group: _Group, members: Sequence[BroadcastMember]) -> bool:
+        assert self._kept is not None
+        return (
+            group.root.is_there
+            and group.root.backend == self._backend
+            and self._kept.is_fresh(group)
+            and is_same_group(group.root.name, group.members, members)
+        )
+
+    def buckets(self) -> Iterator[StreamedBucket]:
+        """The buckets, after all readers have the terms; each is broadcast when all have it."""
+        assert self._group is not None
+        root = self._group.root
+        if self._must_join:
+            root.join()
+        is_flat = all(member.takes_flat for member in self._group.members)
+        for pairs, is_last in self._weights.gathered():
+            if is_flat and is_worth_flattening(pairs):
+                buckets = self._flat(root, pairs, is_last)
+            else:
+                buckets = iter([self._one_by_one(root, pairs, is_last)])
+            del pairs  # frees gathered tensors early
+            yield from buckets
+            del buckets
+
+    def ended(self, is_kept: bool) -> None:
+        """The push has ended. ``is_kept``: all engines got it and stay in the group."""
+        group, self._group = self._group, None
+        self._flattener.free()
+        if group is None:
+            return
+        if is_kept and self._kept is not None:
+            self._kept.keep(group)
+        else:
+            group.root.close()
+
+    def _flat(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> Iterator[StreamedBucket]:
+        device = pairs.tensors[0].device if self._backend == "nccl" else torch.device("cpu")
+        parts = split_bucket(pairs, device)
+        del pairs
+        while parts:
+            hashed = self._settings.fingerprint
+            flat = self._flattener.flatten(parts.pop(0), device, fingerprint=hashed)
+            payload = {**flat.description, "group_name": root.name, "load_format": FLATTENED_BUCKET}
+            send = partial(root.send, [flat.tensor])
+            yield StreamedBucket(payload, is_last and not parts, flat.fingerprints, send)
+
+    def _one_by_one(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> StreamedBucket:
+        found = fingerprints_of(pairs) if self._settings.fingerprint else {}
+        payload = {**describe_tensors(pairs.specs), "group_name": root.name}
+        return StreamedBucket(payload, is_last, found, partial(root.send, pairs.tensors))

@@ -1,0 +1,139 @@
+"""Many small tensors copied into one, which is broadcast instead of them.
+
+Always true: all buckets use the same memory, so one is sent before the next is flattened.
+
+A broadcast over gloo costs both sides together 0.14 ms, at any size.  Measured on two cores, in CPU
+time of both sides: single tensors of 128 KiB cost 2.4 times as much as flattened ones, of 1 MiB 1.1
+times, of 4 MiB the same; larger tensors cost less unflattened.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engines.embedded.memory.bucket_buffers import BucketBuffers, host_memory
+from engines.embedded.weights.torch_fingerprint import as_bytes
+from engines.tensors import flattened_bucket
+from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, split_by_size
+from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.tensors.bucket_writer import copy_tensors, fingerprints_of
+from rollout.weights.tensors.tensor_sources import Pairs
+
+_MOST_MEAN_BYTES = 4 << 20
+# On the host; larger buffers take longer to allocate and are not faster.
+_MOST_HOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucket:
+    """A flattened bucket.
+
+    Attributes:
+        description: ``names``, ``dtypes`` and ``shapes`` of its tensors, in the order of their
+            bytes.
+        tensor: the bytes, uint8.
+    """
+
+    description: Mapping[str, Any]
+    tensor: torch.Tensor
+    fingerprints: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatLayout:
+    """The order and offsets of a bucket's tensors."""
+
+    indices: Sequence[int]
+    specs: Sequence[TensorSpec]
+    file: FileLayout
+    description: Mapping[str, Any]
+
+
+def is_worth_flattening(pairs: Pairs) -> bool:
+    """Whether these are cheaper to send as one tensor."""
+    num_bytes = sum(tensor.nbytes for tensor in pairs.tensors)
+    return len(pairs) > 1 and num_bytes < _MOST_MEAN_BYTES * len(pairs)
+
+
+def split_bucket(
+    pairs: Pairs, device: torch.device, most_bytes: int = _MOST_HOST_BYTES
+) -> list[Pairs]:
+    """Parts of a bucket, each flattened at once on this device."""
+    if device.type != "cpu":
+        return [pairs]
+    sizes = [tensor.nbytes for tensor in pairs.tensors]
+    return [pairs[part] for part in split_by_size(sizes, most_bytes)]
+
+
+class FlatLayoutCache(LayoutCache[_FlatLayout]):
+    """Flat layouts, from earlier pushes."""
+
+    def __init__(self) -> None:
+        super().__init__(_make_flat_layout)
+
+
+class Flattener:
+    """Flattens the buckets of one push, in memory that is reused."""
+
+    def __init__(self, layouts: FlatLayoutCache) -> None:
+        self._layouts = layouts
+        self._host: mmap.mmap | None = None
+        self._on_device: dict[torch.device, BucketBuffers] = {}
+
+    def flatten(self, pairs: Pairs, device: torch.device, *, fingerprint: bool) -> FlatBucket:
+        """Copy these tensors, from any device, into one on ``device``."""
+        layout = self._layouts.of(pairs.specs)
+        tensors = [pairs.tensors[index] for index in layout.indices]
+        size = layout.file.num_bytes
+        if device.type == "cpu":
+            if self._host is None or len(self._host) < size:
+                self._host = None  # free it before allocating more
+                self._host = host_memory(size)
+            view = self._host
+            found = copy_tensors(view, layout.file, layout.specs, tensors, fingerprint=fingerprint)
+            return FlatBucket(
+                layout.description, torch.frombuffer(view, dtype=torch.uint8)[:size], found
+            )
+        tensor = self._concatenate(tensors, size, device)
+        return FlatBucket(layout.description, tensor, fingerprints_of(pairs) if fingerprint else {})
+
+    def free(self) -> None:
+        """Free the memory; the push has ended."""
+        self._host = None
+        self._on_device.clear()
+
+    def _concatenate(
+        self, tensors: Sequence[torch.Tensor], size: int, device: torch.device
+    ) -> torch.Tensor:
+        """On a device. Reusing the memory is safe: the device runs this thread's work in order,
+        so the next copy waits for the broadcast."""
+        buffers = self._on_device.setdefault(device, BucketBuffers(device))
+        memory = buffers.take(size)
+        torch.cat([as_bytes(tensor).to(device) for tensor in tensors], out=memory[:size])
+        buffers.give(memory)
+        return memory[:size]
+
+
+def _make_flat_layout(given: Sequence[TensorSpec]) -> _FlatLayout:
+    indices = flattened_bucket.wide_first([spec.dtype for spec in given])
+    specs = [given[index] for index in indices]
+    description = describe_tensors(specs)
+    places = flattened_bucket.lay_out(
+        description["names"], description["dtypes"], description["shapes"]
+    )
+    ranges = {spec.name: place for spec, place in zip(specs, places, strict=True)}
+    return _FlatLayout(indices, specs, FileLayout.of(specs, ranges), description)
+
+
+def describe_tensors(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """The arguments of an engine's update that describe these tensors."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }

@@ -1,0 +1,194 @@
+"""Plans a push: its tensors by name, and its buckets. Plans are cached between pushes.
+
+Always true: a cached plan is used only for tensors of the same names, dtypes and shapes, in the
+same order, with the same name map; a plan holds no tensor.
+
+A mixture-of-experts model has tens of thousands of tensors.  Making an object for each at every
+push takes longer than copying them, mostly because of full garbage collections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engines.embedded.weights.torch_fingerprint import dtype_name
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.bucket_layout import split_by_size
+from rollout.weights.format.manifest import Manifest, TensorSpec
+
+NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+"""Maps a trainer's tensor to the checkpoint's. It is called with a tensor on the meta device, for
+names and shapes, and at every push with the real tensor.  For a framework that has other names and
+fused weights (Megatron):
+
+    def to_hf(name, tensor):
+        layer = name.split(".")[2]
+        if name.endswith("self_attention.linear_qkv.weight"):
+            # [groups * (q_per_group + 2) * head_dim, hidden], a group's queries, key and value
+            grouped = tensor.view(num_groups, q_per_group + 2, head_dim, hidden)
+            at = f"model.layers.{layer}.self_attn"
+            yield f"{at}.q_proj.weight", grouped[:, :q_per_group].reshape(-1, hidden)
+            yield f"{at}.k_proj.weight", grouped[:, -2].reshape(-1, hidden)
+            yield f"{at}.v_proj.weight", grouped[:, -1].reshape(-1, hidden)
+        elif name.endswith("mlp.linear_fc1.weight"):
+            gate, up = tensor.chunk(2)
+            yield f"model.layers.{layer}.mlp.gate_proj.weight", gate
+            yield f"model.layers.{layer}.mlp.up_proj.weight", up
+        else:
+            yield HF_NAMES[name], tensor
+
+    server.update_weights(megatron_tensors, name_map=to_hf)
+
+DTensors are gathered here.  The caller gathers all other shards of tensor, pipeline and expert
+parallelism: pass an iterable of (name, tensor) that uses the framework's own gathers.
+"""
+
+# For the whole model, for a part of it that is pushed in between, and so on.
+_MOST_PLANS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One of the trainer's tensors, and the checkpoint's tensors made from it.
+
+    Attributes:
+        specs: of the checkpoint's tensors; one without a name map.
+        num_bytes: of those.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    specs: tuple[TensorSpec, ...]
+    num_bytes: int
+
+    def mapped(self, name_map: NameMap, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The name map's result for the whole tensor.
+
+        Raises:
+            WeightMismatch: the result differs from the plan.
+        """
+        found = list(name_map(self.name, tensor))
+        if [(name, tuple(mapped.shape)) for name, mapped in found] != [
+            (spec.name, spec.shape) for spec in self.specs
+        ]:
+            raise WeightMismatch(
+                f"the name map's result for {self.name!r} differs from that on the meta device; "
+                "it must depend on name, dtype and shape only",
+                tensor=self.name,
+            )
+        return [mapped for _, mapped in found]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """The parts of one bucket: from ``first`` up to ``end``."""
+
+    first: int
+    end: int
+    specs: list[TensorSpec]
+
+
+@dataclass(eq=False, slots=True)
+class PushPlan:
+    """All tensors of a push, in order."""
+
+    parts: Sequence[PlannedTensor]
+    name_map: NameMap | None
+    manifest: Manifest
+    num_bytes: int
+    _shares: dict[int, list[PlannedBucket]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+    ) -> PushPlan:
+        """The plan of these tensors.
+
+        Raises:
+            WeightMismatch: a value is not a tensor, or a name occurs twice.
+        """
+        parts = [_plan_tensor(*pair, name_map) for pair in zip(names, tensors, strict=True)]
+        manifest = Manifest.of(spec for part in parts for spec in part.specs)
+        return cls(parts, name_map, manifest, sum(part.num_bytes for part in parts))
+
+    def fits(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+    ) -> bool:
+        """Whether it is also the plan of these tensors."""
+        if name_map is not self.name_map or len(names) != len(self.parts):
+            return False
+        for part, name, tensor in zip(self.parts, names, tensors, strict=True):
+            if (
+                part.name != name
+                or not isinstance(tensor, torch.Tensor)
+                or tensor.dtype is not part.dtype
+                or tensor.shape != part.shape
+            ):
+                return False
+        return True
+
+    def shares(self, bucket_bytes: int) -> list[PlannedBucket]:
+        """The buckets of up to so many bytes; one is larger if a single tensor is."""
+        shares = self._shares.get(bucket_bytes)
+        if shares is None:
+            sizes = [part.num_bytes for part in self.parts]
+            shares = self._shares[bucket_bytes] = [
+                PlannedBucket(
+                    run.start, run.stop, [spec for part in self.parts[run] for spec in part.specs]
+                )
+                for run in split_by_size(sizes, bucket_bytes)
+            ]
+        return shares
+
+
+class PushPlanCache:
+    """Plans of the last few kinds of push."""
+
+    def __init__(self) -> None:
+        self._kept: list[PushPlan] = []
+
+    def of(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+    ) -> PushPlan:
+        """See ``PushPlan.of``."""
+        for plan in self._kept:
+            if plan.fits(names, tensors, name_map):
+                return plan
+        plan = PushPlan.of(names, tensors, name_map)
+        self._kept = [plan, *self._kept[: _MOST_PLANS - 1]]
+        return plan
+
+
+def _plan_tensor(name: str, tensor: torch.Tensor, name_map: NameMap | None) -> PlannedTensor:
+    check_is_tensor(name, tensor)
+    if name_map is None:
+        spec = spec_of(name, tensor)
+        return PlannedTensor(name, tensor.dtype, tensor.shape, (spec,), tensor.nbytes)
+    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    mapped = list(name_map(name, outline))
+    return PlannedTensor(
+        name,
+        tensor.dtype,
+        tensor.shape,
+        tuple(spec_of(*pair) for pair in mapped),
+        sum(tensor.numel() * tensor.itemsize for _, tensor in mapped),
+    )
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Raise WeightMismatch if a value is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        message = f"{name!r} is a {type(value).__name__}, not a tensor"
+        raise WeightMismatch(message, tensor=str(name))
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def specs_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    return [spec_of(name, tensor) for name, tensor in pairs]

@@ -1,0 +1,233 @@
+"""Makes a push from a trainer's tensors: one function per transport.
+
+Always true: ``OutgoingPush.close`` releases what a push holds (buffers, threads, sockets, a group),
+in any state.
+
+A push is *copied* (complete when the function returns: the trainer may change its tensors) or
+*streamed* (made bucket by bucket while engines load it: the tensors must not change until it has
+ended).
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.core.errors import ConfigError
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
+from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup
+from rollout.weights.tensors.bucket_writer import (
+    CheckpointWriter,
+    fingerprints_of,
+    write_shm_buffer,
+)
+from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
+from rollout.weights.tensors.tensor_sources import Pairs, TrainerWeights
+from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByBroadcast, ByPath, ByValue
+
+_CARRIERS = {
+    Transport.SHARED_MEMORY: ByPath(),
+    Transport.TENSOR: ByValue(load_format="flattened_bucket"),
+    Transport.CUDA_IPC: ByValue(load_format="flattened_bucket"),
+    Transport.DISTRIBUTED: ByBroadcast(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPush:
+    """A push, with its resources in this process.
+
+    Attributes:
+        close: releases them; called when the push has ended, also after a failure.
+    """
+
+    push: WeightPush
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True, slots=True)
+class PushSender:
+    """Makes the pushes of one server.
+
+    Attributes:
+        host: address of this machine for the server's groups.
+        pool: buffers in tmpfs, if there is a tmpfs.
+        timeout_s: for a bucket, including the engines' work.
+        model_path: checkpoint that the engines started from.
+        kept: keeps the broadcast group for the next push; None closes it.
+    """
+
+    settings: WeightsConfig
+    pool: ShmBufferPool
+    host: str = "127.0.0.1"
+    timeout_s: float = 600.0
+    model_path: str = ""
+    kept: KeptGroup | None = None
+
+    def send(
+        self,
+        weights: TrainerWeights,
+        version: int,
+        transport: Transport,
+        contents: WeightUpdate | None = None,
+        *,
+        may_stream: bool = True,
+    ) -> OutgoingPush:
+        """A push of these weights by ``transport``.
+
+        Args:
+            may_stream: whether the tensors do not change until the push has ended.
+
+        Raises:
+            ConfigError: the transport can only stream, and may not.
+            WeightsUnavailable: there is no space.
+        """
+        only_streams = transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC)
+        if only_streams and not may_stream:
+            raise ConfigError(
+                f"weights.transport = {transport}: it reads the tensors while engines load them, "
+                "so push with onload(tensors) or sync_weights(tensors), not with a window's push",
+                setting="weights.transport",
+                value=transport.value,
+            )
+        if transport is Transport.DISK:
+            return self._to_disk(weights, version, contents)
+        if only_streams or (may_stream and self.settings.stream):
+            return self._streamed(weights, version, transport, contents)
+        return self._copied(weights, version, transport, contents)
+
+    def _streamed(
+        self,
+        weights: TrainerWeights,
+        version: int,
+        transport: Transport,
+        contents: WeightUpdate | None,
+    ) -> OutgoingPush:
+        if transport is Transport.DISTRIBUTED:
+            broadcast = BroadcastPush(weights, version, self.settings, self.host, self.kept)
+            server = PushStreamServer(
+                broadcast.buckets(),
+                host=self.host,
+                timeout_s=self.timeout_s,
+                terms=broadcast.terms,
+                when_ended=broadcast.ended,
+            )
+        else:
+            make = {
+                Transport.SHARED_MEMORY: self._buffers,
+                Transport.TENSOR: self._values,
+                Transport.CUDA_IPC: self._handles,
+            }[transport]
+            server = PushStreamServer(make(weights), host=self.host, timeout_s=self.timeout_s)
+        push = WeightPush(
+            version,
+            weights.manifest,
+            carrier=_CARRIERS[transport],
+            stream=server.address,
+            contents=contents,
+        )
+        return OutgoingPush(push, server.close)
+
+    def _copied(
+        self,
+        weights: TrainerWeights,
+        version: int,
+        transport: Transport,
+        contents: WeightUpdate | None,
+    ) -> OutgoingPush:
+        taken: list[ShmBuffer] = []
+
+        def close() -> None:
+            for buffer in taken:
+                self.pool.give(buffer)
+
+        is_shared = transport is Transport.SHARED_MEMORY
+        try:
+            buckets = list(self._written(weights, taken) if is_shared else self._values(weights))
+        except BaseException:
+            close()
+            raise
+        fingerprints = dict(ChainMap(*(dict(bucket.fingerprints) for bucket in buckets)))
+        push = WeightPush(
+            version,
+            Manifest(weights.manifest.tensors, fingerprints),
+            [bucket.payload for bucket in buckets],
+            _CARRIERS[transport],
+            contents=contents,
+        )
+        return OutgoingPush(push, close)
+
+    def _to_disk(
+        self, weights: TrainerWeights, version: int, contents: WeightUpdate | None
+    ) -> OutgoingPush:
+        if self.settings.disk_path is None:
+            raise ConfigError(
+                "weights.transport = disk needs weights.disk_path, a folder with {version} in it "
+                "that trainer and engines can both read",
+                setting="weights.disk_path",
+            )
+        folder = self.settings.disk_path.replace("{version}", str(version))
+        writer = CheckpointWriter(folder, self.model_path)
+        fingerprints: dict[str, str] = {}
+        try:
+            for pairs, _ in weights.gathered():
+                writer.add(pairs)
+                fingerprints |= self._fingerprints(pairs)
+                del pairs
+            path = writer.finish()
+        except BaseException:
+            writer.drop()
+            raise
+        manifest = Manifest(weights.manifest.tensors, fingerprints)
+        push = WeightPush(version, manifest, [{"path": str(path)}], ByPath(), contents=contents)
+        return OutgoingPush(push)
+
+    def _fingerprints(self, pairs: Pairs) -> dict[str, str]:
+        return fingerprints_of(pairs) if self.settings.fingerprint else {}
+
+    # -- buckets ----------------------------------------------------------------------------
+
+    def _written(self, weights: TrainerWeights, taken: list[ShmBuffer]) -> Iterator[StreamedBucket]:
+        """Buckets in tmpfs; their buffers are added to ``taken``."""
+        for pairs, is_last in weights.gathered():
+            buffer, found = write_shm_buffer(
+                pairs, self.pool, fingerprint=self.settings.fingerprint
+            )
+            taken.append(buffer)
+            del pairs
+            yield StreamedBucket({"path": str(buffer.folder)}, is_last, found)
+
+    def _buffers(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+        taken: list[ShmBuffer] = []
+        try:
+            for bucket in self._written(weights, taken):
+                yield bucket
+                # The next bucket is made when engines have applied the last but one.
+                while len(taken) > 1:
+                    self.pool.give(taken.pop(0))
+        finally:
+            for buffer in taken:
+                self.pool.give(buffer)
+
+    def _values(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+        for pairs, is_last in weights.gathered(MOST_BUCKET_BYTES):
+            found = self._fingerprints(pairs)
+            payload = flattened_bucket(pairs)
+            del pairs
+            yield StreamedBucket(payload, is_last, found)
+
+    def _handles(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+        alive: list[torch.Tensor] = []
+        for pairs, is_last in weights.gathered():
+            found = self._fingerprints(pairs)
+            payload, flat = ipc_bucket(pairs)
+            alive = [*alive[-1:], flat]
+            del pairs, flat
+            yield StreamedBucket(payload, is_last, found)

@@ -1,0 +1,218 @@
+"""A trainer's tensors under the checkpoint's names: plain, sharded (DTensor), or renamed.
+
+Always true: names, dtypes and shapes are known before anything is gathered or sent; shards are
+gathered bucket by bucket, so that at most one bucket of whole tensors is in memory; all ranks
+gather in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
+from rollout.weights.format.named import named_pairs
+from rollout.weights.tensors.push_plan import (
+    NameMap,
+    PlannedBucket,
+    PushPlanCache,
+    check_is_tensor,
+    specs_of,
+)
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class Pairs(Sequence[tuple[str, torch.Tensor]]):
+    """Names and tensors of one bucket; a pair is made only when it is read.
+
+    Attributes:
+        specs: of ``tensors``; the same list at every push of the same plan.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        self.specs = specs
+        self.tensors = tensors
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
+        pairs = list(pairs)
+        return cls(specs_of(pairs), [tensor for _, tensor in pairs])
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, torch.Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pairs: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, torch.Tensor] | Pairs:
+        if isinstance(index, slice):
+            return Pairs(self.specs[index], self.tensors[index])
+        return self.specs[index].name, self.tensors[index]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, tensor in zip(self.specs, self.tensors, strict=True):
+            yield spec.name, tensor
+
+
+class TrainerWeights:
+    """A trainer's tensors, planned in buckets.
+
+    Args:
+        named_tensors: under the trainer's names; shards are not gathered yet.
+        bucket_bytes: size of a bucket, unless a single tensor is larger.
+        expected: the model's manifest, to find tied tensors; None keeps every name.
+        name_map: see ``NameMap``.
+        plans: cached plans of earlier pushes.
+
+    Raises:
+        WeightMismatch: a value is not a tensor, or a name occurs twice.
+    """
+
+    def __init__(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int,
+        expected: Manifest | None = None,
+        name_map: NameMap | None = None,
+        plans: PushPlanCache | None = None,
+    ) -> None:
+        names, tensors = _columns(named_tensors)
+        if expected is not None and name_map is None:
+            known = expected.tensors
+            if any(name not in known for name in names):
+                names, tensors = _columns(_without_tied(names, tensors, expected))
+        self._tensors = tensors
+        self._plan = (plans or PushPlanCache()).of(names, tensors, name_map)
+        self.manifest = self._plan.manifest
+        self.has_shards = any(map(_is_shard, tensors))
+        self._bucket_bytes = bucket_bytes
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._plan.shares(self._bucket_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._plan.num_bytes
+
+    @property
+    def is_on_cuda(self) -> bool:
+        return any(tensor.is_cuda for tensor in self._tensors)
+
+    def gathered(self, most_bytes: int | None = None) -> Iterator[tuple[Pairs, bool]]:
+        """Each bucket's whole tensors, and whether it is the last.
+
+        Delete one (``del``) before taking the next, or both are in memory.
+
+        Args:
+            most_bytes: for smaller buckets than planned.
+        """
+        bucket_bytes = self._bucket_bytes
+        if most_bytes is not None and most_bytes < bucket_bytes:
+            bucket_bytes = most_bytes
+        shares = self._plan.shares(bucket_bytes)
+        for share in shares:
+            yield self._whole(share), share is shares[-1]
+
+    def _whole(self, share: PlannedBucket) -> Pairs:
+        tensors: list[torch.Tensor] = []
+        for index in range(share.first, share.end):
+            tensor: Any = self._tensors[index]
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if _is_shard(tensor):
+                tensor = tensor.full_tensor()
+            if self._plan.name_map is None:
+                tensors.append(tensor)
+            else:
+                tensors += self._plan.parts[index].mapped(self._plan.name_map, tensor)
+        return Pairs(share.specs, tensors)
+
+
+def take_part(
+    named_tensors: NamedTensors,
+    *,
+    bucket_bytes: int,
+    model_path: str | Path = "",
+    name_map: NameMap | None = None,
+) -> None:
+    """Take part in the gathers of a push and keep nothing. Every rank but the pushing one calls it,
+    with its shards of the same tensors.
+
+    Args:
+        bucket_bytes: the server's ``weights.bucket_bytes``.
+        model_path: the server's ``model_path``.  It decides which of two tied names is pushed, so
+            it is needed where tensors are tied.
+
+    Raises:
+        WeightMismatch: tensors are tied, and ``model_path`` is empty.  Nothing was gathered.
+    """
+    expected = read_checkpoint_manifest(model_path) if model_path else None
+    if not model_path and name_map is None:
+        named_tensors = list(named_pairs(named_tensors))
+        _check_untied(named_tensors)
+    weights = TrainerWeights(
+        named_tensors, bucket_bytes=bucket_bytes, expected=expected, name_map=name_map
+    )
+    for pairs, _ in weights.gathered():
+        del pairs
+
+
+def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and tensors in two lists, without an object for each pair."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in named_pairs(named):
+        names.append(name)
+        tensors.append(tensor)
+    return names, tensors
+
+
+def _without_tied(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], expected: Manifest
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Omits tensors that the model does not have if they share memory with one that it has."""
+    pairs = list(zip(names, tensors, strict=True))
+    for pair in pairs:
+        check_is_tensor(*pair)
+    known = {_memory_of(tensor) for name, tensor in pairs if name in expected.tensors}
+    for name, tensor in pairs:
+        if name in expected.tensors or not tensor.numel() or _memory_of(tensor) not in known:
+            yield name, tensor
+
+
+def _check_untied(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise if two tensors are one, which the pushing rank may gather once or twice."""
+    names: dict[tuple[object, ...], str] = {}
+    for name, tensor in pairs:
+        check_is_tensor(name, tensor)
+        first = names.setdefault(_memory_of(tensor), name) if tensor.numel() else name
+        if first != name:
+            raise WeightMismatch(
+                f"tensors {first} and {name} are tied: take_part needs model_path, the server's, "
+                "to gather what the pushing rank gathers"
+            )
+
+
+def _memory_of(tensor: Any) -> tuple[object, ...]:
+    """Equal for tied tensors, but not for a view with the same start."""
+    if _is_shard(tensor):
+        tensor = tensor.to_local()
+    # The shard of a rank may be empty, and then it has no address.
+    place = tensor.data_ptr() or tensor.untyped_storage()._cdata
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _is_shard(tensor: torch.Tensor) -> bool:
+    # Whether it is a DTensor, without importing that.  Most are plain, and ``hasattr`` is slow for
+    # a missing name.
+    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")

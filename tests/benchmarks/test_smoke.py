@@ -1,0 +1,166 @@
+"""Every benchmark as a program: it runs in its smallest size, and its JSON has these keys."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.processes import program, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+RATE = {"gib_per_s", "cpu_s_per_gib"}
+PUSH = RATE | {"first_gib_per_s", "of_memcpy"}
+FINGERPRINT = RATE | {"of_memcpy"}
+PUSHES = {
+    "tensors": None,
+    "bytes": None,
+    "shared_memory_copied": PUSH,
+    "shared_memory_streamed": PUSH,
+    "tensor_copied": PUSH,
+    "tensor_streamed": PUSH,
+    "distributed_gloo": PUSH,
+    "disk": PUSH,
+    "fingerprint_xxh3": FINGERPRINT,
+    "fingerprint_sums": FINGERPRINT,
+}
+STORE = {
+    "write_first": RATE,
+    "write_reused": RATE,
+    "restore_local": RATE,
+    "restore_local_verified_before": RATE,
+    "restore_local_safe_open": RATE,
+    "verify_local": RATE,
+    "restore_half_remote": RATE,
+    "disk_warm": RATE,
+    "disk_warm_verified": RATE,
+    "disk_warm_safe_open": RATE,
+    "disk_cold": RATE,
+}
+MODE = {"samples_per_s", "engine_busy", "driver_cpu_s_per_1k"}
+ROUTER = {
+    "requests_per_s",
+    "cpu_ms_per_1k",
+    "peak_rss_mib",
+    "added_p50_ms",
+    "added_p99_ms",
+    "errors",
+}
+NUMS_OF_ENGINES = {"4", "64", "1024"}
+RECOVERY = {"detect", "restart", "restore", "verify", "total"}
+STEP_SHARE = "share of one core, a step of 10 s (%)"
+
+KEYS: dict[str, dict[str, Any]] = {
+    "embedded": {
+        "tokens_per_s_1": None,
+        "tokens_per_s_16": None,
+        "generate_tokens_per_s_16": None,
+        "repeats": None,
+    },
+    "lifecycle": {
+        "repeats": None,
+        "overhead_s": {"2"},
+        "cycle_s": {"2"},
+        "unverified_s": {"2"},
+        "sequential_s": {"2"},
+        "rpcs": {"2"},
+        "coordinator_cpu_ms_per_engine": {"2"},
+        "verify_unchanged_s_per_engine": None,
+        "in_memory_cpu_ms_per_engine": {"2", "16"},
+        "in_memory_growth": None,
+    },
+    "recovery": {"model_bytes": None, "store": RECOVERY, "disk": RECOVERY, "kills": None},
+    "rollout": {
+        "gather_all": MODE,
+        "sync": MODE,
+        "partial": MODE,
+        "one_ahead": MODE,
+        "async": MODE,
+        "ideal_samples_per_s": None,
+        "in_flight": None,
+        "repeats": None,
+    },
+    "router": {
+        "ours": {"small": ROUTER, "sse": ROUTER},
+        "direct": {"small": ROUTER, "sse": ROUTER},
+        "peers": set(),
+        "choice_ns": {
+            "least_in_flight": NUMS_OF_ENGINES,
+            "power_of_two": NUMS_OF_ENGINES,
+            "round_robin": NUMS_OF_ENGINES,
+            "session": NUMS_OF_ENGINES,
+            "prefix": NUMS_OF_ENGINES,
+        },
+        "cached_share": {"least_in_flight", "prefix"},
+        "ray_call": {
+            "idle_p50_ms",
+            "idle_p99_ms",
+            "loaded_p50_ms",
+            "loaded_p99_ms",
+            "requests_per_s_meanwhile",
+        },
+        "repeats": None,
+    },
+    "timeline": {
+        "span_with_call_us": {"in memory", "and in a file"},
+        "counted, 2 engines": {"spans in a step, each with a call in it", "cpu_ms", STEP_SHARE},
+        "live, 2 engines": {
+            "requests in a step",
+            "cpu_ms, on",
+            "cpu_ms, off",
+            "cpu_ms of recording",
+            "its first quartile",
+            "its third quartile",
+            "share of the CPU of such a step (%)",
+            STEP_SHARE,
+        },
+    },
+    "weights": {
+        "memcpy": RATE,
+        "push": {"dense": PUSHES, "experts": PUSHES},
+        "store": {"dense": STORE, "experts": STORE},
+        "beside": {
+            "model_bytes": None,
+            "push_s": {"store_on", "store_off"},
+            "keep_s": None,
+            "on_to_off": None,
+        },
+        "bytes": None,
+        "repeats": None,
+    },
+}
+MACHINE = {"cores", "memory_gib", "versions"}
+# Where Mooncake is installed.
+OPTIONAL = {"restore_half_mooncake"}
+MARKS = {
+    "embedded": [pytest.mark.embedded],
+    "lifecycle": [pytest.mark.ray],
+    "recovery": [pytest.mark.embedded],
+    "router": [pytest.mark.ray, pytest.mark.embedded],
+    "weights": [pytest.mark.embedded],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, [])) for name in sorted(KEYS)]
+)
+def test_a_benchmark_runs_and_reports_its_figures(name: str) -> None:
+    with program("-m", f"benchmarks.{name}", "--smoke", "--json") as benchmark:
+        assert benchmark.finish(400) == 0, benchmark.output
+        assert wait_until(lambda: not benchmark.descendants(), 20), benchmark.descendants()
+    lines = [line for line in benchmark.output.splitlines() if line.startswith("{")]
+    assert len(lines) == 1, benchmark.output
+    result = json.loads(lines[0])
+    assert set(result.pop("machine")) == MACHINE
+    assert_keys(result, KEYS[name], name)
+
+
+def assert_keys(figures: Any, expected: Any, path: str) -> None:
+    """Compare keys on all levels; a leaf is a number."""
+    if expected is None:
+        assert isinstance(figures, int | float), f"{path}: {figures!r}"
+        return
+    assert set(figures) - OPTIONAL == set(expected), path
+    for key in expected:
+        inner = expected[key] if isinstance(expected, dict) else None
+        assert_keys(figures[key], inner, f"{path}.{key}")

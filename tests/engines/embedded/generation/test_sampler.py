@@ -1,0 +1,81 @@
+"""Drawing tokens from logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from engines.embedded.generation.generation import Generation
+from engines.embedded.generation.sampling_params import Params
+
+pytestmark = pytest.mark.embedded
+PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
+
+
+def generation(
+    seed: int = 0, *, stop_ids: frozenset[int] = frozenset(), **params: float
+) -> Generation:
+    return Generation("r", [1], Params(**params), stop_ids=stop_ids, seed=seed, return_logprob=True)  # type: ignore[arg-type]
+
+
+def draw(*generations: Generation, times: int = 1) -> tuple[list[list[int]], list[list[float]]]:
+    import torch
+    from engines.embedded.generation.sampler import sample
+
+    tokens, logprobs = [], []
+    for _ in range(times):
+        logits = torch.tensor([PROBABILITIES]).log().repeat(len(generations), 1)
+        drawn, values = sample(logits, generations)
+        assert values is not None
+        tokens.append(drawn.tolist())
+        logprobs.append(values.tolist())
+    return tokens, logprobs
+
+
+def shares(one: Generation, times: int = 4000) -> list[float]:
+    tokens = [row[0] for row in draw(one, times=times)[0]]
+    return [tokens.count(token) / times for token in range(4)]
+
+
+def test_tokens_come_as_often_as_they_should() -> None:
+    assert shares(generation()) == pytest.approx(PROBABILITIES, abs=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    weights = [p**2 for p in PROBABILITIES]
+    expected = [weight / sum(weights) for weight in weights]
+    assert shares(generation(temperature=0.5)) == pytest.approx(expected, abs=0.03)
+
+
+def test_top_k_keeps_the_likeliest() -> None:
+    assert shares(generation(top_k=2)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
+
+
+def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+    assert shares(generation(top_p=0.65)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
+
+
+def test_requests_of_all_kinds_share_a_batch() -> None:
+    greedy = generation(temperature=0.0)
+    tokens, logprobs = draw(greedy, generation(1), generation(1), generation(2, top_k=1))
+    assert tokens[0][0] == tokens[0][3] == 1
+    assert tokens[0][1] == tokens[0][2]
+    assert logprobs[0][0] == pytest.approx(math.log(0.4))
+
+
+def test_logprobs_are_of_the_whole_distribution_at_the_temperature() -> None:
+    _, logprobs = draw(generation(top_k=1, temperature=0.5))
+    assert logprobs[0][0] == pytest.approx(math.log(0.16 / 0.3))
+
+
+def test_a_stop_token_is_not_drawn_before_the_minimum() -> None:
+    early = generation(stop_ids=frozenset({1}), min_new_tokens=3, temperature=0.0)
+    assert draw(early)[0] == [[3]]
+
+
+def test_lost_weights_still_draw_a_token_of_the_vocabulary() -> None:
+    import torch
+    from engines.embedded.generation.sampler import sample
+
+    tokens, _ = sample(torch.full((1, 4), torch.nan), [generation()])
+    assert 0 <= int(tokens[0]) < 4

@@ -1,0 +1,108 @@
+"""GPU memory by NVML: by index and by UUID, with its holders, or not measured."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.process import gpu_memory as measured
+from engines.process.gpu_memory import gpu_memory
+from engines.protocol import GpuMemory
+from tests.support.nvml import DOUBLE, NvmlDouble, nvml_double
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Iterator[NvmlDouble]:
+    with nvml_double(tmp_path / "gpus") as double:
+        double.add(0, "GPU-aaa", 80 * GIB)
+        double.add(1, "GPU-bbb", 80 * GIB)
+        double.add(2, "MIG-ccc", 10 * GIB)
+        yield double
+
+
+def test_gpus_are_found_by_index_and_by_uuid_in_the_order_given(nvml: NvmlDouble) -> None:
+    nvml.hold(1, 30 * GIB)
+    found = gpu_memory([1, "MIG-ccc", 0])
+    assert found is not None
+    assert [(gpu.uuid, gpu.used_bytes, gpu.free_bytes) for gpu in found] == [
+        ("GPU-bbb", 30 * GIB, 50 * GIB),
+        ("MIG-ccc", 0, 10 * GIB),
+        ("GPU-aaa", 0, 80 * GIB),
+    ]
+
+
+def test_holders_are_named(nvml: NvmlDouble) -> None:
+    nvml.hold(0, 7 * GIB)
+    assert gpu_memory([0]) == (
+        GpuMemory("GPU-aaa", 7 * GIB, 80 * GIB, {f"pid {os.getpid()} ({executable()})": 7 * GIB}),
+    )
+
+
+def test_what_a_process_held_is_free_once_it_has_ended(nvml: NvmlDouble) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    nvml.hold(0, 7 * GIB, process.pid)
+    (before,) = gpu_memory([0]) or ()
+    process.kill()
+    process.wait()
+    (after,) = gpu_memory([0]) or ()
+    assert (before.used_bytes, after.used_bytes) == (7 * GIB, 0)
+
+
+@pytest.mark.parametrize("gpu_id", [7, "GPU-zzz"])
+def test_a_gpu_that_nvml_does_not_know_is_not_measured(
+    nvml: NvmlDouble, gpu_id: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert gpu_memory([0, gpu_id]) is None
+    assert f"memory of GPUs [0, {gpu_id!r}] is not measured" in caplog.text
+
+
+def test_without_a_driver_nothing_is_measured(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("NVML_DOUBLE")
+    assert gpu_memory([0]) is None
+    assert "GPU memory is not measured: NVML Shared Library Not Found" in caplog.text
+
+
+def test_without_the_package_nothing_is_measured(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_memory([0]) is None
+    assert "pip install nvidia-ml-py" in caplog.text
+
+
+def test_the_double_has_the_names_of_the_library() -> None:
+    spec = importlib.util.find_spec("pynvml")
+    assert spec is not None, "nvidia-ml-py is a dependency"
+    assert spec.origin is not None
+    library = _functions(Path(spec.origin))
+    double = _functions(DOUBLE / "pynvml.py")
+    called = {name for name in double if f".{name}(" in inspect.getsource(measured)}
+    assert called >= {"nvmlInit", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID"}
+    assert {name: library[name][: len(double[name])] for name in called} == {
+        name: double[name] for name in called
+    }
+
+
+def _functions(path: Path) -> dict[str, list[str]]:
+    """Functions of a module and the names of their arguments."""
+    return {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def executable() -> str:
+    return Path(os.readlink("/proc/self/exe")).name

@@ -1,0 +1,33 @@
+"""Errors and sizes as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.protocol.plain_text import describe, first_line, size_text
+
+
+def test_an_error_is_described_with_its_type_where_that_is_wanted() -> None:
+    assert describe(ValueError("text"), with_type=True) == "ValueError: text"
+    assert describe(TimeoutError(), with_type=True) == "TimeoutError"
+
+
+def test_of_a_long_text_the_first_line_is_taken() -> None:
+    assert first_line(ValueError("\nfirst \nsecond")) == "first "
+    assert first_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (12 << 10, "12 KiB"),
+        (196 << 20, "196 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (-(5 << 20), "-5 MiB"),
+    ],
+)
+def test_bytes_are_in_the_unit_that_reads_best(num_bytes: int | None, text: str) -> None:
+    assert size_text(num_bytes) == text

@@ -1,0 +1,171 @@
+"""Bytes in bulk, by each kind of code there is: what is copied, and what the digests are of."""
+
+import ctypes
+import shutil
+import sysconfig
+from pathlib import Path
+from random import Random
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.tensors import bulk_copy
+from engines.tensors.fingerprint import head_of, host_fingerprint
+
+PYTHON, AVX2, AVX512 = range(3)
+GUARD = 200
+ROOM = 1 << 16
+
+
+@pytest.fixture(params=[PYTHON, AVX2, AVX512], ids=["python", "avx2", "avx512"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The code that runs."""
+    wanted: int = request.param
+    if wanted == PYTHON:
+        monkeypatch.setattr(bulk_copy, "_library", None)
+    elif wanted > bulk_copy._kind:
+        pytest.skip("not compiled, or not on this processor")
+    else:
+        monkeypatch.setattr(bulk_copy, "_kind", wanted)
+    return wanted
+
+
+class Memory:
+    """Bytes at an address."""
+
+    def __init__(self, contents: bytes) -> None:
+        self.contents = bytearray(contents)
+        self._place = (ctypes.c_char * len(contents)).from_buffer(self.contents)
+        self.address = ctypes.addressof(self._place)
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return Random(seed).randbytes(size)
+
+
+@pytest.fixture
+def source() -> Memory:
+    return Memory(noise(ROOM))
+
+
+@pytest.fixture
+def target() -> Memory:
+    return Memory(bytes(ROOM))
+
+
+SIZES = st.one_of(
+    st.integers(0, 400),
+    st.integers(900, 1200),
+    st.integers(0, ROOM - 4 * GUARD),
+    st.sampled_from([64, 1024, 2047, 2048, 2049, 4096, 16384]),
+)
+SHIFTS = st.integers(0, GUARD)
+
+
+@given(size=SIZES, head=st.binary(max_size=300), from_=SHIFTS, to=SHIFTS)
+def test_a_range_arrives_and_its_digest_is_that_of_the_library(
+    size: int, head: bytes, from_: int, to: int
+) -> None:
+    source, target = Memory(noise(ROOM)), Memory(bytes(ROOM))
+    (found,) = bulk_copy.copy_and_hash(
+        [head], [target.address + GUARD + to], [source.address + from_], [size]
+    )
+    expected = source.contents[from_ : from_ + size]
+    begin, end = GUARD + to, GUARD + to + size
+    assert target.contents[begin:end] == expected
+    assert not any(target.contents[:begin])
+    assert not any(target.contents[end:])
+    assert found == f"xxh3:{xxhash.xxh3_128(head + expected).hexdigest()}"
+
+
+@given(sizes=st.lists(st.integers(0, 3000), max_size=12), gap=st.integers(0, 70))
+def test_many_ranges_each_with_its_own_head(sizes: list[int], gap: int) -> None:
+    source, target = Memory(noise(ROOM)), Memory(bytes(ROOM))
+    offsets = [sum(sizes[:index]) + index * gap for index in range(len(sizes))]
+    names = [f"layer.{index}" for index in range(len(sizes))]
+    found = bulk_copy.copy_and_hash(
+        [head_of(name, "uint8", (size,)) for name, size in zip(names, sizes, strict=True)],
+        [target.address + offset for offset in offsets],
+        [source.address + offset for offset in offsets],
+        sizes,
+    )
+    expected = bytearray(ROOM)
+    for offset, size in zip(offsets, sizes, strict=True):
+        expected[offset : offset + size] = source.contents[offset : offset + size]
+    assert target.contents == expected
+    assert found == [
+        host_fingerprint(name, "uint8", (size,), source.contents[offset : offset + size])
+        for name, size, offset in zip(names, sizes, offsets, strict=True)
+    ]
+
+
+@given(size=SIZES, from_=SHIFTS, to=SHIFTS)
+def test_copied_without_a_hash(size: int, from_: int, to: int) -> None:
+    source, target = Memory(noise(ROOM)), Memory(bytes(ROOM))
+    begin, end = GUARD + to, GUARD + to + size
+    bulk_copy.copy_all([target.address + begin], [source.address + from_], [size])
+    assert target.contents[begin:end] == source.contents[from_ : from_ + size]
+    assert not any(target.contents[:begin])
+    assert not any(target.contents[end:])
+
+
+def test_hashed_where_it_is(source: Memory) -> None:
+    before = bytes(source.contents)
+    address = source.address + 3
+    found = bulk_copy.copy_and_hash([b"head"], [address], [address], [5000])
+    assert found == [f"xxh3:{xxhash.xxh3_128(b'head' + before[3:5003]).hexdigest()}"]
+    assert source.contents == before
+
+
+def test_a_copy_that_is_not_the_same_has_another_fingerprint_than_was_told(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the compiled code it is plain to read, and of this to try."""
+    if kind != PYTHON:
+        pytest.skip("its copy cannot be put out of order")
+    copy = ctypes.memmove
+    monkeypatch.setattr(
+        ctypes, "memmove", lambda target, source, size: copy(target, source, size - 1)
+    )
+    source, target = Memory(noise(1000)), Memory(bytes(1000))
+    (found,) = bulk_copy.copy_and_hash([b"head"], [target.address], [source.address], [1000])
+    assert found == f"xxh3:{xxhash.xxh3_128(b'head' + source.contents).hexdigest()}"
+    assert target.contents != source.contents
+
+
+def test_nothing_is_nothing() -> None:
+    assert bulk_copy.copy_and_hash([], [], [], []) == []
+    bulk_copy.copy_all([], [], [])
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_lists_that_differ_in_length_copy_nothing(
+    source: Memory, target: Memory, missing: int
+) -> None:
+    lists = [[target.address] * 2, [source.address] * 2, [100] * 2]
+    lists[missing] = lists[missing][:1]
+    with pytest.raises(ValueError, match="2"):
+        bulk_copy.copy_all(*lists)
+    with pytest.raises(ValueError, match="2"):
+        bulk_copy.copy_and_hash([b"head"] * 2, *lists)
+    with pytest.raises(ValueError, match="2"):
+        bulk_copy.copy_and_hash([b"head"], [target.address] * 2, [source.address] * 2, [100] * 2)
+    assert not any(target.contents)
+
+
+def test_a_compiler_is_not_overlooked(kind: int) -> None:
+    """The code is optional: what fails to compile, or to be found, would be slow and no error."""
+    if kind != PYTHON:
+        assert bulk_copy.is_compiled()
+    elif _has_avx2() and shutil.which("cc") and _has_headers():
+        assert bulk_copy._load() is not None
+
+
+def _has_avx2() -> bool:
+    return " avx2 " in Path("/proc/cpuinfo").read_text()
+
+
+def _has_headers() -> bool:
+    return (Path(sysconfig.get_path("include")) / "Python.h").exists()

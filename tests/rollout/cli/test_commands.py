@@ -1,0 +1,284 @@
+"""The commands against a running deployment, as a user types them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from engines.process.tcp_ports import reserve_port
+from rollout.cli.main import app
+from rollout.config.run_dir import RunFolder
+from rollout.core.errors import ConfigError
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.local import launch_local
+from tests.support.paged import step, until
+from tests.support.processes import program
+from tests.support.served_fakes import config, engines_of, launched
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    with launched(launch_local, tmp_path_factory.mktemp("run")) as handle:
+        step(handle["policy"], 1)
+        yield handle
+
+
+@pytest.fixture
+def run(deployment: DeploymentHandle) -> str:
+    return str(RunFolder.of(deployment.config).path)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def alone_and_stuck(examined: list[dict[str, Any]]) -> bool:
+    first = examined[0]["findings"][0]
+    return examined[0]["verdict"] == "stuck" and len(first["engine_ids"]) == 1
+
+
+def run_command(*words: str, status: int = 0) -> str:
+    result = invoke(*words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def json_of(*words: str, status: int = 0) -> Any:
+    return json.loads(run_command(*words, "--json", status=status))
+
+
+def recorded(what: str, *words: str) -> bool:
+    """Whether the files have a step yet: spans are written a moment after they end."""
+    result = invoke(*words, "--json")
+    return result.exit_code == 0 and bool(json.loads(result.output)[what])
+
+
+def test_status_shows_every_engine(run: str) -> None:
+    output = run_command("status", run)
+    for word in ("policy", "serving", "shared-0", "shared-1", "apart-0", "gate open"):
+        assert word in output
+    assert json_of("status", run)["policy"]["weight_version"] == 1
+
+
+def test_top_updates_as_often_as_requested(run: str) -> None:
+    assert run_command("top", run, "--num", "2", "--every", "0.2").count("last step: lost") >= 1
+
+
+def test_doctor_reports_that_nothing_is_wrong(run: str) -> None:
+    assert "nothing is wrong" in run_command("doctor", run)
+
+
+def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
+    run: str, deployment: DeploymentHandle
+) -> None:
+    now = ("--patience", "0")
+    policy = deployment["policy"]
+    with engines_of(policy) as engines:
+        engines["shared-1"].hold("pause_generation")
+        pending = policy.pause_generation()
+        engines["shared-1"].wait_entered("pause_generation")
+        until(
+            lambda: alone_and_stuck(json.loads(invoke("doctor", run, *now, "--json").output)),
+            "only shared-1 is late, and longer than usual",
+        )
+        output = run_command("doctor", run, *now, status=3)
+        engines["shared-1"].open("pause_generation")
+        pending.result(30)
+        policy.continue_generation().result(30)
+    assert "STUCK" in output
+    assert "s for engine shared-1, since" in output.splitlines()[1]
+    assert "HTTP call pause_generation without a reply" in output
+    assert "end of its log" in output
+    assert "Do: " in output
+
+
+def in_release(status: str) -> bool:
+    running = json.loads(status)["policy"]["running"] if status.startswith("{") else []
+    return any(span["name"] == "release" and span["elapsed_s"] > 0.5 for span in running)
+
+
+def test_a_newcomer_finds_the_stuck_engine_with_what_the_documentation_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs/how-to/watch.md"
+    (config,) = re.findall(r"```yaml\n(run_id: stuck\n.*?)```", page.read_text(), re.DOTALL)
+    (shell,) = re.findall(r"```sh\n(mkdir .*?)```", page.read_text(), re.DOTALL)
+    first, *commands = [line.partition("#")[0].strip() for line in shell.splitlines()]
+    assert commands == ["rollout bench stuck.yaml", "rollout doctor"]
+    (tmp_path / "stuck.yaml").write_text(config)
+    subprocess.run(first, shell=True, cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    root = {**os.environ, "PYTHONPATH": str(page.parents[2])}
+    bench = [sys.executable, "-m", "rollout", "bench", "stuck.yaml", "--seconds", "0.2"]
+    now = ("doctor", "--patience", "0.5")
+    with subprocess.Popen(bench, env=root, stderr=subprocess.DEVNULL) as running:
+        try:
+            # A whole program and its engines start: seconds, on a busy machine half a minute.
+            until(
+                lambda: in_release(invoke("status", "--json").output),
+                "its first offload hangs",
+                60,
+            )
+            output = run_command(*now, status=3).splitlines()
+        finally:
+            running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+    assert "STUCK" in output[0]
+    assert "release has waited" in output[1]
+    assert "for engines faulty-0, faulty-1, since" in output[1]
+    assert "HTTP call release_memory_occupation without a reply for" in output[2]
+    assert "in release, the engine releases its memory" in "".join(output)
+    assert "1. wait: in 1" in next(line for line in output if "Do:" in line)
+
+
+def test_a_server_is_found_by_folder_by_page_and_by_the_working_directory(
+    run: str, deployment: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = json.loads((Path(run) / "policy" / "control.json").read_text())["url"]
+    for how in (run, f"{run}/policy", url):
+        assert list(json_of("status", how)) == ["policy"]
+    stand = Path(run).parent.parent
+    (stand / "runs").symlink_to(Path(run).parent)
+    monkeypatch.chdir(stand)
+    assert list(json_of("status")) == ["policy"]
+    assert list(json_of("status", "run")) == ["policy"]
+
+
+def test_a_run_that_has_ended_is_reported_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no running server found: no control\.json"):
+        run_command("status", str(tmp_path))
+    left = {"server": "policy", "url": "http://127.0.0.1:1", "pid": 2**22 - 1, "began_s": 0}
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "control.json").write_text(json.dumps(left))
+    with pytest.raises(ConfigError, match="is gone"):
+        run_command("doctor", str(tmp_path))
+
+
+def test_a_trace_is_a_file_and_a_summary(run: str, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    until(lambda: recorded("steps", "trace", run, "-o", str(out)), "the step is in the files")
+    assert {"ph", "name", "pid"} <= set(json.loads(out.read_text())["traceEvents"][0])
+    output = run_command("trace", run, "-o", str(out))
+    assert "lost at the boundary" in output
+    assert "slowest engine" in output
+
+
+def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> None:
+    figures = Path(run) / "policy" / "figures.jsonl"
+    metrics = {"rollout/reward/mean": 0.5, "rollout/version_lag/1": 3.0, "eval/sums": 0.25}
+    launch = RunFolder(Path(run), "run").last_launch()
+    figure = {"at_s": 1.0, "step": 1, "metrics": metrics, "lengths": {"64": 3}, "launch": launch}
+    figures.write_text(json.dumps(figure) + "\n{cut")
+    out = tmp_path / "report.html"
+    until(lambda: recorded("num_steps", "report", run, "-o", str(out)), "the step is there")
+    page = out.read_text()
+    for word in ("Reward", "Version lag", "≤ 64", "release", "lost", "Evaluations"):
+        assert word in page
+    assert "http" not in page.replace("http://127.0.0.1", "")
+    figures.unlink()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no spans were recorded there"):
+        run_command("trace", str(tmp_path))
+    with pytest.raises(ConfigError, match="no such run folder"):
+        run_command("report", str(tmp_path / "nowhere"))
+
+
+def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> None:
+    loaded = config(tmp_path)
+    backup = {"weights_cpu_backup": False}
+    groups = {"a": {"engine": backup}, "b": {"engine": backup}, "c": {"num_engines": 2}}
+    values = loaded.model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"] |= {"groups": groups, "weights": {"update": "lora"}}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    plan = json_of("plan", str(file), status=2)
+    assert [refusal.split(".engine")[0] for refusal in plan["refusals"]] == [
+        "servers.policy.groups.a",
+        "servers.policy.groups.b",
+    ]
+    assert "weights_cpu_backup to true" in plan["refusals"][0]
+    assert plan["groups"][2]["weights_from"] == "CPU backup, then the push"
+    assert "refused" in run_command("plan", str(file), status=2)
+    assert run_command("validate", str(file), status=2).count("set weights_cpu_backup to true") == 2
+
+
+def test_a_plan_without_refusals_succeeds(tmp_path: Path) -> None:
+    loaded = config(tmp_path)
+    file = tmp_path / "rollout.json"
+    file.write_text(loaded.model_dump_json(exclude_defaults=True))
+    output = run_command("plan", str(file))
+    assert "the push (all tensors)" in output
+    assert "any free" in output
+    assert json_of("validate", str(file))["is_valid"] is True
+
+
+def test_serve_runs_until_it_is_stopped_by_name(tmp_path: Path) -> None:
+    """Over an attached engine, which runs before and after."""
+    with reserve_port() as reserved:
+        port = reserved.port
+    with program("-m", "engines.fake", "--port", str(port)) as engine:
+        engine.wait_for("listens", 30)
+        urls = [f"http://127.0.0.1:{port}"]
+        httpx.post(f"{urls[0]}/update_weight_version", json={"new_version": "0"}, trust_env=False)
+        serve_and_stop(tmp_path, urls)
+
+
+def gate_of(status: dict[str, Any]) -> str | None:
+    return status["policy"].get("gate", {}).get("state")
+
+
+def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
+    groups = {"main": {"needs_offload": False, "engine": {"kind": "attached", "urls": urls}}}
+    loaded = config(tmp_path, groups, run_id="served")
+    values = loaded.model_dump(mode="json", exclude_defaults=True)
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollout", "serve", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as served:
+        control = tmp_path / "served" / "policy" / "control.json"
+        until(lambda: control.exists() or served.poll() is not None, "it serves")
+        assert served.poll() is None, served.communicate()[0]
+        until(
+            lambda: gate_of(json_of("status", str(tmp_path / "served"))) == "open",
+            "its engines serve",
+        )
+        assert "stopped" in run_command("stop", str(tmp_path / "served"), "--yes")
+        assert served.wait(30) == 0
+    assert not control.exists()
+
+
+def test_every_command_with_output_can_print_json() -> None:
+    commands = dict(typer.main.get_command(app).commands)
+    of_sglang = commands.pop("sglang-cpu").commands
+    # This command becomes SGLang itself and prints nothing.
+    assert of_sglang.pop("serve")
+    for name, command in (commands | of_sglang).items():
+        assert any("--json" in option.opts for option in command.params), name
+
+
+def test_the_path_of_the_interpreter_of_sglang_has_a_json_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = invoke("sglang-cpu", "path", "--json")
+    assert result.exit_code == 1
+    assert "rollout sglang-cpu install" in result.output

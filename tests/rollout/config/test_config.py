@@ -1,0 +1,109 @@
+"""Every message names the setting by its path and says what would be accepted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.config import RolloutConfig, check_paths
+from rollout.core.errors import ConfigError
+
+MINIMAL = {"servers": {"policy": {"model_path": "model", "groups": {"main": {}}}}}
+
+
+def with_group(**group) -> dict:
+    return {"servers": {"policy": {"model_path": "model", "groups": {"main": group}}}}
+
+
+def test_a_minimal_config_gives_one_offloading_cpu_engine() -> None:
+    group = RolloutConfig.from_dict(MINIMAL).servers["policy"].groups["main"]
+    assert (group.num_engines, group.needs_offload, group.engine.gpus) == (1, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"server": {}}, "unknown key 'server' in the config; did you mean 'servers'?"),
+        (
+            with_group(num_engine=2),
+            "unknown key 'num_engine' in servers.policy.groups.main; did you mean 'num_engines'?",
+        ),
+        (
+            with_group(engine={"gpu": 1}),
+            "unknown key 'gpu' in servers.policy.groups.main.engine; did you mean 'gpus'?",
+        ),
+        (
+            MINIMAL | {"cluster": {"adress": "auto"}},
+            "unknown key 'adress' in cluster; did you mean 'address'?",
+        ),
+        (
+            MINIMAL | {"cluster": {"zzz": 1}},
+            "unknown key 'zzz' in cluster; known: address, namespace",
+        ),
+        ({"servers": {"policy": {"groups": {"main": {}}}}}, "servers.policy.model_path is missing"),
+        (with_group(num_engines=0), "servers.policy.groups.main.num_engines = 0: "),
+        (with_group(worker_type="decoder"), "worker_type = 'decoder': Input should be 'regular'"),
+        (with_group(num_engines=1, min_engines=2), "min_engines 2 is over num_engines"),
+        ({}, "servers is missing"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_would_be_accepted(values, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_dict(values)
+    assert message in str(caught.value)
+
+
+def test_a_typo_is_reported_and_not_the_setting_that_is_missing_because_of_it() -> None:
+    values = {"servers": {"policy": {"model_pth": "model", "groups": {"main": {}}}}}
+    with pytest.raises(ConfigError, match=r"did you mean 'model_path'\?$") as caught:
+        RolloutConfig.from_dict(values)
+    assert [mistake.setting for mistake in caught.value.mistakes] == ["servers.policy.model_pth"]
+
+
+def test_a_config_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a mapping with the key 'servers'; this one is a list"):
+        RolloutConfig.from_dict([])  # type: ignore[arg-type]
+
+
+def test_a_user_may_name_a_group_like_a_setting() -> None:
+    groups = {"router": {"num_engins": 1}}
+    with pytest.raises(ConfigError, match="did you mean 'num_engines'"):
+        RolloutConfig.from_dict({"servers": {"a": {"model_path": "m", "groups": groups}}})
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+def test_a_file_gives_the_same_config_as_its_values(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(json.dumps(MINIMAL))
+    assert RolloutConfig.from_file(tmp_path / name) == RolloutConfig.from_dict(MINIMAL)
+
+
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read config .*absent\.yaml"):
+        RolloutConfig.from_file(tmp_path / "absent.yaml")
+    (tmp_path / "broken.yaml").write_text("servers: [")
+    with pytest.raises(ConfigError, match=r"cannot parse config .*broken\.yaml"):
+        RolloutConfig.from_file(tmp_path / "broken.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="this one is empty"):
+        RolloutConfig.from_file(tmp_path / "empty.yaml")
+
+
+def test_a_model_path_must_be_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    def config(path: Path) -> RolloutConfig:
+        groups = {"main": {}}
+        return RolloutConfig.from_dict(
+            {"servers": {"policy": {"model_path": str(path), "groups": groups}}}
+        )
+
+    with pytest.raises(ConfigError, match=r"servers\.policy\.model_path: there is no directory"):
+        check_paths(config(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_paths(config(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_paths(config(tmp_path))
+
+
+def test_a_config_cannot_be_written_to() -> None:
+    config = RolloutConfig.from_dict(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run_id = "other"

@@ -1,0 +1,138 @@
+"""Engines with GPUs: a release is measured on the GPU, and a resume has to find room there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.fake import FakeEngine, FakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, MemoryTag
+from rollout.control.group.server_group import ServerGroup
+from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.rules.lifecycle import Command
+from tests.support.builders import make_group, push
+
+MIB = 2**20
+PER_TAG = 300 * MIB
+TO_RELEASED = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+
+
+class Hoarder(FakeEngine):
+    """It replies to a release with success, and frees nothing."""
+
+    @property
+    def resident_bytes(self) -> int:
+        return len(MemoryTag) * PER_TAG
+
+
+class GpuGroup:
+    """A started group with one engine on two GPUs."""
+
+    def __init__(self, group: ServerGroup, launcher: FakeLauncher) -> None:
+        self.group = group
+        self.launcher = launcher
+
+    @classmethod
+    async def start(
+        cls, folder: Path, kind: type[FakeEngine] = FakeEngine, *, reports_memory: bool = True
+    ) -> GpuGroup:
+        with (folder / "model.safetensors").open("wb") as checkpoint:
+            checkpoint.truncate(PER_TAG)
+
+        def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+            return kind(
+                spec.engine_id,
+                endpoint=endpoint,
+                memory_bytes=len(MemoryTag) * PER_TAG,
+                reports_memory=reports_memory,
+            )
+
+        launcher = FakeLauncher(make)
+        group, _ = make_group(
+            1, launcher=launcher, model_path=str(folder), engine={"kind": "fake", "gpus": 2}
+        )
+        await group.start()
+        return cls(group, launcher)
+
+    async def run(self, *commands: Command) -> int:
+        """Run them; returns the bytes that the last one freed."""
+        freed = 0
+        for command in commands:
+            freed = (await self.group.run(command)).freed_bytes
+        return freed
+
+    @property
+    def others(self) -> Callable[[int], None]:
+        """Sets what other programs hold on each of its GPUs."""
+        gpus = self.launcher.processes["main-0"].gpus
+
+        def hold(num_bytes: int) -> None:
+            gpus.others = num_bytes
+
+        return hold
+
+
+@pytest.mark.parametrize("reports_memory", [True, False])
+async def test_a_release_counts_what_the_gpus_got_back(
+    tmp_path: Path, reports_memory: bool
+) -> None:
+    held = await GpuGroup.start(tmp_path, reports_memory=reports_memory)
+    held.others(100 * MIB)  # the trainer is beside it all the time
+    assert await held.run(*TO_RELEASED) == 3 * PER_TAG
+
+
+async def test_an_engine_that_keeps_its_gpu_memory_is_fenced(tmp_path: Path) -> None:
+    held = await GpuGroup.start(tmp_path, Hoarder)
+    with pytest.raises(PhaseFailed, match="freed 0 B, at least 688 MiB must be freed"):
+        await held.run(*TO_RELEASED)
+    assert held.launcher.processes["main-0"].is_stopped
+
+
+async def test_without_nvml_a_release_is_not_measured_and_goes_on(tmp_path: Path) -> None:
+    held = await GpuGroup.start(tmp_path)
+    held.launcher.processes["main-0"].gpus.is_measured = False
+    assert await held.run(*TO_RELEASED) == 0
+    (engine,) = (await held.group.status()).engines
+    assert engine.state == "offloaded"
+    await held.run(Command.RESUME_WEIGHTS)
+
+
+async def test_weights_without_room_are_refused_before_any_engine_is_called(
+    tmp_path: Path,
+) -> None:
+    held = await GpuGroup.start(tmp_path)
+    await held.run(*TO_RELEASED)
+    gpus = held.launcher.processes["main-0"].gpus
+    held.others(gpus.total_bytes - 100 * MIB)
+    with pytest.raises(LifecycleError) as caught:
+        await held.run(Command.RESUME_WEIGHTS)
+    said = str(caught.value)
+    assert "engine main-0: GPU GPU-0 has 100 MiB free, weights need 150 MiB" in said
+    assert "GPU GPU-1 has 100 MiB free" in said
+    assert "pid 77 (trainer) holds 1.66 GiB, free it (in PyTorch: torch.cuda.empty_cache())" in said
+    engine = held.launcher["main-0"]
+    assert "resume_memory_occupation" not in engine.operations()
+    assert not engine.is_dead
+    # The trainer frees it, and the same command goes on.
+    held.others(0)
+    await held.run(Command.RESUME_WEIGHTS)
+    assert MemoryTag.WEIGHTS not in engine.released
+
+
+async def test_the_kv_cache_without_room_is_refused_after_the_push(tmp_path: Path) -> None:
+    held = await GpuGroup.start(tmp_path)
+    await held.run(*TO_RELEASED, Command.RESUME_WEIGHTS)
+    await held.group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await held.group.run(Command.VERIFY, version=1)
+    gpus = held.launcher.processes["main-0"].gpus
+    # The weights are back, 150 MiB on each; the KV cache and the graphs need 300 MiB more.
+    held.others(gpus.total_bytes - 449 * MIB)
+    with pytest.raises(LifecycleError, match="kv_cache and cuda_graph need 300 MiB"):
+        await held.run(Command.RESUME_KV)
+    held.others(gpus.total_bytes - 450 * MIB)
+    await held.run(Command.RESUME_KV, Command.CONTINUE)
+    (engine,) = (await held.group.status()).engines
+    assert (engine.state, engine.weight_version) == ("serving", 1)

@@ -1,0 +1,104 @@
+"""An adapter that all engines refuse is an error, and fences none of them."""
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.protocol.errors import EngineRejected
+from rollout.config import WeightUpdate
+from rollout.control.group.server_group import ServerGroup
+from rollout.core.errors import PhaseFailed, WeightMismatch
+from rollout.rules.lifecycle import Command
+from rollout.weights.format.lora_check import completed_config
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.transports.carriers import AsAdapter
+from tests.support.builders import started_group
+
+LOAD = "load_lora_adapter_from_tensors"
+REFUSED = EngineRejected("rank 32 is over 16", status=400)
+
+
+def adapter(version: int) -> WeightPush:
+    tensors = Manifest.of([TensorSpec("lora:policy:a", "float32", (2, 2))])
+    config = {"r": 2, "lora_alpha": 4}
+    return WeightPush(
+        version, tensors, [b"adapter"], AsAdapter("policy", config), contents=WeightUpdate.LORA
+    )
+
+
+async def paused() -> tuple[ServerGroup, list[FakeEngine]]:
+    group, engines = await started_group(2, update="lora")
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    return group, engines
+
+
+def refuse_next(engines: list[FakeEngine]) -> None:
+    for engine in engines:
+        engine.fail_next(LOAD, REFUSED)
+
+
+async def test_a_first_adapter_that_all_refuse_changes_nothing() -> None:
+    group, engines = await paused()
+    refuse_next(engines)
+    with pytest.raises(WeightMismatch, match="no engine of group main takes the adapter of weight"):
+        await group.run(Command.UPDATE_WEIGHTS, push=adapter(1))
+    status = await group.status()
+    assert [one.fence_reason for one in status.engines] == ["", ""]
+    assert [one.weight_version for one in status.engines] == [0, 0]
+    await group.run(Command.CONTINUE)
+    assert (await group.status()).phase == "serving"
+    await group.stop()
+
+
+async def test_after_a_refused_adapter_the_one_from_before_is_loaded_again() -> None:
+    group, engines = await paused()
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(1))
+    refuse_next(engines)
+    with pytest.raises(WeightMismatch, match="all keep the one from before"):
+        await group.run(Command.UPDATE_WEIGHTS, push=adapter(2))
+    assert [await engine.weight_version() for engine in engines] == ["1", "1"]
+    assert [engine.operations().count(LOAD) for engine in engines] == [3, 3]
+    assert not any(one.fence_reason for one in (await group.status()).engines)
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(3))
+    assert [one.weight_version for one in (await group.status()).engines] == [3, 3]
+    await group.stop()
+
+
+async def test_one_engine_that_refuses_what_others_take_is_fenced() -> None:
+    group, engines = await paused()
+    refuse_next(engines[:1])
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(1))
+    first, second = (await group.status()).engines
+    assert "failed" in first.fence_reason
+    assert (second.fence_reason, second.weight_version) == ("", 1)
+    await group.stop()
+
+
+async def test_if_the_adapter_from_before_is_refused_too_the_engines_are_fenced() -> None:
+    group, engines = await paused()
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(1))
+    refuse_next(engines)
+    refuse_next(engines)
+    with pytest.raises(PhaseFailed, match="rank 32 is over 16"):
+        await group.run(Command.UPDATE_WEIGHTS, push=adapter(2))
+    assert all(one.fence_reason for one in (await group.status()).engines)
+    await group.stop()
+
+
+def test_a_config_is_completed_from_the_names_of_the_tensors() -> None:
+    names = [
+        f"base_model.model.model.layers.0.self_attn.{module}.lora_{half}.weight"
+        for module in ("v_proj", "q_proj")
+        for half in "AB"
+    ]
+    tensors = Manifest.of(TensorSpec(name, "float32", (2, 2)) for name in names)
+    config = {"r": 2, "lora_alpha": 4}
+    assert completed_config(config, tensors) == {
+        "peft_type": "LORA",
+        "target_modules": ["q_proj", "v_proj"],
+        "r": 2,
+        "lora_alpha": 4,
+    }
+    own = {"target_modules": "all-linear", "peft_type": "LORA"}
+    assert completed_config(own, tensors) == own

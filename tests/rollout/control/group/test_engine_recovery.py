@@ -1,0 +1,148 @@
+"""What recovery does to the engines of one group, over fake engines."""
+
+import asyncio
+
+import pytest
+
+from engines.protocol import MemoryTag
+from rollout.control.engine.catch_up import released_in
+from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.rules.health import ProbeResult
+from rollout.rules.lifecycle import Command, Phase
+from tests.support.builders import make_group, push
+from tests.support.virtual_time import virtual_time
+
+ALL = tuple(MemoryTag)
+NOT_WEIGHTS = [tag for tag in MemoryTag if tag is not MemoryTag.WEIGHTS]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_engine_has_released_what_its_phase_says(phase: Phase) -> None:
+    expected = {
+        Phase.OFFLOADED: list(ALL),
+        Phase.WEIGHTS_ONLOADED: NOT_WEIGHTS,
+        Phase.WEIGHTS_UPDATED: NOT_WEIGHTS,
+        Phase.VERIFIED: NOT_WEIGHTS,
+    }
+    assert released_in(phase, ALL) == expected.get(phase, [])
+    assert released_in(phase, ()) == []
+
+
+@virtual_time
+async def test_looks_are_side_by_side() -> None:
+    group, launcher = make_group(4)
+    await group.start()
+    for index in range(4):
+        launcher[f"main-{index}"].hold("is_ready")
+    started = asyncio.get_running_loop().time()
+    probe = await group.probe(2.0)
+    assert asyncio.get_running_loop().time() - started == pytest.approx(2.0)
+    assert {one.result for one in probe.engines} == {ProbeResult.FAILED}
+    assert "no answer to a probe within 2 s" in probe.engines[0].reason
+
+
+@virtual_time
+async def test_an_engine_can_be_fenced_while_a_command_hangs_on_it() -> None:
+    group, launcher = make_group(2)
+    await group.start()
+    gate = launcher["main-0"].hold("pause_generation")
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await gate.entered.wait()
+    await group.fence("main-0", "it is frozen")
+    assert launcher["main-0"].death_reason == "killed"
+    report = await pausing
+    assert [one.engine_id for one in report.failures] == ["main-0"]
+
+
+@virtual_time
+async def test_an_answer_during_a_command_is_not_steady() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    assert (await group.probe(1.0)).is_steady
+    gate = launcher["main-0"].hold("pause_generation")
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await gate.entered.wait()
+    assert not (await group.probe(1.0)).is_steady
+    gate.open()
+    await pausing
+    assert (await group.probe(1.0)).is_steady
+
+
+@virtual_time
+async def test_an_engine_that_is_not_fenced_is_not_replaced() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    with pytest.raises(LifecycleError, match="not fenced"):
+        await group.restart("main-0")
+    assert len(launcher.specs) == 1
+
+
+@virtual_time
+async def test_a_command_waits_until_the_new_engine_is_where_the_others_are() -> None:
+    group, launcher = make_group(2)
+    await group.start()
+    await group.fence("main-0", "it was slow")
+    launch = launcher.hold("main-0")
+    restarting = asyncio.create_task(group.restart("main-0"))
+    await launch.entered.wait()
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await asyncio.sleep(10)
+    assert "pause_generation" not in launcher["main-1"].operations()
+    launch.open()
+    await restarting
+    await pausing
+    assert launcher["main-0"].paused is not None
+
+
+@virtual_time
+async def test_a_new_engine_that_cannot_be_led_on_is_ended_and_its_place_stays_fenced() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.fence("main-0", "it was slow")
+
+    def refuse(spec, endpoint):
+        engine = make(spec, endpoint)
+        engine.fail_next("flush_cache", EngineFailure("not idle"))
+        return engine
+
+    make, launcher._make = launcher._make, refuse
+    with pytest.raises(EngineFailure, match="main-0: restart failed: not idle"):
+        await group.restart("main-0")
+    assert launcher["main-0"].is_dead
+    assert (await group.status()).engines[0].fence_reason == "it was slow"
+
+
+@virtual_time
+async def test_a_cancelled_restart_leaves_nothing_running() -> None:
+    group, launcher = make_group(1)
+    await group.start()
+    await group.fence("main-0", "it was slow")
+    launch = launcher.hold("main-0")
+    restarting = asyncio.create_task(group.restart("main-0"))
+    await launch.entered.wait()
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    assert launch.num_waiting == 0
+    with pytest.raises(PhaseFailed):  # the turn is free again
+        await group.run(Command.PAUSE)
+
+
+@virtual_time
+async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    for command in (Command.PAUSE, Command.FLUSH):
+        await group.run(command)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.CONTINUE)
+    await group.fence("main-0", "it was slow")
+    await group.restart("main-0")
+    assert not await group.readmit("main-0", 1)
+    await group.run(Command.PAUSE)
+    await group.run(Command.CONTINUE)
+    assert launcher["main-0"].paused is None
+    assert (await group.status()).engines[0].state == "stale"

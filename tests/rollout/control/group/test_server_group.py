@@ -1,0 +1,622 @@
+"""One group over fake engines: what is sent, to whom, and what a failure leaves behind."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.fake import FakeEngine, FakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo
+from engines.protocol.errors import EngineNotReady, EngineRejected, EngineUnreachable
+from rollout.control.group.server_group import ServerGroup
+from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
+from rollout.rules.lifecycle import Command
+from rollout.weights.push.weight_push import WeightPush
+from tests.support.builders import TENSOR_NAMES, make_group, manifest, push, started_group
+from tests.support.virtual_time import virtual_time
+
+# What start asks an engine; a test of a later command looks past it.
+ASKED_AT_START = 3
+
+
+def sent(engine: FakeEngine) -> list[str]:
+    return engine.operations()[ASKED_AT_START:]
+
+
+async def offload(group: ServerGroup) -> None:
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.run(Command.RELEASE)
+
+
+async def phase_of(group: ServerGroup) -> str:
+    return (await group.status()).phase
+
+
+async def states_of(group: ServerGroup) -> list[str]:
+    return [engine.state for engine in (await group.status()).engines]
+
+
+async def settled(*started: Awaitable) -> None:
+    """Let what was started get as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# -- the whole way ------------------------------------------------------------------------------
+
+
+async def test_a_step_sends_each_engine_its_calls_in_the_order_that_works() -> None:
+    group, engines = await started_group()
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=2))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.RESUME_KV)
+    await group.run(Command.CONTINUE)
+    for engine in engines:
+        assert sent(engine) == [
+            "pause_generation",
+            "flush_cache",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "begin_weight_update",
+            "update_weights_from_tensor",
+            "update_weights_from_tensor",
+            "end_weight_update",
+            "weight_version",
+            "weights_checker",
+            "resume_memory_occupation",
+            "continue_generation",
+        ]
+        assert not engine.weights_are_garbage
+        assert not engine.released
+    assert await states_of(group) == ["serving", "serving"]
+
+
+async def test_requests_in_flight_are_aborted_before_the_memory_goes() -> None:
+    group, (engine,) = await started_group(1)
+    engine.hold("generate")
+    asking = asyncio.create_task(engine.generate(input_ids=[1]))
+    await settled()
+    await offload(group)
+    assert (await asking).finish_reason.kind == "abort"
+    assert engine.calls[ASKED_AT_START + 1].arguments == {"mode": PauseMode.ABORT}
+    assert engine.released == set(MemoryTag)
+
+
+async def test_a_release_reports_what_came_free() -> None:
+    group, _ = await started_group()
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    report = await group.run(Command.RELEASE)
+    assert report.freed_bytes == 6_000
+    assert [one.freed_bytes for one in report.engines] == [3_000, 3_000]
+    assert (await group.status()).engines[0].resident_bytes == 0
+
+
+async def test_a_repeated_command_sends_nothing() -> None:
+    group, (engine,) = await started_group(1)
+    await offload(group)
+    before = sent(engine)
+    report = await group.run(Command.RELEASE)
+    assert sent(engine) == before
+    assert (report.phase, report.engines, report.freed_bytes) == ("offloaded", (), 0)
+
+
+async def test_a_command_that_is_not_legal_reaches_no_engine() -> None:
+    group, (engine,) = await started_group(1)
+    with pytest.raises(LifecycleError, match="cannot release while serving; legal now: pause"):
+        await group.run(Command.RELEASE)
+    assert sent(engine) == []
+
+
+async def test_a_stale_order_is_refused() -> None:
+    group, (engine,) = await started_group(1)
+    await group.run(Command.PAUSE, 2)
+    with pytest.raises(LifecycleError, match="command 1 came after command 2"):
+        await group.run(Command.FLUSH, 1)
+    with pytest.raises(LifecycleError, match="command 2 came after command 2"):
+        await group.run(Command.FLUSH, 2)
+    await group.run(Command.FLUSH, 3)
+    assert sent(engine) == ["pause_generation", "flush_cache"]
+
+
+async def test_the_engine_itself_waits_a_little_less_than_its_first_half_of_the_phase() -> None:
+    group, (engine,) = await started_group(1, lifecycle={"flush_timeout_s": 30})
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    assert engine.calls[-1].arguments == {"timeout_s": 13.0}
+
+
+async def test_a_group_that_keeps_its_gpus_is_updated_and_never_released() -> None:
+    group, (engine,) = await started_group(1, needs_offload=False)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    with pytest.raises(LifecycleError, match="cannot release while flushed"):
+        await group.run(Command.RELEASE)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.CONTINUE)
+    assert "release_memory_occupation" not in sent(engine)
+    assert "resume_memory_occupation" not in sent(engine)
+
+
+# -- an engine fails ----------------------------------------------------------------------------
+
+
+async def test_siblings_finish_when_one_fails_and_only_it_is_fenced_and_killed() -> None:
+    group, launcher = make_group(3)
+    await group.start()
+    gate = launcher["main-2"].hold("pause_generation")
+    launcher["main-0"].fail_next("pause_generation", EngineUnreachable("connection broke"))
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await gate.entered.wait()
+    await settled()
+    assert not pausing.done()
+    gate.open()
+    report = await pausing
+    assert [one.engine_id for one in report.failures] == ["main-0"]
+    assert await states_of(group) == ["fenced", "paused", "paused"]
+    assert [one.num_kills for one in launcher.processes.values()] == [1, 0, 0]
+
+
+async def test_a_fenced_engine_gets_no_further_call() -> None:
+    group, (bad, good) = await started_group()
+    bad.fail_next("pause_generation", EngineUnreachable("connection broke"))
+    await offload(group)
+    assert sent(bad) == ["pause_generation"]
+    assert good.released == set(MemoryTag)
+    assert bad.num_closed == 1
+
+
+@virtual_time
+async def test_a_late_engine_is_told_with_operation_and_budget_and_killed() -> None:
+    group, launcher = make_group(2, lifecycle={"release_timeout_s": 60})
+    await group.start()
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    launcher["main-1"].hold("release_memory_occupation")
+    report = await group.run(Command.RELEASE)
+    assert report.failures[0].failure == "engine main-1: release took longer than 60 s"
+    assert (await group.status()).engines[1].fence_reason == report.failures[0].failure
+    assert launcher.processes["main-1"].num_kills == 1
+
+
+async def test_a_lost_answer_is_never_followed_by_the_same_call() -> None:
+    group, (uncertain, good) = await started_group()
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    uncertain.lose_next_answer("release_memory_occupation")
+    await group.run(Command.RELEASE)
+    assert uncertain.operations().count("release_memory_occupation") == 1
+    assert uncertain.death_reason == "killed"
+    assert not good.is_dead
+
+
+async def test_below_the_fewest_engines_the_phase_fails_and_the_group_is_where_the_others_are() -> (
+    None
+):
+    group, (bad, good) = await started_group(min_engines=2)
+    await group.run(Command.PAUSE)
+    bad.fail_next("flush_cache", EngineRejected("broken", status=500))
+    message = "1 of 2 engines left, 2 needed; the group is flushed"
+    with pytest.raises(PhaseFailed, match=message) as caught:
+        await group.run(Command.FLUSH)
+    assert [failure.engine_id for failure in caught.value.failures] == ["main-0"]
+    assert await phase_of(group) == "flushed"
+    assert sent(good) == ["pause_generation", "flush_cache"]
+
+
+async def test_with_raise_one_failure_stops_the_phase_after_all_siblings_finished() -> None:
+    group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=0)
+    bad.fail_next("pause_generation", EngineUnreachable("connection broke"))
+    with pytest.raises(PhaseFailed, match="engine main-0: pause failed"):
+        await group.run(Command.PAUSE)
+    assert good.paused is PauseMode.ABORT
+    assert await phase_of(group) == "paused"
+
+
+async def test_a_group_without_any_engine_left_never_goes_on() -> None:
+    group, engines = await started_group()
+    for engine in engines:
+        engine.die("kill -9")
+    with pytest.raises(PhaseFailed, match="0 of 2 engines left, 1 needed") as caught:
+        await group.run(Command.PAUSE)
+    assert len(caught.value.failures) == 2
+
+
+async def test_after_a_half_failed_release_the_sibling_is_not_released_twice() -> None:
+    group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=1)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    bad.fail_next("release_memory_occupation", EngineUnreachable("connection broke"))
+    with pytest.raises(PhaseFailed):
+        await group.run(Command.RELEASE)
+    await group.run(Command.RELEASE)
+    assert sent(good).count("release_memory_occupation") == 1
+    assert not good.is_dead
+    assert await phase_of(group) == "offloaded"
+
+
+@pytest.mark.parametrize("command", ["continue", "update"])
+async def test_after_a_half_failed_release_an_empty_engine_neither_serves_nor_is_updated(
+    command: str,
+) -> None:
+    group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=1)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    bad.fail_next("release_memory_occupation", EngineUnreachable("connection broke"))
+    with pytest.raises(PhaseFailed):
+        await group.run(Command.RELEASE)
+    with pytest.raises(LifecycleError, match="while offloaded; legal now: resume_weights"):
+        await (
+            group.run(Command.CONTINUE)
+            if command == "continue"
+            else group.run(Command.UPDATE_WEIGHTS, push=push(1))
+        )
+    assert not good.is_dead
+    assert sent(good)[-1] == "release_memory_occupation"
+
+
+async def test_an_engine_whose_client_cannot_be_closed_is_killed_all_the_same(monkeypatch) -> None:
+    group, launcher = make_group(2)
+    await group.start()
+
+    async def fail() -> None:
+        raise RuntimeError("closed twice")
+
+    monkeypatch.setattr(launcher["main-0"], "aclose", fail)
+    launcher["main-0"].fail_next("pause_generation", EngineUnreachable("connection broke"))
+    await group.run(Command.PAUSE)
+    assert launcher.processes["main-0"].num_kills == 1
+    assert await states_of(group) == ["fenced", "paused"]
+    launcher["main-1"].die("kill -9")
+    await group.stop()
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+# -- weights: fail closed -----------------------------------------------------------------------
+
+
+async def test_full_weights_without_a_backup_need_a_push_before_anything_else() -> None:
+    group, (engine,) = await started_group(1)
+    await offload(group)
+    assert (await group.status()).engines[0].weight_version is None
+    await group.run(Command.RESUME_WEIGHTS)
+    assert engine.weights_are_garbage
+    with pytest.raises(LifecycleError, match="cannot verify while weights_onloaded"):
+        await group.run(Command.VERIFY, version=0)
+    with pytest.raises(LifecycleError, match="cannot continue while weights_onloaded"):
+        await group.run(Command.CONTINUE)
+    assert "continue_generation" not in sent(engine)
+
+
+@pytest.mark.parametrize(
+    ("update", "backup"), [("frozen", None), ("partial", None), ("lora", None), ("full", True)]
+)
+async def test_weights_with_a_backup_come_back_without_a_push(update: str, backup) -> None:
+    group, (engine,) = await started_group(1, update=update, engine={"weights_cpu_backup": backup})
+    before = engine.weights.checksum()
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.VERIFY, version=0)
+    await group.run(Command.RESUME_KV)
+    await group.run(Command.CONTINUE)
+    assert engine.weights.checksum() == before
+    assert await phase_of(group) == "serving"
+
+
+async def test_a_frozen_group_is_never_updated() -> None:
+    group, (engine,) = await started_group(1, update="frozen")
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    with pytest.raises(LifecycleError, match="cannot update_weights while flushed"):
+        await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    assert "begin_weight_update" not in sent(engine)
+
+
+async def test_an_engine_that_misses_a_bucket_is_fenced_with_its_session_closed() -> None:
+    group, (bad, good) = await started_group()
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    bad.fail_next("update_weights_from_tensor", EngineRejected("no", status=400))
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=3))
+    assert sent(bad)[-2:] == ["update_weights_from_tensor", "end_weight_update"]
+    assert [one.weight_version for one in (await group.status()).engines] == [None, 1]
+    assert await states_of(group) == ["fenced", "weights_updated"]
+    assert good.weights.lost == set()
+
+
+async def lost_bucket() -> bytes:
+    raise WeightsUnavailable("the trainer is gone")
+
+
+@pytest.mark.parametrize("needs_offload", [True, False])
+async def test_a_push_that_breaks_off_can_neither_be_verified_nor_served(needs_offload) -> None:
+    group, (engine,) = await started_group(1, needs_offload=needs_offload)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    if needs_offload:
+        await group.run(Command.RELEASE)
+        await group.run(Command.RESUME_WEIGHTS)
+    half = WeightPush(1, manifest(), [push(1, num_buckets=2).buckets[0], lost_bucket()])
+    with pytest.raises(WeightsUnavailable):
+        await group.run(Command.UPDATE_WEIGHTS, push=half)
+    assert not engine.is_updating
+    assert (await group.status()).engines[0].weight_version is None
+    for command in (Command.VERIFY, Command.CONTINUE):
+        with pytest.raises(LifecycleError):
+            await group.run(command, version=1)
+    assert "continue_generation" not in sent(engine)
+    assert not engine.is_dead
+
+
+async def test_after_a_push_that_broke_off_a_whole_one_mends_it() -> None:
+    group, (engine,) = await started_group(1, needs_offload=False)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    with pytest.raises(WeightsUnavailable):
+        await group.run(Command.UPDATE_WEIGHTS, push=WeightPush(1, manifest(), [lost_bucket()]))
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.CONTINUE)
+    assert engine.paused is None
+
+
+async def test_new_weights_that_one_sibling_missed_are_not_served_unverified() -> None:
+    group, (bad, good) = await started_group(
+        needs_offload=False, min_engines=1, lifecycle={"on_failure": "raise"}
+    )
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    bad.fail_next("begin_weight_update", EngineUnreachable("connection broke"))
+    with pytest.raises(PhaseFailed):
+        await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    with pytest.raises(LifecycleError, match="cannot continue while weights_updated"):
+        await group.run(Command.CONTINUE)
+    assert good.paused is PauseMode.ABORT
+
+
+async def test_verify_asks_the_engine_and_not_only_the_record() -> None:
+    group, (liar, good) = await started_group(needs_offload=False)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await liar.update_weight_version("0")
+    report = await group.run(Command.VERIFY, version=1)
+    assert "it reports weight version '0', not '1'" in report.failures[0].failure
+    assert not good.is_dead
+
+
+async def test_verifying_a_version_that_no_engine_was_given_kills_nobody() -> None:
+    group, engines = await started_group(needs_offload=False)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    with pytest.raises(LifecycleError, match="weight version 2 reached no engine"):
+        await group.run(Command.VERIFY, version=2)
+    assert not any(engine.is_dead for engine in engines)
+    await group.run(Command.VERIFY, version=1)
+
+
+# -- start and stop -----------------------------------------------------------------------------
+
+
+async def test_a_spec_carries_what_the_policy_decided() -> None:
+    group, launcher = make_group(1, update="lora", engine={"options": {"tp": 2}})
+    await group.start()
+    spec = launcher.specs[0]
+    assert (spec.engine_id, spec.memory_saver, spec.weights_cpu_backup) == ("main-0", True, True)
+    assert spec.options == {"tp": 2}
+
+
+async def test_a_start_that_fails_stops_what_was_started_and_shows_the_log() -> None:
+    group, launcher = make_group(3)
+    error = EngineNotReady("engine main-1: exited with status 1; CUDA out of memory")
+    launcher.fail_next("main-1", error)
+    with pytest.raises(PhaseFailed, match="CUDA out of memory") as caught:
+        await group.start()
+    assert caught.value.failures[0].__cause__ is error
+    assert sorted(launcher.processes) == ["main-0", "main-2"]
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+async def test_a_cancelled_start_leaves_nothing_running() -> None:
+    group, launcher = make_group(2)
+    gate = launcher.hold("main-1")
+    starting = asyncio.create_task(group.start())
+    await gate.entered.wait()
+    starting.cancel()
+    await settled()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+async def test_a_group_that_is_stopped_while_it_starts_leaves_nothing_running() -> None:
+    group, launcher = make_group(2)
+    gate = launcher.hold("main-1")
+    starting = asyncio.create_task(group.start())
+    await gate.entered.wait()
+    await settled()
+    await group.stop()
+    gate.open()
+    with pytest.raises(PhaseFailed, match="stopped while it started"):
+        await starting
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+async def test_an_engine_without_a_memory_saver_cannot_offload() -> None:
+    launcher = FakeLauncher(
+        lambda spec, endpoint: FakeEngine(spec.engine_id, endpoint=endpoint, memory_saver=False)
+    )
+    group, _ = make_group(1, launcher=launcher)
+    with pytest.raises(PhaseFailed, match="runs without a memory saver") as caught:
+        await group.start()
+    assert isinstance(caught.value.failures[0].__cause__, ConfigError)
+    assert launcher.processes["main-0"].is_stopped
+
+
+async def test_an_older_engine_is_updated_without_a_session() -> None:
+    launcher = FakeLauncher(
+        lambda spec, endpoint: FakeEngine(spec.engine_id, endpoint=endpoint, needs_session=False)
+    )
+    group, (engine,) = await started_group(1, needs_offload=False, launcher=launcher)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    assert sent(engine)[-1] == "update_weights_from_tensor"
+
+
+async def test_stop_ends_every_engine_and_may_be_repeated() -> None:
+    group, launcher = make_group(2)
+    await group.start()
+    await group.stop()
+    await group.stop()
+    assert all(process.is_stopped for process in launcher.processes.values())
+    assert (await group.status()).engines == ()
+
+
+async def test_stop_tells_which_engine_would_not_end(monkeypatch, caplog) -> None:
+    group, launcher = make_group(2)
+    await group.start()
+
+    async def fail(grace_s: float) -> bool:
+        raise EngineUnreachable("processes still there after SIGKILL: 4711")
+
+    monkeypatch.setattr(launcher.processes["main-0"], "stop", fail)
+    with caplog.at_level(logging.ERROR):
+        await group.stop()
+    assert "engine main-0: stop failed" in caplog.text
+    assert "4711" in caplog.text
+    assert launcher.processes["main-1"].is_stopped
+
+
+async def test_a_group_that_is_stopped_under_a_command_never_reaches_its_target() -> None:
+    group, (engine,) = await started_group(1)
+    gate = engine.hold("pause_generation")
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await gate.entered.wait()
+    await group.stop()
+    with pytest.raises(PhaseFailed, match="was stopped"):
+        await pausing
+    assert await phase_of(group) == "serving"
+
+
+async def test_a_cancelled_command_is_carried_to_its_end_and_its_failures_are_fenced() -> None:
+    group, (bad, good) = await started_group()
+    gate = good.hold("pause_generation")
+    bad.fail_next("pause_generation", EngineUnreachable("connection broke"))
+    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    await gate.entered.wait()
+    pausing.cancel()
+    await settled()
+    assert not pausing.done()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert await states_of(group) == ["fenced", "paused"]
+
+
+async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
+    group, (engine,) = await started_group(1)
+    await group.run(Command.PAUSE, order=1)
+    gate = engine.hold("continue_generation")
+    exclusive = asyncio.create_task(group.run(Command.CONTINUE, order=2))
+    await gate.entered.wait()
+    pausing = asyncio.create_task(group.run(Command.PAUSE, order=3))
+    await settled()
+    assert not pausing.done()
+    gate.open()
+    assert (await exclusive).phase == "serving"
+    assert (await pausing).phase == await phase_of(group) == "paused"
+
+
+# -- fingerprints -------------------------------------------------------------------------------
+
+
+class Forgetful(FakeEngine):
+    """Says that it backs its weights up, and does not."""
+
+    async def server_info(self) -> ServerInfo:
+        return replace(await super().server_info(), enable_weights_cpu_backup=True)
+
+
+def forgetful(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return Forgetful(spec.engine_id, endpoint=endpoint)
+
+
+async def test_a_base_that_came_back_as_garbage_is_found_and_its_engines_fenced() -> None:
+    group, launcher = make_group(2, update="lora", launcher=FakeLauncher(forgetful))
+    await group.start()
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    with pytest.raises(PhaseFailed, match="is not what it was before, and was not pushed"):
+        await group.run(Command.VERIFY, version=0)
+    assert await states_of(group) == ["fenced", "fenced"]
+    assert all(process.is_stopped for process in launcher.processes.values())
+
+
+async def test_a_base_that_was_backed_up_is_proved() -> None:
+    group, engines = await started_group(2, update="lora")
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.VERIFY, version=0)
+    await group.run(Command.RESUME_KV)
+    await group.run(Command.CONTINUE)
+    assert not any(engine.weights_are_garbage for engine in engines)
+
+
+async def test_an_engine_whose_push_differs_from_the_others_is_outvoted() -> None:
+    group, engines = await started_group(3)
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    engines[1].weights.digests[TENSOR_NAMES[0]] = "torn"
+    report = await group.run(Command.VERIFY, version=1)
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    said = report.failures[0].failure
+    assert f"tensor '{TENSOR_NAMES[0]}' differs from engine main-0 and 1 more" in said
+    assert await states_of(group) == ["verified", "fenced", "verified"]
+
+
+# -- the memory is measured ---------------------------------------------------------------------
+
+MIB = 1024 * 1024
+
+
+class Hoarder(FakeEngine):
+    """Answers a release with yes, and keeps most of the memory."""
+
+    @property
+    def resident_bytes(self) -> int:
+        return 900 * MIB - (100 * MIB if self.released else 0)
+
+
+async def test_an_engine_that_keeps_its_memory_is_fenced_before_the_trainer_gets_it(
+    tmp_path: Path,
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as checkpoint:
+        checkpoint.truncate(600 * MIB)
+    launcher = FakeLauncher(
+        lambda spec, endpoint: (Hoarder if spec.engine_id == "main-1" else FakeEngine)(
+            spec.engine_id, endpoint=endpoint, memory_bytes=900 * MIB
+        )
+    )
+    group, _ = make_group(2, launcher=launcher, model_path=str(tmp_path))
+    await group.start()
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    report = await group.run(Command.RELEASE)
+    assert [one.engine_id for one in report.failures] == ["main-1"]
+    said = report.failures[0].failure
+    assert "engine main-1: release failed" in said
+    assert "freed 100 MiB, at least 268 MiB must be freed; 800 MiB are still in use" in said
+    assert launcher.processes["main-1"].is_stopped
+    assert report.freed_bytes == 900 * MIB

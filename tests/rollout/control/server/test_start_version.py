@@ -1,0 +1,58 @@
+"""Engines that already hold weights of some version, because somebody else launched them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.protocol import Endpoint
+from engines.protocol.spec import EngineSpec
+from rollout.core.errors import WeightMismatch
+from rollout.runtime.local import launch_local
+from tests.support.builders import make_server, push
+from tests.support.served_fakes import config
+
+
+def versioned(**versions: str) -> Any:
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        version = versions.get(spec.engine_id.replace("-", "_"), "7")
+        return FakeEngine(spec.engine_id, endpoint=endpoint, weight_version=version)
+
+    return make
+
+
+async def test_the_version_that_all_engines_have_is_adopted(tmp_path: Path) -> None:
+    bench = make_server(tmp_path)
+    bench.launcher._make = versioned()
+    status = await bench.server.start()
+    assert status.weight_version == 7
+    assert bench.router.gates[-1] == {"state": "open", "weight_version": 7}
+    await bench.server.offload()
+    with pytest.raises(WeightMismatch, match="7 is not newer than 7"):
+        await bench.server.onload(push(7))
+    await bench.server.onload(push(8))
+    assert (await bench.server.status()).weight_version == 8
+    await bench.server.stop()
+
+
+async def test_different_versions_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    bench = make_server(tmp_path)
+    bench.launcher._make = versioned(apart_0="0", shared_0="0")
+    with pytest.raises(WeightMismatch, match=r"shared-1 starts at weight version 7, not 0") as no:
+        await bench.server.start()
+    assert "/update_weight_version" in str(no.value)
+    assert all(process.is_stopped for process in bench.launcher.processes.values())
+
+
+@pytest.mark.torch
+def test_a_handle_counts_on_from_the_adopted_version(tmp_path: Path) -> None:
+    launcher = HttpFakeLauncher(versioned())
+    handle = launch_local(config(tmp_path, {"main": {}}), launcher=launcher)
+    try:
+        with pytest.raises(WeightMismatch, match="the push lacks"):
+            handle["policy"].make_push({})
+        assert handle["policy"].weight_version == 7
+    finally:
+        handle.stop()

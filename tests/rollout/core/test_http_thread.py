@@ -1,0 +1,78 @@
+"""An HTTP server in a thread: it starts, does work on its loop, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import pytest
+import uvicorn
+
+from engines.http.uvicorn_server import HttpServer
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.http_thread import HttpThread
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def make_server() -> HttpServer:
+    return HttpServer(uvicorn.Config(app, lifespan="off", log_config=None))
+
+
+async def name_of_thread() -> str:
+    return threading.current_thread().name
+
+
+async def test_it_serves_and_does_work_on_its_own_loop_until_it_is_stopped() -> None:
+    thread = HttpThread("page")
+    endpoint = await thread.start("127.0.0.1", 0, make_server, 10)
+    assert thread.is_running
+    assert await thread.call(name_of_thread()) == f"page-{endpoint.port}"
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+    reply = await reader.read()
+    assert reply.startswith(b"HTTP/1.1 204")
+    assert b"\r\ndate: " in reply
+    writer.close()
+    await thread.stop(1, timeout_s=10)
+    assert not thread.is_running
+    assert f"page-{endpoint.port}" not in [one.name for one in threading.enumerate()]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((endpoint.host, endpoint.port), 1)
+    with pytest.raises(RolloutError, match="the page is not running"):
+        await thread.call(name_of_thread())
+    await thread.stop(1, timeout_s=10)
+    with pytest.raises(RolloutError, match="the page is started once"):
+        await thread.start("127.0.0.1", 0, make_server)
+
+
+async def test_a_server_that_cannot_start_is_an_error_with_its_cause() -> None:
+    def fail() -> HttpServer:
+        raise ValueError("no server")
+
+    with pytest.raises(RolloutError, match="page could not start: ValueError: no server") as caught:
+        await HttpThread("page").start("127.0.0.1", 0, fail, 10)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+async def test_a_port_that_is_taken_is_named_with_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"page cannot bind 127.0.0.1:{port}") as caught:
+            await HttpThread("page").start("127.0.0.1", port, make_server)
+    assert caught.value.setting == "page.port"
+
+
+async def test_work_that_a_stop_cuts_short_is_an_error() -> None:
+    thread = HttpThread("page")
+    await thread.start("127.0.0.1", 0, make_server, 10)
+    call = asyncio.ensure_future(thread.call(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    await thread.stop(0.1, timeout_s=10)
+    with pytest.raises(RolloutError, match="the page stopped before it could answer"):
+        await call

@@ -1,0 +1,194 @@
+"""The client over HTTP: which reply is which kind of failure, and what goes over the wire."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import FinishReason, SamplingParams, VersionSpan
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.driver.client.generation_client import (
+    EngineLoad,
+    FailureKind,
+    GenerationError,
+    GenerationRequest,
+)
+from rollout.driver.client.http_client import HttpGenerationClient
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.driver import Driver, RolloutDriver
+
+REQUEST = GenerationRequest("0" * 32, [1, 2], SamplingParams(max_new_tokens=3))
+
+
+@asynccontextmanager
+async def serving(handler, path: str = "/generate") -> AsyncIterator[HttpGenerationClient]:
+    app = web.Application()
+    app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = HttpGenerationClient(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=2.0)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def fake_engine() -> AsyncIterator[str]:
+    running = await HttpFakeLauncher().launch(EngineSpec("e", "fake", "/m", "/dev/null"))
+    try:
+        yield running.endpoint.url
+    finally:
+        await running.kill()
+
+
+async def test_a_fake_engine_replies_with_tokens_log_probs_and_versions() -> None:
+    async with fake_engine() as url:
+        client = HttpGenerationClient(url, timeout_s=5.0)
+        reply = await client.generate(REQUEST)
+        await client.close()
+    assert (reply.rid, len(reply.output_ids), reply.output_logprobs) == (
+        REQUEST.rid,
+        3,
+        (-1.0,) * 3,
+    )
+    assert reply.finish_reason == FinishReason("length", None, "")
+    assert reply.weight_versions == (VersionSpan("0", 0, 3),)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "after_s"),
+    [
+        (400, {}, FailureKind.REFUSED, 0.0),
+        (404, {}, FailureKind.REFUSED, 0.0),
+        (413, {}, FailureKind.REFUSED, 0.0),
+        (429, {"Retry-After": "7"}, FailureKind.UNAVAILABLE, 7.0),
+        (503, {"Retry-After": "2"}, FailureKind.UNAVAILABLE, 2.0),
+        (503, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, FailureKind.UNAVAILABLE, 0.0),
+        (499, {}, FailureKind.ABORTED, 0.0),
+        (500, {}, FailureKind.LOST, 0.0),
+        (502, {}, FailureKind.LOST, 0.0),
+    ],
+)
+async def test_a_status_maps_to_a_kind_of_failure(status, headers, kind, after_s) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers=headers, text="because")
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError, match=f"HTTP {status}: because") as caught:
+            await client.generate(REQUEST)
+    assert (caught.value.kind, caught.value.retry_after_s) == (kind, after_s)
+
+
+@pytest.mark.parametrize(
+    "body", ["", "nonsense", "[]", "{}", '{"text": "", "output_ids": [], "meta_info": {}}']
+)
+async def test_an_unusable_reply_is_final(body: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError, match="unusable reply") as caught:
+            await client.generate(REQUEST)
+    assert caught.value.kind is FailureKind.REFUSED
+
+
+async def test_a_broken_or_refused_connection_is_a_lost_engine() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError) as caught:
+            await client.generate(REQUEST)
+    assert caught.value.kind is FailureKind.LOST
+    unreachable = HttpGenerationClient("http://127.0.0.1:1", timeout_s=1.0)
+    with pytest.raises(GenerationError, match="Connect") as caught:
+        await unreachable.generate(REQUEST)
+    assert caught.value.kind is FailureKind.LOST
+    assert await unreachable.load() is None
+    await unreachable.abort(["x"])
+    await unreachable.close()
+
+
+async def test_the_id_goes_first_and_the_session_in_a_header() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((await request.text(), request.headers.get("x-session-id")))
+        return web.Response(status=400)
+
+    async with serving(handler) as client:
+        for session in ("", "s1"):
+            with pytest.raises(GenerationError):
+                await client.generate(
+                    GenerationRequest(REQUEST.rid, [1], SamplingParams(), session)
+                )
+    assert seen[0][0].startswith(f'{{"rid": "{REQUEST.rid}"')
+    assert [header for _, header in seen] == [None, "s1"]
+
+
+async def test_an_abort_names_each_request() -> None:
+    seen = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((await request.json())["rid"])
+        return web.Response(status=502)
+
+    async with serving(handler, "/abort_request") as client:
+        await client.abort(["a", "b"])
+    assert sorted(seen) == ["a", "b"]
+
+
+async def test_load_adds_up_the_reports_of_router_and_engines() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if request.path == "/engines":
+            url = f"http://{request.host}"
+            engines = [{"state": "serving", "url": url}] * 2 + [{"state": "dead", "url": url}]
+            return web.json_response({"engines": engines, "gate": {"weight_version": 4}})
+        rank = {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5}
+        return web.json_response({"loads": [rank, rank]})
+
+    async with serving(handler, "/{any:.*}") as client:
+        assert await client.load() == EngineLoad(2, 12, 4, 0.5, 4)
+
+
+async def test_an_engine_that_is_not_a_router_reports_no_load() -> None:
+    async with fake_engine() as url:
+        client = HttpGenerationClient(url, timeout_s=5.0)
+        assert await client.load() is None
+        await client.close()
+
+
+async def test_a_rollout_over_http_returns_all_groups() -> None:
+    async with fake_engine() as url, RolloutDriver(url, lambda sample: 1.0) as driver:
+        groups = await driver.rollout(
+            0, [Prompt((1,)), Prompt((2,))], group_size=2, sampling=SamplingParams(4)
+        )
+    assert [group.rewards for group in groups] == [[1.0, 1.0]] * 2
+
+
+async def test_the_threaded_driver_returns_pendings_with_results_and_errors() -> None:
+    async with fake_engine() as url:
+
+        def work() -> None:
+            driver = Driver(url, lambda sample: float("nan"))
+            pending = driver.rollout(0, [Prompt((1,))], group_size=1, sampling=SamplingParams(2))
+            with pytest.raises(RolloutError, match="the reward is nan; it must be a finite"):
+                pending.result()
+            driver.close()
+            driver.close()
+
+        await asyncio.to_thread(work)
+
+
+def test_a_driver_that_fails_to_start_leaves_no_thread() -> None:
+    with pytest.raises(ConfigError, match="max_in_flight = 0"):
+        Driver("http://127.0.0.1:1", max_in_flight=0)

@@ -1,0 +1,106 @@
+"""Continuing a cut-off sample: budget, versions and lengths stay exact."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
+from rollout.core.samples import Sample, SampleStatus
+from rollout.driver.client.partial import extend, remaining, restart
+
+
+def reply(num: int, kind: str = "abort", version: str | None = "1", **fields) -> GenerateReply:
+    spans = (VersionSpan(version, 0, num),) if version is not None and num else ()
+    return GenerateReply(
+        **{
+            "rid": "r",
+            "text": "x" * num,
+            "output_ids": tuple(range(num)),
+            "output_logprobs": (-1.0,) * num,
+            "finish_reason": FinishReason(kind),
+            "weight_versions": spans,
+            **fields,
+        }
+    )
+
+
+def pending() -> Sample:
+    return Sample([1, 2], status=SampleStatus.PENDING)
+
+
+def test_the_remaining_budget_is_the_budget_less_the_tokens_so_far() -> None:
+    sampling = SamplingParams(max_new_tokens=10, min_new_tokens=4, temperature=0.5)
+    assert remaining(sampling, 0) is sampling
+    rest = remaining(sampling, 3)
+    assert rest is not None
+    assert (rest.max_new_tokens, rest.min_new_tokens, rest.temperature) == (7, 1, 0.5)
+    assert remaining(sampling, 10) is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=8))
+def test_parts_add_up_whatever_the_versions(parts: list[tuple[int, int]]) -> None:
+    sample, versions = pending(), []
+    for num, version in parts:
+        extend(sample, reply(num, version=str(version)), budget=100)
+        versions += [version] * num
+    sample.check()
+    drawn_by = [int(s.version) for s in sample.weight_versions for _ in range(s.start, s.end)]
+    assert drawn_by == versions
+    pairs = zip(sample.weight_versions, sample.weight_versions[1:], strict=False)
+    assert all(left.version != right.version for left, right in pairs)
+
+
+def test_the_finish_reason_is_the_last_engines() -> None:
+    sample = pending()
+    extend(sample, reply(2), budget=5)
+    assert sample.status is SampleStatus.ABORTED
+    extend(sample, reply(1, "stop"), budget=5)
+    assert (sample.status, sample.finish_reason) == (SampleStatus.COMPLETED, FinishReason("stop"))
+
+
+def test_an_abort_at_the_last_token_is_truncated_with_finish_reason_abort() -> None:
+    sample = pending()
+    extend(sample, reply(5), budget=5)
+    assert sample.status is SampleStatus.TRUNCATED
+    assert sample.finish_reason == FinishReason("abort")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (reply(6), "6 output tokens where at most 5"),
+        (reply(2, output_logprobs=(-1.0,)), "2 output ids but 1 log-probs"),
+        (reply(2, output_logprobs=None), "2 output ids but 0 log-probs"),
+        (reply(2, finish_reason=None), "finish reason None"),
+        (reply(2, "error"), "finish reason"),
+        (reply(2, weight_versions=(VersionSpan("1", 0, 1),)), "spans end at 1 of 2"),
+    ],
+)
+def test_an_inconsistent_reply_leaves_the_sample_unchanged(bad, message: str) -> None:
+    sample = pending()
+    with pytest.raises(ValueError, match=message):
+        extend(sample, bad, budget=5)
+    assert sample == pending()
+
+
+def test_an_engine_that_reports_one_version_makes_one_span() -> None:
+    sample = pending()
+    extend(sample, reply(2, version=None, weight_version="8"))
+    assert sample.weight_versions == (VersionSpan("8", 0, 2),)
+
+
+def test_versions_are_unknown_if_those_of_one_part_are() -> None:
+    sample = pending()
+    extend(sample, reply(2, version=None))
+    extend(sample, reply(2, version="3"))
+    sample.check()
+    assert sample.weight_versions == ()
+
+
+def test_a_restarted_sample_is_as_new() -> None:
+    sample = pending()
+    extend(sample, reply(3))
+    sample.fail("no")
+    restart(sample)
+    assert sample == pending()

@@ -1,0 +1,89 @@
+"""Groups as arrays: shapes, dtypes and positions are the documented ones."""
+
+import numpy as np
+import pytest
+
+from engines.protocol import VersionSpan
+from rollout.core.samples import Sample, SampleGroup, SampleStatus
+from rollout.driver.data.batch import packed, padded, train_data
+
+
+def groups() -> list[SampleGroup]:
+    long = Sample(
+        [1, 2],
+        [3, 4, 5],
+        [-0.5, 0.0, -1.5],
+        weight_versions=(VersionSpan("6", 0, 1), VersionSpan("7", 2, 3)),
+        reward=1.0,
+        loss_mask=[1, 0, 1],
+    )
+    short = Sample([8], [9], [-2.0], status=SampleStatus.TRUNCATED)
+    return [SampleGroup(0, [long]), SampleGroup(4, [short])]
+
+
+def test_padded_puts_every_token_in_its_place() -> None:
+    batch = padded(groups(), pad_id=99, pad_to_multiple=4)
+    assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [8, 9] + [99] * 6]
+    assert batch["attention_mask"].sum(1).tolist() == [5, 2]
+    assert batch["loss_mask"][:, :5].tolist() == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 0]]
+    assert batch["behaviour_logprobs"][0, :5].tolist() == [0, 0, -0.5, 0, -1.5]
+    assert batch["weight_versions"][:, :5].tolist() == [[-1, -1, 6, -1, 7], [-1] * 5]
+
+
+def test_packed_puts_samples_end_to_end() -> None:
+    batch = packed(groups())
+    assert batch["token_ids"].tolist() == [1, 2, 3, 4, 5, 8, 9]
+    assert batch["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert batch["cu_seqlens"].tolist() == [0, 5, 7]
+    assert batch["loss_mask"].tolist() == [0, 0, 1, 0, 1, 0, 1]
+    assert batch["weight_versions"].tolist() == [-1, -1, 6, -1, 7, -1, -1]
+
+
+@pytest.mark.parametrize("make", [padded, packed])
+def test_arrays_of_samples_have_length_reward_and_group(make) -> None:
+    batch = make(groups())
+    assert batch["prompt_lengths"].tolist() == [2, 1]
+    assert batch["response_lengths"].tolist() == [3, 1]
+    np.testing.assert_array_equal(batch["rewards"], [1.0, np.nan])
+    assert batch["group_index"].tolist() == [0, 1]
+
+
+def test_dtypes_are_the_documented_ones() -> None:
+    dtypes = {key: str(array.dtype) for key, array in (padded(groups()) | packed(groups())).items()}
+    floats = {key for key, dtype in dtypes.items() if dtype == "float32"}
+    assert floats == {"loss_mask", "behaviour_logprobs", "rewards"}
+    assert {key for key, dtype in dtypes.items() if dtype == "int32"} == {"cu_seqlens"}
+    assert set(dtypes.values()) == {"float32", "int32", "int64"}
+
+
+def test_train_data_has_one_entry_per_sample_in_every_list() -> None:
+    data = train_data(groups())
+    assert {len(values) for values in data.values()} == {2}
+    assert data["tokens"] == [[1, 2, 3, 4, 5], [8, 9]]
+    assert data["rollout_log_probs"][0] == [-0.5, 0.0, -1.5]
+    assert (data["truncated"], data["rewards"]) == ([0, 1], [1.0, None])
+
+
+def test_an_empty_batch_is_rejected() -> None:
+    with pytest.raises(ValueError, match="no sample"):
+        padded([])
+    with pytest.raises(ValueError, match="pad_to_multiple = 0"):
+        padded(groups(), pad_to_multiple=0)
+
+
+def test_a_sample_whose_lengths_disagree_is_rejected() -> None:
+    bad = groups()
+    bad[0].samples[0].output_ids.append(1)
+    with pytest.raises(ValueError, match="4 output ids but 3 log-probs"):
+        packed(bad)
+
+
+@pytest.mark.embedded
+def test_tensors_share_the_memory_of_the_arrays() -> None:
+    from rollout.driver.data.batch_torch import to_torch
+
+    batch = packed(groups())
+    tensors = to_torch(batch)
+    batch["token_ids"][0] = 42
+    assert tensors["token_ids"][0].item() == 42
+    assert tensors.keys() == batch.keys()

@@ -1,0 +1,161 @@
+"""Sources: every row once per epoch, in the order of the seed, and exact after a restore."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.core.errors import ConfigError
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import FixedPrompts, PromptData, jsonl, parquet
+
+
+def rows(num: int) -> list[dict]:
+    return [{"input_ids": [number], "answer": str(number)} for number in range(num)]
+
+
+def take(source, num: int) -> list[int]:
+    return [prompt.ids[0] for _ in range(num) if (prompt := source.take()) is not None]
+
+
+def test_each_epoch_gives_every_row_once_in_a_new_order() -> None:
+    source = PromptData(rows(50), seed=3)
+    first, second = take(source, 50), take(source, 50)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second != list(range(50))
+    assert first == take(PromptData(rows(50), seed=3), 50)
+    assert first != take(PromptData(rows(50), seed=4), 50)
+
+
+def test_without_a_seed_the_order_is_that_of_the_rows() -> None:
+    assert take(PromptData(rows(3), seed=None), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_source_ends_after_its_epochs() -> None:
+    source = PromptData(rows(3), num_epochs=2)
+    assert len(take(source, 10)) == 6
+    assert source.take() is None
+    assert source.epoch == 2
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(0, 9))
+def test_a_source_continues_at_the_next_prompt(num_rows, before, after, seed) -> None:
+    whole = PromptData(rows(num_rows), seed=seed)
+    take(whole, before)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = PromptData(rows(num_rows), seed=seed)
+    resumed.load_state_dict(state)
+    assert take(resumed, after) == take(whole, after)
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = PromptData(rows(5), seed=1).state_dict()
+    with pytest.raises(ConfigError, match="rows 5, not 6"):
+        PromptData(rows(6), seed=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match="seed 1, not 2"):
+        PromptData(rows(5), seed=2).load_state_dict(state)
+
+
+def test_the_metadata_of_a_prompt_is_the_rest_of_its_row() -> None:
+    source = PromptData([{"prompt": "2+2=", "answer": "4"}], encode=lambda text: text.encode())
+    assert source.take() == Prompt(tuple(b"2+2="), {"prompt": "2+2=", "answer": "4"})
+
+
+def test_messages_go_to_the_encoder_as_they_are() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    source = PromptData([{"chat": messages}], encode=lambda m: [len(m)], prompt_key="chat")
+    prompt = source.take()
+    assert prompt is not None
+    assert prompt.ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"text": "x"}, {}, "row 0 has no 'prompt', 'prompt_ids' or 'input_ids'; it has text"),
+        ({}, {}, "it has nothing"),
+        ({"prompt": "x"}, {}, "no token ids: set encode"),
+        ({"input_ids": []}, {}, "the prompt of row 0 has no tokens"),
+        ({"input_ids": ["x"]}, {}, "input_ids of row 0 are not token ids"),
+        ({"input_ids": 5}, {}, "input_ids of row 0 are not token ids"),
+        ("x", {}, "row 0 is str, not a mapping"),
+        ({"input_ids": [1, 2, 3]}, {"max_prompt_tokens": 2}, "row 0 has 3 tokens, at most 2 fit"),
+    ],
+)
+def test_an_unusable_row_is_named_and_the_source_stays_before_it(row, settings, message) -> None:
+    source = PromptData([row], **settings)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            source.take()
+
+
+def test_long_prompts_are_left_out_on_request_and_counted() -> None:
+    mixed = [{"input_ids": [i] * (1 + i % 2 * 9)} for i in range(10)]
+    source = PromptData(mixed, seed=None, max_prompt_tokens=5, skip_too_long=True)
+    assert take(source, 7) == [0, 2, 4, 6, 8, 0, 2]
+    assert source.num_skipped == 6
+
+
+def test_prompts_that_are_all_too_long_are_an_error_and_no_endless_loop() -> None:
+    source = PromptData(rows(3), max_prompt_tokens=0, skip_too_long=True)
+    with pytest.raises(ConfigError, match="every prompt is longer than 0 tokens"):
+        source.take()
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rows"):
+        PromptData([])
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError, match="no rows"):
+        jsonl(tmp_path / "empty.jsonl")
+
+
+def test_jsonl_gives_its_rows_without_keeping_them(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows(9)) + "\n\n")
+    assert sorted(take(jsonl(path), 9)) == list(range(9))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '"text"', "{'a': 1}", "\xff"])
+def test_an_unparsable_line_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input_ids": [1]}\n\n' + line + "\n", encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl, line 3: "):
+        jsonl(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl: No such file"):
+        jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.parquet"):
+        parquet(tmp_path / "none.parquet")
+
+
+def test_parquet_gives_its_rows(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    writer.write_table(pyarrow.Table.from_pylist(rows(9)), tmp_path / "p.parquet")
+    source = parquet(tmp_path / "p.parquet", seed=None)
+    prompt = source.take()
+    assert prompt == Prompt((0,), {"answer": "0"})
+    assert take(source, 8) == list(range(1, 9))
+
+
+def test_a_hugging_face_data_set_is_taken_as_it_is() -> None:
+    datasets = pytest.importorskip("datasets")
+    source = PromptData(datasets.Dataset.from_list(rows(5)), seed=None)
+    assert take(source, 5) == list(range(5))
+
+
+def test_fixed_prompts_continue_where_they_were() -> None:
+    source = FixedPrompts([Prompt((1,)), Prompt((2,))])
+    source.take()
+    other = FixedPrompts([Prompt((1,)), Prompt((2,))])
+    other.load_state_dict(source.state_dict())
+    assert (other.take(), other.take()) == (Prompt((2,)), None)
+    with pytest.raises(ConfigError, match="rows 2, not 0"):
+        FixedPrompts([]).load_state_dict(source.state_dict())

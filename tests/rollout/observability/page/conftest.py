@@ -1,0 +1,30 @@
+"""A deployment over fake engines that listen, with its page."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout.config.run_dir import RunFolder
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.local import launch_local
+from tests.support.paged import page_of
+from tests.support.served_fakes import launched
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    with launched(launch_local, tmp_path_factory.mktemp("run")) as handle:
+        yield handle
+
+
+@pytest.fixture(scope="module")
+def folder(deployment: DeploymentHandle) -> Path:
+    return RunFolder.of(deployment.config).of_server("policy")
+
+
+@pytest.fixture(scope="module")
+def page(deployment: DeploymentHandle) -> Iterator[httpx.Client]:
+    with page_of(deployment.config) as client:
+        yield client

@@ -1,0 +1,274 @@
+"""The page in a real browser: its drawings, its updates, and its use with a keyboard.
+
+Needs Debian's ``chromium`` (or ``CHROMIUM=/path``) and Playwright; otherwise it is skipped.
+Screenshots go to ``$SCREENSHOTS`` if that is set.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.local import launch_local
+from tests.support.paged import page_of, step
+from tests.support.served_fakes import engines_of, launched
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("there is no chromium here (apt-get install chromium)", allow_module_level=True)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any, deployment: DeploymentHandle) -> Iterator[Any]:
+    """The page, drawn; any error in its console fails the test."""
+    yield from open_page(browser, deployment, "light")
+
+
+def open_page(browser: Any, deployment: DeploymentHandle, scheme: str) -> Iterator[Any]:
+    complaints: list[str] = []
+    page = browser.new_page(viewport={"width": 1400, "height": 1000}, color_scheme=scheme)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type == "error" else None,
+    )
+    page.on("request", lambda request: complaints.extend(elsewhere(request.url)))
+    with page_of(deployment.config) as client:
+        page.goto(str(client.base_url))
+    page.wait_for_selector("#link.live")
+    yield page
+    page.close()
+    assert complaints == []
+
+
+def elsewhere(url: str) -> list[str]:
+    return [] if url.startswith(("http://127.0.0.1", "data:")) else [f"loads {url}"]
+
+
+def shot(page: Any, name: str) -> None:
+    folder = os.environ.get("SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.inner_text(selector))
+
+
+def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHandle) -> None:
+    policy = deployment["policy"]
+    version = policy.status().result(30).weight_version + 1
+    step(policy, version)
+    figures = {"step": version, "metrics": {"rollout/reward/mean": 0.625}}
+    httpx.post(f"{policy.url}/figures", json=figures).raise_for_status()
+    opened.wait_for_selector(f"#version:text-is('{version}')")
+    opened.wait_for_selector("#curves figcaption:has-text('Reward')")
+    assert "0.625" in text(opened, "#curves")
+    assert text(opened, "#phase") == "serving"
+    assert text(opened, "#gate") == "open"
+    assert opened.locator("#rows tr").count() == 3
+    assert opened.locator("#steps tr").count() >= 1
+    drawn = opened.evaluate(
+        "() => { const c = document.getElementById('lanes');"
+        " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        " let n = 0; for (let i = 3; i < d.length; i += 4) if (d[i]) n += 1; return n; }"
+    )
+    assert drawn > 1000
+    shot(opened, "two-groups")
+
+
+def test_a_phase_that_hangs_is_seen_with_its_deadline_ticking(
+    opened: Any, deployment: DeploymentHandle
+) -> None:
+    policy = deployment["policy"]
+    with engines_of(policy) as engines:
+        engines["shared-1"].hold("pause_generation")
+        pending = policy.pause_generation()
+        engines["shared-1"].wait_entered("pause_generation")
+        opened.wait_for_selector(".phase .who:has-text('waits for 1 of 3: shared-1')")
+        first = text(opened, ".phase .clock")
+        opened.wait_for_function(
+            "before => document.querySelector('.phase .clock').textContent !== before", arg=first
+        )
+        shot(opened, "hanging")
+        engines["shared-1"].open("pause_generation")
+        pending.result(30)
+        policy.continue_generation().result(30)
+    opened.wait_for_selector("#running .quiet:has-text('No phase runs')")
+
+
+def test_a_keyboard_is_enough_to_open_a_step_and_to_move_in_time(
+    opened: Any, deployment: DeploymentHandle
+) -> None:
+    policy = deployment["policy"]
+    step(policy, policy.status().result(30).weight_version + 1)
+    opened.wait_for_selector("#steps button.open")
+    opened.focus("#steps button.open")
+    opened.keyboard.press("Enter")
+    opened.wait_for_selector("#step[open] tbody tr")
+    assert "pause_generation" in text(opened, "#step")
+    opened.keyboard.press("Escape")
+    opened.wait_for_selector("#step", state="hidden")
+    opened.focus("#lanes")
+    opened.keyboard.press("ArrowLeft")
+    assert opened.get_attribute("#follow", "aria-pressed") == "false"
+    opened.keyboard.press("Home")
+    assert opened.get_attribute("#follow", "aria-pressed") == "true"
+
+
+def test_the_filter_finds_an_engine(opened: Any) -> None:
+    opened.wait_for_selector("#rows tr")
+    opened.fill("#filter", "apart")
+    assert opened.locator("#rows tr").count() == 1
+    opened.fill("#filter", "")
+    assert opened.locator("#rows tr").count() == 3
+
+
+def test_everything_that_can_be_used_has_a_name(opened: Any) -> None:
+    nameless = opened.evaluate(
+        "() => [...document.querySelectorAll('button, input, select, canvas, table, section')]"
+        ".filter(e => !(e.ariaLabel || e.getAttribute('aria-labelledby') || e.labels?.length"
+        " || e.textContent.trim())).map(e => e.outerHTML)"
+    )
+    assert nameless == []
+    assert opened.get_attribute("html", "lang") == "en"
+
+
+def test_without_a_control_key_the_page_offers_no_control(opened: Any) -> None:
+    opened.wait_for_selector("#rows tr")
+    assert opened.locator("#rows button").count() == 0
+    assert not opened.is_visible("#control")
+    assert not opened.is_visible("#stop")
+
+
+def test_with_the_control_key_an_engine_is_fenced_after_a_question(
+    browser: Any, tmp_path: Path
+) -> None:
+    groups = {"main": {"num_engines": 2}}
+    with launched(launch_local, tmp_path, groups, page={"control_key": "steer"}) as handle:
+        for page in open_page(browser, handle, "light"):
+            page.click("#control")
+            page.fill("#key", "steer")
+            page.click("#ask-yes")
+            page.click("button[aria-label='Fence main-1']")
+            page.wait_for_selector("#ask[open] #ask-text:has-text('Fence main-1')")
+            page.click("#ask-yes")
+            page.wait_for_selector("#events li.bad:has-text('main-1 fenced')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_in_dark(
+    browser: Any, deployment: DeploymentHandle, scheme: str
+) -> None:
+    """WCAG's contrast of at least 4.5 to 1, of every kind of text on the page."""
+    for page in open_page(browser, deployment, scheme):
+        page.wait_for_selector("#rows tr")
+        worst = page.evaluate(CONTRAST)
+        assert worst["ratio"] >= 4.5, worst
+
+
+def test_it_stays_quick_with_256_engines(browser: Any, deployment: DeploymentHandle) -> None:
+    """256 engines and ten steps, in the form that the server sends."""
+    with page_of(deployment.config) as client:
+        body = many_engines(client.get("/api/state").json(), 256, 10)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.route(
+            "**/api/changes",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
+        page.goto(str(client.base_url))
+    page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 256")
+    took_ms = page.evaluate(
+        "() => { const times = []; const select = document.getElementById('span');"
+        " for (let i = 0; i < 10; i += 1) { const began = performance.now();"
+        " select.dispatchEvent(new Event('change')); times.push(performance.now() - began); }"
+        " return times.sort((a, b) => a - b)[5]; }"
+    )
+    shot(page, "many")
+    # The lane on top is the one that the phase waits for, of 256.
+    page.hover("#lanes", position={"x": 600, "y": 54})
+    assert page.inner_text("#tip").startswith("main-200: ")
+    page.close()
+    assert took_ms < 250, "drawing all lanes once"
+
+
+def many_engines(now: dict[str, Any], num: int, num_steps: int) -> str:
+    """A stream of events with copies of the first engine, and what they did in some steps."""
+    first = now["engines"][0]
+    now["engines"] = [first | {"engine_id": f"main-{index}"} for index in range(num)]
+    phases = ["pause", "flush", "release", "resume_weights", "update_weights", "verify"]
+    spans = [
+        {
+            "kind": "engine",
+            "name": phase,
+            "source": "policy/main",
+            "engine_id": f"main-{index}",
+            "start_s": now["now_s"] - 10 * (num_steps - number) + place,
+            "elapsed_s": 0.5 + index / 1000,
+            "outcome": "ok",
+        }
+        for number in range(num_steps)
+        for place, phase in enumerate(phases)
+        for index in range(num)
+    ]
+    began = {"start_s": now["now_s"] - 60, "elapsed_s": 60.0, "outcome": "running"}
+    now["running"] = [
+        {"kind": "phase", "name": "pause", "source": "policy", **began},
+        {"kind": "engine", "name": "pause", "source": "policy/main", **began}
+        | {"engine_id": "main-200"},
+    ]
+    events = {"hello": {"run_id": "many", "can_steer": False}, "state": now, "spans": spans}
+    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events.items())
+
+
+CONTRAST = """() => {
+  const channel = (v) => {
+    v /= 255;
+    return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  };
+  const light = (c) => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
+  const parse = (s) => (s.match(/[\\d.]+/g) || []).map(Number);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length === 3 || c[3] > 0.9) return c;
+    }
+    return [255, 255, 255];
+  };
+  const words = 'h1,h2,p,dt,dd,td,th,b,button,label,span,li,figcaption';
+  let worst = { ratio: 99 };
+  for (const e of document.querySelectorAll(words)) {
+    if (!e.textContent.trim() || !e.offsetParent) continue;
+    if (e.closest('[hidden],dialog,.visually-hidden,.skip')) continue;
+    const a = light(parse(getComputedStyle(e).color)), b = light(behind(e));
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst.ratio) worst = { ratio, text: e.textContent.slice(0, 40), tag: e.tagName };
+  }
+  return worst;
+}"""

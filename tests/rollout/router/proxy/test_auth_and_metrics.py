@@ -1,0 +1,185 @@
+"""Bearer keys, metrics, recordings and limits."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollout.router.http.engine_pool import connections_within
+from rollout.router.transcripts.recordings import Recordings
+from tests.rollout.router.conftest import router_config
+from tests.rollout.router.proxy.test_token_failover import ASK, counting
+from tests.rollout.router.raw import post, response_to
+from tests.rollout.router.stub_engine import Hold, hold_then_reply, reply
+
+KEYS = router_config(client_key="tell", control_key="steer")
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("key", [None, "steer", "tel", "tell2", ""])
+async def test_generation_needs_the_clients_key(make_bench, key):
+    bench = await make_bench(reply(), config=KEYS)
+    got = await bench.ask(json={}, headers={} if key is None else bearer(key))
+    assert (got.status, got.headers["www-authenticate"]) == (401, "Bearer")
+    assert bench.engines[0].seen == []
+    assert (await bench.ask(json={}, headers=bearer("tell"))).status == 200
+
+
+async def test_the_clients_key_is_not_sent_to_engines(make_bench):
+    bench = await make_bench(reply(), config=KEYS)
+    await bench.ask(json={}, headers=bearer("tell"))
+    assert bench.engines[0].seen[0].header("authorization") == []
+
+
+async def test_without_a_key_of_ours_the_engines_key_passes(make_bench):
+    bench = await make_bench(reply())
+    await bench.ask(json={}, headers=bearer("engine"))
+    assert bench.engines[0].seen[0].header("authorization") == ["Bearer engine"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/model_info", "/get_model_info"])
+@pytest.mark.parametrize(("key", "status"), [("tell", 200), ("steer", 200), ("x", 401), ("", 401)])
+async def test_either_key_is_enough_to_look_at_the_model(make_bench, path, key, status):
+    bench = await make_bench(reply(), config=KEYS)
+    assert (await bench.ask(path, "GET", headers=bearer(key))).status == status
+
+
+async def test_a_control_key_alone_is_not_sent_to_engines(make_bench):
+    bench = await make_bench(reply(), config=router_config(control_key="steer"))
+    await bench.ask(json={}, headers=bearer("steer"))
+    await bench.ask(json={}, headers=bearer("engine"))
+    given = [seen.header("authorization") for seen in bench.engines[0].seen]
+    assert given == [[], ["Bearer engine"]]
+
+
+@pytest.mark.parametrize("path", ["/engines", "/metrics", "/sessions/s", "/docs"])
+async def test_looking_needs_the_control_key(make_bench, path):
+    bench = await make_bench(reply(), config=KEYS)
+    assert (await bench.ask(path, "GET", headers=bearer("tell"))).status == 401
+    assert (await bench.ask(path, "GET", headers=bearer("steer"))).status != 401
+
+
+async def test_aborting_needs_the_control_key(make_bench):
+    bench = await make_bench(reply(b""), config=KEYS)
+    body = {"rid": "p"}
+    assert (await bench.ask("/abort_request", json=body, headers=bearer("tell"))).status == 401
+    assert (await bench.ask("/abort_request", json=body, headers=bearer("steer"))).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_health_needs_no_key(make_bench, path):
+    bench = await make_bench(reply(), config=KEYS)
+    assert (await bench.ask(path, "GET")).status == 200
+
+
+async def test_two_keys_at_once_are_refused(make_bench):
+    bench = await make_bench(reply(), config=KEYS)
+    twice = b"Authorization: Bearer tell\r\nAuthorization: Bearer x\r\nConnection: close\r\n"
+    assert (await response_to(bench, post(b"{}", extra=twice))).startswith(b"HTTP/1.1 401")
+
+
+async def metrics(bench):
+    text = (await bench.ask("/metrics", "GET")).body.decode()
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_count_what_runs_what_ended_and_how_long_it_took(make_bench):
+    hold = Hold()
+    bench = await make_bench(None, hold_then_reply(hold))
+    pending = bench.begin()
+    await hold.entered.wait()
+    during = await metrics(bench)
+    assert during["router_in_flight", "e-1", "serving"] == 1
+    assert during["router_in_flight", "dead", "e-0"] == 0
+    hold.opened.set()
+    await pending
+    after = await metrics(bench)
+    assert after["router_in_flight", "e-1", "serving"] == 0
+    assert after["router_retried_total",] == 1
+    assert after["router_engine_failures_total", "e-0"] == 1
+    assert after["router_request_seconds_count", "/generate", "e-1"] == 1
+    assert after["router_request_seconds_bucket", "+Inf", "/generate", "e-1"] == 1
+    assert after["router_gate_seconds_total", "open"] > 0
+
+
+async def test_paths_that_clients_invent_make_no_new_labels(make_bench):
+    bench = await make_bench(reply())
+    for number in range(5):
+        await bench.ask(f"/v1/odd/{number}")
+    assert (await metrics(bench))["router_request_seconds_count", "e-0", "other"] == 5
+
+
+RECORD = {"X-Record-Turn": "on", "X-Session-ID": "s1"}
+
+
+async def test_recorded_turns_are_fetched_as_tokens_and_deleted(make_bench):
+    bench = await make_bench(counting(), config=router_config())
+    for _ in range(2):
+        got = await bench.ask(json={**ASK, "return_logprob": False}, headers=RECORD)
+        assert got.status == 200
+    turns = (await bench.ask("/sessions/s1", "GET")).json["turns"]
+    assert [turn["output_ids"] for turn in turns] == [list(range(3, 23))] * 2
+    assert turns[0]["input_ids"] == [1, 2, 3]
+    assert turns[0]["output_logprobs"] == [-float(n) for n in range(3, 23)]
+    assert turns[0]["weight_versions"] == [{"version": "1", "start": 0, "end": 20}]
+    assert (await bench.ask("/sessions/s1", "DELETE")).status == 200
+    assert (await bench.ask("/sessions/s1", "GET")).status == 404
+    assert (await bench.ask("/sessions/s1", "DELETE")).status == 404
+
+
+async def test_a_turn_too_many_is_refused_before_it_is_generated(make_bench):
+    bench = await make_bench(counting(), config=router_config(max_recorded_bytes=100))
+    assert (await bench.ask(json=ASK, headers=RECORD)).status == 200
+    got = await bench.ask(json=ASK, headers=RECORD)
+    assert (got.status, got.json["error"]["type"]) == (507, "recordings_full")
+    assert "of 100 bytes; fetch and delete" in got.json["error"]["message"]
+    assert len(bench.engines[0].seen) == 1
+    await bench.ask("/sessions/s1", "DELETE")
+    assert (await bench.ask(json=ASK, headers=RECORD)).status == 200
+
+
+@pytest.mark.parametrize("headers", [{"X-Record-Turn": "on"}, RECORD])
+async def test_a_turn_that_cannot_be_recorded_is_refused_with_the_reason(make_bench, headers):
+    bench = await make_bench(counting())
+    body = ASK if "X-Session-ID" not in headers else {"text": "x"}
+    got = await bench.ask(json=body, headers=headers)
+    needed = "input_ids" if "X-Session-ID" in headers else "session id"
+    assert (got.status, needed in got.json["error"]["message"]) == (400, True)
+
+
+def test_idle_sessions_are_deleted_and_their_memory_is_free_again():
+    recordings = Recordings(max_bytes=10_000, max_sessions=1, ttl_s=10)
+    recordings.add("a", {"input_ids": [1], "output_ids": [2]}, 0.0)
+    assert "1 sessions are recorded" in recordings.why_full("b", 5.0)
+    assert recordings.why_full("a", 5.0) == ""
+    assert recordings.why_full("b", 20.0) == ""
+    assert recordings.num_bytes == 0
+
+
+def test_long_session_ids_count_as_recorded_bytes():
+    recordings = Recordings(max_bytes=100_000, max_sessions=1000, ttl_s=10)
+    ids = [f"{number}" + "s" * 20_000 for number in range(5)]
+    for session_id in ids:
+        recordings.add(session_id, {"input_ids": [], "output_ids": []}, 0.0)
+    assert "of 100000 bytes" in recordings.why_full("another", 0.0)
+    for session_id in ids:
+        recordings.delete(session_id)
+    assert recordings.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "soft", "hard", "expected"),
+    [
+        (100, 1024, 4096, (1024, 100)),
+        (1000, 1024, 4096, (2128, 1000)),
+        (16384, 1024, 4096, (4096, 1984)),
+        (10, 64, 64, (64, 1)),
+    ],
+)
+def test_connections_fit_into_the_limit_of_open_files(wanted, soft, hard, expected):
+    assert connections_within(wanted, soft, hard) == expected

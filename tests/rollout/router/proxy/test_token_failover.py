@@ -1,0 +1,277 @@
+"""Token failover over sockets; the engines count up from the prompt's length."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from rollout.router import BackendState
+from tests.rollout.router.conftest import router_config
+from tests.rollout.router.raw import bodies, post, response_to
+from tests.rollout.router.stub_engine import CHUNKED, Hold, chunk, reply
+
+ON = router_config(token_failover="on")
+ASK = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
+
+
+def counting(*, dies_after=None, aborts_after=None, version="1", hold=None):
+    """Token n of a sequence is n; streams an event per token."""
+
+    async def script(connection, seen):
+        body = seen.json
+        start, budget = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        assert body["stream"] is True
+        await connection.send(CHUNKED % b"text/event-stream")
+        for num in range(1, budget + 1):
+            finish = {"type": "length", "length": num} if num == budget else None
+            if num == aborts_after:
+                finish = {"type": "abort", "message": "paused"}
+            ids = list(range(start, start + num))
+            event = {
+                "text": "x" * num,
+                "output_ids": ids,
+                "meta_info": {
+                    "completion_tokens": num,
+                    "prompt_tokens": start,
+                    "finish_reason": finish,
+                    "weight_version": version,
+                    "output_token_logprobs": [[-float(entry), entry, None] for entry in ids],
+                },
+            }
+            await connection.send(chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
+            if num == dies_after:
+                if hold is not None:
+                    await hold()
+                connection.reset()
+                raise ConnectionResetError
+            if finish is not None:
+                break
+        await connection.send(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    return script
+
+
+def check(payload, failovers=None):
+    meta = payload["meta_info"]
+    assert payload["output_ids"] == list(range(3, 23))
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == payload["output_ids"]
+    assert meta["finish_reason"] == {"type": "length", "length": 20}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 20)
+    assert (meta["weight_versions"][0]["start"], meta["weight_versions"][-1]["end"]) == (0, 20)
+    assert payload["text"] == "x" * 20
+    if failovers is not None:
+        assert meta["num_failovers"] == failovers
+
+
+async def test_a_buffered_response_is_complete_though_its_engine_died(make_bench):
+    bench = await make_bench(counting(dies_after=7), counting(version="2"), config=ON)
+    got = await bench.ask(json=ASK)
+    assert (got.status, got.headers["content-type"]) == (200, "application/json")
+    assert got.headers["x-engine-id"] == "e-1"
+    check(got.json, failovers=1)
+    stats = await bench.host.stats()
+    assert (stats["num_failovers"], stats["num_broken_replies"]) == (1, 0)
+    assert stats["num_tokens_kept"] <= 7
+
+
+async def events_of(response):
+    events = [line for line in (await response.content.read()).split(b"\n\n") if line]
+    assert events[-1] == b"data: [DONE]"
+    return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+
+
+async def test_a_stream_continues_after_its_engine_died(make_bench):
+    bench = await make_bench(counting(dies_after=7), counting(version="2"), config=ON)
+    async with bench.client.post("/generate", json={**ASK, "stream": True}) as response:
+        events = await events_of(response)
+    lengths = [len(event["output_ids"]) for event in events]
+    assert lengths == sorted(lengths)
+    check(events[-1], failovers=1)
+
+
+async def test_a_header_switches_it_on(make_bench):
+    bench = await make_bench(counting(dies_after=7), counting())
+    got = await bench.ask(json=ASK, headers={"X-Token-Failover": "on"})
+    check(got.json, failovers=1)
+    assert "stream" not in ASK
+
+
+async def test_when_it_is_off_a_header_changes_nothing(make_bench):
+    bench = await make_bench(reply(b"plain"), config=router_config(token_failover="off"))
+    got = await bench.ask(json=ASK, headers={"X-Token-Failover": "on"})
+    assert got.body == b"plain"
+    assert "stream" not in bench.engines[0].seen[0].json
+
+
+async def test_requests_of_an_engine_pushed_as_fenced_continue_on_another(make_bench):
+    hold = Hold()
+    bench = await make_bench(counting(dies_after=5, hold=hold), counting(), config=ON)
+    await bench.host.set_members(2, [bench.member(0)])
+    pending = bench.begin(json=ASK)
+    await hold.entered.wait()
+    fenced = bench.member(0, state=BackendState.FENCED, reason="wrong checksum")
+    await bench.host.set_members(3, [fenced, bench.member(1)])
+    check((await pending).json, failovers=1)
+    assert bench.failures == []
+
+
+async def test_a_request_aborted_by_a_pause_continues_when_the_gate_opens(make_bench):
+    paused = asyncio.Event()
+
+    async def is_paused_once(connection, seen):
+        if paused.is_set():
+            return await counting(version="8")(connection, seen)
+        await bench.host.set_gate("holding", phase="paused")
+        paused.set()
+        return await counting(aborts_after=6)(connection, seen)
+
+    bench = await make_bench(is_paused_once, config=ON)
+    pending = bench.begin(json=ASK)
+    await bench.wait_until_held(1)
+    assert (await bench.host.stats())["num_in_flight"] == 0
+    await bench.host.set_gate("open", weight_version=8)
+    got = (await pending).json
+    check(got, failovers=1)
+    assert [span["version"] for span in got["meta_info"]["weight_versions"]] == ["1", "8"]
+
+
+async def test_a_requested_abort_is_the_end(make_bench):
+    hold = Hold()
+
+    async def aborts_when_told(connection, seen):
+        if seen.target == "/abort_request":
+            hold.opened.set()
+            return await reply(b"")(connection, seen)
+        await hold()
+        return await counting(aborts_after=6)(connection, seen)
+
+    bench = await make_bench(aborts_when_told, config=ON)
+    pending = bench.begin(json={**ASK, "rid": "p-1"})
+    await hold.entered.wait()
+    await bench.ask("/abort_request", json={"rid": "p-1"})
+    got = (await pending).json
+    assert got["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(got["output_ids"]) == 6
+
+
+@pytest.mark.parametrize("aborts_after", [1, 3])
+async def test_an_engine_that_always_aborts_with_an_open_gate_is_not_queried_forever(
+    make_bench, aborts_after
+):
+    bench = await make_bench(counting(aborts_after=aborts_after), config=ON)
+    body = {"text": "x", "input_ids": None, "sampling_params": {"max_new_tokens": 20}}
+
+    async def aborts(connection, seen):
+        seen.body = seen.body.replace(b'"input_ids":null', b'"input_ids":[1,2,3]')
+        await counting(aborts_after=aborts_after)(connection, seen)
+
+    bench.engines[0].script = aborts
+    got = await bench.ask(json=body)
+    assert (got.status, got.json["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+    assert len(bench.engines[0].seen) == ON.max_failovers + 1
+    assert (await bench.host.stats())["engines"][0]["state"] == "serving"
+
+
+async def test_an_engine_that_aborts_each_request_after_one_token_ends_it_at_the_last(make_bench):
+    bench = await make_bench(counting(aborts_after=1), config=ON)
+    got = await bench.ask(json={**ASK, "sampling_params": {"max_new_tokens": 4}})
+    assert got.json["meta_info"]["finish_reason"]["type"] == "abort"
+    assert got.json["output_ids"] == [3, 4, 5, 6]
+    assert len(bench.engines[0].seen) <= 4 + ON.max_failovers
+
+
+async def test_an_engines_refusal_is_final_and_complete(make_bench):
+    bench = await make_bench(reply(b'{"error": "no"}', "400 Bad Request"), config=ON)
+    got = await bench.ask(json=ASK)
+    assert (got.status, got.json) == (400, {"error": "no"})
+    assert len(bench.engines[0].seen) == 1
+
+
+async def test_an_error_in_the_stream_is_final(make_bench):
+    async def errs(connection, seen):
+        error = b'data: {"error": {"message": "bad", "code": 400}}\n\n'
+        done = chunk(error + b"data: [DONE]\n\n") + b"0\r\n\r\n"
+        await connection.send(CHUNKED % b"text/event-stream", done)
+
+    bench = await make_bench(errs, config=ON)
+    got = await bench.ask(json=ASK)
+    assert (got.status, got.json["error"]["message"]) == (400, "bad")
+
+
+async def test_a_batch_is_passed_on_as_it_is(make_bench):
+    bench = await make_bench(reply(b"[]"), config=ON)
+    assert (await bench.ask(json={"input_ids": [[1], [2]]})).body == b"[]"
+    assert "stream" not in bench.engines[0].seen[0].json
+
+
+async def test_no_other_engine_is_a_502(make_bench):
+    bench = await make_bench(counting(dies_after=3), config=ON)
+    got = await bench.ask(json=ASK)
+    assert (got.status, got.json["error"]["engine"]) == (502, "e-0")
+
+
+async def test_a_stream_without_another_engine_ends_with_an_error_event(make_bench):
+    hold = Hold()
+    bench = await make_bench(counting(dies_after=3, hold=hold), config=ON)
+    async with bench.client.post("/generate", json={**ASK, "stream": True}) as response:
+        await response.content.readany()
+        hold.opened.set()
+        assert b'"engine": "e-0"' in await response.content.read()
+
+
+async def test_a_client_that_leaves_ends_the_work(make_bench):
+    hold = Hold()
+    bench = await make_bench(counting(dies_after=3, hold=hold), counting(), config=ON)
+    await bench.host.set_members(2, [bench.member(0)])
+    pending = bench.begin(json=ASK)
+    await hold.entered.wait()
+    pending.cancel()
+    await bench.host.drained(2)
+    hold.opened.set()
+    assert bench.failures == []
+
+
+async def test_random_failures_of_engines_that_come_back_lose_nothing(make_bench):
+    """Three engines die for some requests and are verified again; a fourth never dies."""
+    rng = random.Random(11)
+
+    async def sometimes_dies(connection, seen):
+        dies_after = rng.choice([None, None, 1, 2, 5, 9, 19])
+        await counting(dies_after=dies_after, version=str(rng.randrange(3)))(connection, seen)
+
+    config = router_config(token_failover="on", max_failovers=100)
+    bench = await make_bench(*[sometimes_dies] * 3, counting(), config=config)
+    is_finished = False
+
+    async def recover():
+        epoch = 2
+        while not is_finished:
+            await bench.host.set_members(epoch, [bench.member(index) for index in range(4)])
+            epoch += 1
+
+    recovering = asyncio.ensure_future(recover())
+    pending = [
+        bench.begin(json={**ASK, "stream": True} if number % 2 else ASK) for number in range(60)
+    ]
+    responses = await asyncio.gather(*pending)
+    is_finished = True
+    await recovering
+    for number, got in enumerate(responses):
+        assert got.status == 200
+        body = got.body
+        if number % 2:
+            *_, body, done = [line for line in body.split(b"\n\n") if line]
+            assert done == b"data: [DONE]"
+        check(json.loads(body.removeprefix(b"data: ")))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_http_1_0_client_gets_it_too(make_bench, is_streamed):
+    bench = await make_bench(counting(dies_after=7), counting(), config=ON)
+    body = json.dumps({**ASK, "stream": is_streamed}).encode()
+    whole = await response_to(bench, post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    text = bodies(whole)[0]
+    if is_streamed:
+        text = text.split(b"\n\n")[-3].removeprefix(b"data: ")
+    check(json.loads(text))

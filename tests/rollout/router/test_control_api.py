@@ -1,0 +1,227 @@
+"""What can be read over HTTP, and aborts."""
+
+import asyncio
+
+import pytest
+
+from rollout.router import BackendState
+from rollout.router.proxy import local_request
+
+from .raw import connect, post, response_to
+from .stub_engine import Hold, chunk, hold_then_reply, reply
+
+
+async def get(bench, path):
+    response = await bench.ask(path, "GET")
+    return response.status, response.json, response.headers
+
+
+@pytest.mark.parametrize("state", ["open", "holding", "closed"])
+async def test_health_is_200_while_the_router_runs(make_bench, state):
+    bench = await make_bench()
+    await bench.host.set_gate(state)
+    assert (await get(bench, "/health"))[0] == 200
+
+
+async def test_ready_means_a_request_would_go_to_an_engine_now(make_bench):
+    bench = await make_bench(reply())
+    assert (await get(bench, "/ready"))[0] == 200
+    await bench.host.set_gate("holding", phase="offloaded")
+    status, body, headers = await get(bench, "/ready")
+    assert (status, body["state"], body["phase"]) == (503, "holding", "offloaded")
+    assert headers["retry-after"] == "2"
+
+
+async def test_ready_reports_why_no_engine_serves(make_bench):
+    bench = await make_bench(reply())
+    fenced = bench.member(0, state=BackendState.FENCED, reason="wrong checksum")
+    await bench.host.set_members(2, [fenced])
+    status, body, _ = await get(bench, "/ready")
+    assert (status, body["why"]) == (503, "e-0 is fenced (wrong checksum)")
+
+
+async def test_engines_shows_state_load_and_failures_of_each(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold), reply())
+    await bench.host.set_members(5, [bench.member(0), bench.member(1, state=BackendState.ASLEEP)])
+    pending = bench.begin()
+    await hold.entered.wait()
+    _, body, _ = await get(bench, "/engines")
+    assert (body["epoch"], body["num_in_flight"], body["gate"]["weight_version"]) == (5, 1, 7)
+    shown = [
+        (engine["engine_id"], engine["state"], engine["num_in_flight"], engine["num_failures"])
+        for engine in body["engines"]
+    ]
+    assert shown == [("e-0", "serving", 1, 0), ("e-1", "asleep", 0, 0)]
+    hold.opened.set()
+    await pending
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/v1/models"])
+@pytest.mark.parametrize("state", ["open", "holding", "closed"])
+async def test_model_info_is_an_engines_whatever_the_gate(make_bench, path, state):
+    bench = await make_bench(reply(b'{"model_path": "m"}'))
+    await bench.host.set_gate(state)
+    status, body, headers = await get(bench, path)
+    assert (status, body, headers["x-engine-id"]) == (200, {"model_path": "m"}, "e-0")
+
+
+async def test_model_info_comes_from_another_engine_when_one_is_gone(make_bench):
+    bench = await make_bench(None, reply(b"{}"))
+    assert (await get(bench, "/model_info"))[2]["x-engine-id"] == "e-1"
+    assert (await bench.host.stats())["engines"][0]["state"] == "serving"
+
+
+async def test_model_info_without_an_engine_is_a_503_with_the_reason(make_bench):
+    bench = await make_bench()
+    status, body, headers = await get(bench, "/model_info")
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert "has no engines" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/release_memory_occupation", "/flush_cache"]
+)
+async def test_an_engines_control_endpoints_cannot_be_reached(make_bench, path):
+    bench = await make_bench(reply())
+    assert (await bench.ask(path)).status == 404
+    assert bench.engines[0].seen == []
+
+
+async def abort(bench, **body):
+    response = await bench.ask("/abort_request", json=body)
+    return response.status, response.json
+
+
+async def test_an_abort_goes_to_the_engine_that_holds_the_rid_only(make_bench):
+    holds = [Hold(), Hold()]
+    bench = await make_bench(*(hold_then_reply(hold) for hold in holds))
+    pending = [bench.begin(json={"rid": rid}) for rid in ("p-1", "p-10")]
+    for hold in holds:
+        await hold.entered.wait()
+    holder = next(e for e in bench.engines if e.seen[0].json["rid"] == "p-10")
+    for engine in bench.engines:
+        engine.script = reply(b"")
+    assert await abort(bench, rid="p-10") == (
+        200,
+        {"engines": [holder.engine_id], "num_held": 0, "failed": {}},
+    )
+    assert holder.seen[1].json == {"rid": "p-10"}
+    assert sum(len(engine.seen) for engine in bench.engines) == 3
+    for hold in holds:
+        hold.opened.set()
+    await asyncio.gather(*pending)
+
+
+@pytest.mark.parametrize("body", [{"rid": "unknown"}, {"abort_all": True}])
+async def test_an_abort_of_an_unknown_rid_goes_to_all_engines_that_may_hold_requests(
+    make_bench, body
+):
+    bench = await make_bench(reply(b""), reply(b""), reply(b""))
+    await bench.host.set_members(
+        2,
+        [
+            bench.member(0),
+            bench.member(1, state=BackendState.DRAINING),
+            bench.member(2, state=BackendState.ASLEEP),
+        ],
+    )
+    assert (await abort(bench, **body))[1]["engines"] == ["e-0", "e-1"]
+    assert [len(engine.seen) for engine in bench.engines] == [1, 1, 0]
+
+
+async def test_an_abort_reaches_the_request_that_is_still_held(make_bench):
+    bench = await make_bench(reply(b""))
+    await bench.host.set_gate("holding")
+    pending = bench.begin(json={"rid": "p-1"})
+    await bench.wait_until_held(1)
+    assert await abort(bench, rid="p-1") == (200, {"engines": [], "num_held": 1, "failed": {}})
+    response = await pending
+    assert (response.status, response.json["error"]["type"]) == (499, "aborted")
+    assert bench.engines[0].seen == []
+
+
+async def test_an_abort_that_an_engine_did_not_take_names_it(make_bench):
+    bench = await make_bench(reply(b""), None)
+    status, body = await abort(bench, abort_all=True)
+    assert (status, body["engines"], list(body["failed"])) == (502, ["e-0", "e-1"], ["e-1"])
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{", b"\xff"])
+async def test_an_abort_that_is_no_json_object_is_a_400(make_bench, body):
+    bench = await make_bench(reply())
+    assert (await bench.ask("/abort_request", data=body)).status == 400
+    assert bench.engines[0].seen == []
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/v1/models"])
+@pytest.mark.parametrize("host", [b"x/flush_cache?", b"x#", b"x@y", b"x"])
+async def test_the_host_header_chooses_no_endpoint_of_an_engine(make_bench, path, host):
+    bench = await make_bench(reply())
+    head = b"GET %s?a=/flush_cache HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n"
+    await response_to(bench, head % (path.encode(), host))
+    assert {seen.target for seen in bench.engines[0].seen} <= {path}
+
+
+LONG = b'{"rid": "%s"}' % (b"x" * (2 << 20))
+
+
+@pytest.mark.parametrize("path", [b"/abort_request", b"/figures", b"/engines", b"/nowhere"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_long_body_for_the_router_is_refused_before_it_is_read(
+    make_bench, path, is_chunked
+):
+    bench = await make_bench(reply(b""))
+    message = post(LONG, path)
+    if is_chunked:
+        head = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+        message = head + chunk(LONG) + b"0\r\n\r\n"
+    assert (await response_to(bench, message)).startswith(b"HTTP/1.1 413")
+    assert bench.engines[0].seen == []
+
+
+async def test_a_body_for_the_router_has_a_deadline(make_bench, monkeypatch):
+    monkeypatch.setattr(local_request, "READ_WITHIN_S", 0.2)
+    bench = await make_bench(reply(b""))
+    whole = await asyncio.wait_for(response_to(bench, post(b"{}", b"/abort_request")[:-1]), 5)
+    assert whole.startswith(b"HTTP/1.1 408")
+    assert bench.engines[0].seen == []
+
+
+async def test_a_client_that_waits_for_continue_gets_it_from_the_router_too(make_bench):
+    bench = await make_bench(reply(b""))
+    extra = b"Expect: 100-continue\r\nConnection: close\r\n"
+    message = post(b'{"rid": "a"}', b"/abort_request", extra)
+    reader, writer = await connect(bench, message[:-12])
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(message[-12:])
+    assert (await reader.read()).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b'{"step": 1, "metrics": {"a": 1%s}}' % (b"0" * 400),
+        b'{"step": 1, "metrics": {"a": -1%s}}' % (b"0" * 400),
+        b'{"step": 1%s, "metrics": {}}' % (b"0" * 400),
+        b'{"step": 1, "metrics": {"a": NaN}}',
+        b'{"step": 1, "metrics": {"a": -Infinity}}',
+        b'{"step": 1, "metrics": {"a": 1e999}}',
+        b'{"step": true, "metrics": {}}',
+        b'{"step": 1, "metrics": []}',
+        b"[" * 100_000,
+        b"[1]",
+    ],
+)
+async def test_step_metrics_that_are_no_numbers_are_a_400(make_bench, report):
+    bench = await make_bench()
+    assert (await bench.ask("/figures", data=report)).status == 400
+    assert (await bench.host.stats())["figures"] == []
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"rid": [1]}', b'{"rid": 5}'])
+async def test_an_abort_of_what_is_no_rid_is_a_400(make_bench, body):
+    bench = await make_bench(reply())
+    assert (await bench.ask("/abort_request", data=body)).status == 400
+    assert bench.engines[0].seen == []

@@ -1,0 +1,266 @@
+"""Exact accounting over random deaths, without sockets."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.router.http.fast_json import dumps, loads
+from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
+
+PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
+
+
+@dataclass
+class Engine:
+    """Its token at a place in the sequence depends on the place alone, so any run continues any."""
+
+    tokens: list[int]
+    version: int
+    sends_deltas: bool = False
+    interval: int = 1
+
+    def events(self, body: bytes, prompt: list[int]):
+        raw = json.loads(body)
+        ids, sampling = raw["input_ids"], raw["sampling_params"]
+        start = len(ids) - len(prompt)
+        assert ids == prompt + self.tokens[:start], "the continuation is not what was generated"
+        budget = sampling["max_new_tokens"]
+        assert budget > 0
+        out: list[int] = []
+        sent = sent_text = 0
+        while True:
+            out.append(self.tokens[start + len(out)])
+            text = b"".join(PIECES[entry] for entry in out).decode(errors="replace")
+            finish = None
+            matched = next((stop for stop in sampling.get("stop", []) if stop in text), None)
+            if matched is not None:
+                text = text[: text.index(matched)]
+                finish = {"type": "stop", "matched": matched}
+            elif len(out) >= budget:
+                finish = {"type": "length", "length": len(out)}
+            if finish is None and len(out) % self.interval:
+                continue
+            first, first_text = (sent, sent_text) if self.sends_deltas else (0, 0)
+            logprobs = [[-float(start + n), entry, None] for n, entry in enumerate(out)]
+            yield {
+                "text": text[first_text:],
+                "output_ids": out[first:],
+                "meta_info": {
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": len(out),
+                    "finish_reason": finish,
+                    "weight_version": str(self.version),
+                    "output_token_logprobs": logprobs[first:],
+                },
+            }
+            if finish is not None:
+                return
+            sent, sent_text = len(out), len(text)
+
+
+def finished(tokens, budget, stops, deaths, *, prompt=(1, 2, 3), sends_deltas=False, aborts=False):
+    sampling = {"max_new_tokens": budget, "stop": stops}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+    transcript = read_transcript(json.dumps(body).encode(), 2)
+    assert transcript is not None
+    shown = 0
+    for number, (death, interval) in enumerate([*deaths, (None, 1)]):
+        engine = Engine(tokens, number, sends_deltas, interval)
+        for count, event in enumerate(engine.events(transcript.body(), list(prompt))):
+            if count == death:
+                if aborts and event["meta_info"]["finish_reason"] is None:
+                    event["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
+                    transcript.absorb(event)
+                    check(transcript, budget)
+                break
+            transcript.absorb(event)
+            check(transcript, budget)
+            if transcript.is_safe:
+                num = len(transcript.payload()["output_ids"])
+                assert num >= shown, "what was shown was taken back"
+                shown = num
+        if transcript.is_finished and not transcript.is_aborted:
+            return transcript
+        transcript.lose_engine()
+    raise AssertionError("never finished")
+
+
+def check(transcript: GenerateTranscript, budget: int) -> None:
+    payload = transcript.payload()
+    meta, ids = payload["meta_info"], payload["output_ids"]
+    assert len(ids) == meta["completion_tokens"] <= budget
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == ids
+    assert [entry[0] for entry in meta["output_token_logprobs"]] == [
+        -float(n) for n in range(len(ids))
+    ]
+    at = 0
+    for span in meta["weight_versions"]:
+        assert span["start"] == at < span["end"]
+        at = span["end"]
+    assert at == len(ids)
+
+
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), min_size=60, max_size=60)
+DEATHS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@settings(max_examples=200, deadline=None)
+@given(TOKENS, st.integers(1, 50), st.sampled_from([[], ["STOP"], ["STOP", "a a"]]), DEATHS)
+def test_lost_engines_change_only_the_versions_of_a_response(aborts, tokens, budget, stops, deaths):
+    whole = finished(tokens, budget, stops, []).payload()
+    pieced = finished(tokens, budget, stops, deaths, aborts=aborts).payload()
+    assert pieced["output_ids"] == whole["output_ids"]
+    if len(deaths) <= 2:  # with more, a character may be cut in two
+        assert pieced["text"] == whole["text"]
+    for name in ("finish_reason", "completion_tokens", "prompt_tokens"):
+        assert pieced["meta_info"][name] == whole["meta_info"][name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([0, 5]), min_size=60, max_size=60), st.integers(1, 50), DEATHS)
+def test_engines_that_send_only_what_is_new_are_understood(tokens, budget, deaths):
+    whole = finished(tokens, budget, [], []).payload()
+    pieced = finished(tokens, budget, [], deaths, sends_deltas=True).payload()
+    assert (pieced["text"], pieced["output_ids"]) == (whole["text"], whole["output_ids"])
+
+
+def test_tokens_of_a_lost_engine_are_kept_and_counted():
+    transcript = finished([0] * 60, 10, [], [(4, 1)])
+    assert (transcript.num_kept, transcript.num_recomputed, transcript.num_failovers) == (4, 0, 1)
+    spans = transcript.payload()["meta_info"]["weight_versions"]
+    assert spans == [
+        {"version": "0", "start": 0, "end": 4},
+        {"version": "1", "start": 4, "end": 10},
+    ]
+
+
+def test_the_last_token_of_the_budget_is_generated_again_for_its_finish_reason():
+    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}', 1)
+    for ids in ([5], [5, 6]):
+        transcript.absorb({"output_ids": ids, "text": "ab", "meta_info": {}})
+    transcript.lose_engine()
+    body = json.loads(transcript.body())
+    assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == ([1, 5], 1)
+    assert transcript.num_recomputed == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"output_ids": [1, 2], "meta_info": {"output_token_logprobs": [[0.0, 1, None]]}},
+        {"output_ids": [1] * 9, "meta_info": {}},
+    ],
+)
+def test_an_event_that_does_not_add_up_is_refused(event):
+    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 8}}', 1)
+    with pytest.raises(ValueError, match=r"for 2 tokens|at most"):
+        transcript.absorb(event)
+
+
+def test_what_one_engine_alone_can_report_or_continue_starts_over():
+    for body in (
+        {"text": "x"},
+        {"input_ids": [1], "sampling_params": {"json_schema": "{}"}},
+        {"input_ids": [1], "return_routed_experts": True},
+        {"input_ids": [1], "return_hidden_states": "last"},
+        {"input_ids": [1], "session_params": {"id": "s"}},
+    ):
+        transcript = read_transcript(json.dumps(body).encode(), 1)
+        transcript.absorb({"output_ids": [1, 2], "text": "ab", "meta_info": {}})
+        transcript.lose_engine()
+        again = json.loads(transcript.body())
+        assert again.get("input_ids") == body.get("input_ids")
+        assert transcript.num_recomputed == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[1]",
+        b'{"input_ids": [[1], [2]]}',
+        b'{"text": ["a", "b"]}',
+        b'{"input_ids": [1], "sampling_params": {"n": 2}}',
+        b'{"input_ids": [1], "sampling_params": [{}]}',
+        b"{}",
+    ],
+)
+def test_a_request_for_several_completions_has_no_transcript(body):
+    assert read_transcript(body, 1) is None
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_body_breaks_the_reading_of_transcripts(body):
+    read_transcript(b'{"input_ids": ' + body + b"}", 1)
+    read_transcript(body, 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "stream", "interval"), [(128, 0, 32), (6400, 0, 100), (6400, 1, 32)]
+)
+def test_a_long_request_is_read_a_bounded_number_of_times(budget, stream, interval):
+    body = {"input_ids": [1], "stream": stream, "sampling_params": {"max_new_tokens": budget}}
+    transcript = read_transcript(json.dumps(body).encode(), 32)
+    assert transcript is not None
+    assert json.loads(transcript.body())["sampling_params"]["stream_interval"] == interval
+
+
+def test_json_that_orjson_refuses_is_read_and_written_too():
+    assert loads(b"[NaN, 1]")[1] == 1
+    assert dumps({"a": 1 << 70}) == b'{"a": 1180591620717411303424}'
+    with pytest.raises(ValueError, match="Expecting"):
+        loads(b"{")
+    with pytest.raises(ValueError, match="nested too deep"):
+        loads(b"[" * 50_000 + b"]" * 50_000)
+    deep = []
+    for _ in range(50_000):  # Python 3.13 takes 5000
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deep"):
+        dumps(deep)
+
+
+def test_an_unlimited_request_is_read_a_bounded_number_of_times_too():
+    body = b'{"input_ids": [1], "sampling_params": {"max_new_tokens": null}}'
+    transcript = read_transcript(body, 32)
+    assert transcript is not None
+    assert json.loads(transcript.body())["sampling_params"]["stream_interval"] == 1024
+
+
+def test_other_fields_of_a_reply_are_passed_on():
+    transcript = read_transcript(b'{"input_ids": [1], "return_prompt_token_ids": true}', 1)
+    transcript.absorb({"output_ids": [1], "prompt_token_ids": [1], "meta_info": {"routed": "x"}})
+    payload = transcript.payload()
+    assert (payload["prompt_token_ids"], payload["meta_info"]["routed"]) == ([1], "x")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        5,
+        {"text": 5},
+        {"output_ids": 7},
+        {"meta_info": [1]},
+        {"meta_info": {"finish_reason": "length"}},
+        {"meta_info": {"finish_reason": {"type": None}}},
+        {"output_ids": [1], "meta_info": {"weight_versions": [{"version": 1}]}},
+        {"output_ids": [1], "meta_info": {"weight_versions": [{"version": 1, "end": "x"}]}},
+    ],
+)
+def test_an_event_of_another_form_is_refused(event):
+    transcript = read_transcript(b'{"input_ids": [1]}', 1)
+    with pytest.raises((ValueError, TypeError, AttributeError, KeyError)):
+        transcript.absorb(event)
+
+
+def test_a_request_whose_text_is_never_complete_makes_progress_too():
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 50}}
+    transcript = read_transcript(json.dumps(body).encode(), 1)
+    assert transcript is not None
+    for kept in (0, 0, 3):
+        transcript.absorb({"output_ids": [1, 1, 1], "text": "\ufffd", "meta_info": {}})
+        transcript.lose_engine()
+        assert transcript.num_kept == kept

@@ -1,0 +1,371 @@
+"""Exact accounting of OpenAI requests over random deaths, without sockets."""
+
+import json
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.router.transcripts.openai import read_openai
+from rollout.router.transcripts.recorded_chat import read_recorded_chat
+
+PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
+PROMPT = [101, 102, 103]
+HEAD = {"id": "r", "created": 1, "model": "m"}
+
+
+@dataclass
+class Engine:
+    """Its token at a place depends on the place alone; it holds back half characters."""
+
+    tokens: list[int]
+    is_chat: bool
+    interval: int = 1
+
+    def start(self, raw) -> int:
+        if not self.is_chat:
+            ids = raw["prompt"]
+            if isinstance(ids, str):
+                return 0
+            assert ids == PROMPT + self.tokens[: len(ids) - len(PROMPT)]
+            return len(ids) - len(PROMPT)
+        if not raw.get("continue_final_message"):
+            return 0
+        begun = raw["messages"][-1]["content"].encode()
+        sums = accumulate((PIECES[entry] for entry in self.tokens), initial=b"")
+        return next(num for num, text in enumerate(sums) if text == begun)
+
+    def events(self, body: bytes):
+        raw = json.loads(body)
+        assert raw["stream"] is True
+        assert raw["stream_options"]["continuous_usage_stats"] is True
+        start, budget = self.start(raw), raw["max_tokens"]
+        assert budget > 0
+        if self.is_chat:
+            yield self.chunk({"delta": {"role": "assistant", "content": ""}})
+        out: list[int] = []
+        sent_text, sent = "", 0
+        while True:
+            out.append(self.tokens[start + len(out)])
+            shown = text = b"".join(PIECES[entry] for entry in out).decode(errors="replace")
+            reason, matched = None, None
+            assert raw.get("no_stop_trim") or not raw.get("stop")
+            if stop := next((entry for entry in raw.get("stop") or [] if entry in text), None):
+                reason, matched = "stop", stop
+            elif len(out) >= budget:
+                reason = "length"
+            elif text.endswith("\ufffd"):
+                shown = sent_text
+            if reason is None and len(out) % self.interval:
+                continue
+            yield from self.reported(shown[len(sent_text) :], out, sent, start, reason, matched)
+            if reason is not None:
+                break
+            if shown[len(sent_text) :] or not self.is_chat:
+                sent = len(out)
+            sent_text = shown
+        yield {**self.chunk(None), "usage": self.usage(len(out), start)}
+
+    def reported(self, delta, out, sent, start, reason, matched):
+        usage = {"usage": self.usage(len(out), start)}
+        places = range(start + sent, start + len(out))
+        end = {"finish_reason": reason, "matched_stop": matched}
+        if not self.is_chat:
+            logprobs = {
+                "tokens": [str(n) for n in places],
+                "token_logprobs": [-n for n in places],
+                "text_offset": [-1 for _ in places],
+                "top_logprobs": [],  # as SGLang sends it where none are requested
+            }
+            ids = {"token_ids": out[sent:]} | ({} if sent else {"prompt_token_ids": PROMPT})
+            yield self.chunk({"text": delta, "logprobs": logprobs, **ids, **end}) | usage
+            return
+        if delta:
+            logprobs = {"content": [{"token": str(n), "logprob": -n} for n in places]}
+            yield self.chunk({"delta": {"content": delta}, "logprobs": logprobs}) | usage
+        if reason:
+            yield self.chunk({"delta": {}, **end})
+
+    def usage(self, num: int, start: int):
+        prompt = len(PROMPT) + start
+        return {"prompt_tokens": prompt, "completion_tokens": num, "total_tokens": prompt + num}
+
+    @staticmethod
+    def chunk(choice):
+        choices = [] if choice is None else [{"index": 0, **choice}]
+        return {**HEAD, "object": "x", "choices": choices}
+
+
+def request(is_chat, budget, stops, **more):
+    prompt = {"messages": [{"role": "user", "content": "q"}]} if is_chat else {"prompt": "q"}
+    return {**prompt, "max_tokens": budget, "stop": stops, **more}
+
+
+def run(body, engines, deaths=()):
+    """The finished transcript, and the chunks sent to the client."""
+    is_chat = engines[0].is_chat
+    transcript = read_openai(json.dumps(body).encode(), is_chat=is_chat)
+    assert transcript is not None
+    reported = []
+    for version, engine in enumerate(engines):
+        death = deaths[version] if version < len(deaths) else None
+        for count, event in enumerate(engine.events(transcript.body(version))):
+            if count == death:
+                break
+            transcript.absorb(event)
+            if transcript.is_streamed and transcript.is_safe and not transcript.is_finished:
+                reported += transcript.new_payloads()
+        if transcript.is_finished:
+            return transcript, reported + transcript.new_payloads()
+        transcript.lose_engine()
+    raise AssertionError("never finished")
+
+
+def joined(chunks, is_chat):
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(
+        (entry["delta"].get("content") or "") if is_chat else entry["text"] for entry in choices
+    )
+    return text, [entry["finish_reason"] for entry in choices if entry["finish_reason"]]
+
+
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), min_size=60, max_size=60)
+DEATHS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(TOKENS, st.integers(1, 50), st.sampled_from([[], ["STOP"], ["STOP", "a a"]]), DEATHS)
+def test_lost_engines_change_only_the_versions_of_a_response(
+    is_chat, is_streamed, tokens, budget, stops, deaths
+):
+    body = request(is_chat, budget, stops, stream=is_streamed, return_token_ids=not is_chat)
+    whole, _ = run(body, [Engine(tokens, is_chat)])
+    for stop in stops:
+        assert stop not in json.dumps(
+            whole.payload()["choices"][0]["message" if is_chat else "text"]
+        )
+    engines = [Engine(tokens, is_chat, interval) for _, interval in deaths]
+    pieced, reported = run(
+        body, [*engines, Engine(tokens, is_chat)], [entry for entry, _ in deaths]
+    )
+    expected, got = whole.payload(), pieced.payload()
+    assert got["choices"] == expected["choices"]
+    assert got["usage"] == expected["usage"]
+    end = 0
+    for span in got["metadata"]["weight_versions"]:
+        assert span["start"] == end < span["end"]
+        end = span["end"]
+    choice = expected["choices"][0]
+    text = choice["message"]["content"] if is_chat else choice["text"]
+    if is_streamed:
+        assert joined(reported, is_chat) == (text, [choice["finish_reason"]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(TOKENS, st.integers(1, 40), DEATHS)
+def test_log_probs_are_as_many_as_the_tokens_of_a_completion(tokens, budget, deaths):
+    body = request(False, budget, [], logprobs=0, return_token_ids=True)
+    engines = [Engine(tokens, False, interval) for _, interval in deaths]
+    transcript, _ = run(body, [*engines, Engine(tokens, False)], [entry for entry, _ in deaths])
+    choice = transcript.payload()["choices"][0]
+    assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
+    assert choice["logprobs"]["token_logprobs"] == [-n for n in range(len(choice["token_ids"]))]
+
+
+def test_a_stream_with_log_probs_continues_from_the_reported_tokens():
+    body = request(False, 10, [], logprobs=0, stream=True, prompt=PROMPT)
+    transcript, reported = run(body, [Engine([0] * 60, False), Engine([0] * 60, False)], [4])
+    assert transcript.can_continue
+    assert (transcript.num_kept, transcript.num_recomputed) == (4, 0)
+    assert joined(reported, False) == ("a" * 10, ["length"])
+
+
+def test_a_token_without_its_log_prob_is_not_continued_from():
+    transcript = read_openai(
+        json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode(), is_chat=False
+    )
+    assert transcript is not None
+    transcript.absorb(
+        Engine.chunk({"text": "a", "token_ids": [0], "logprobs": {"token_logprobs": []}})
+    )
+    transcript.lose_engine()
+    assert not transcript.can_continue
+
+
+def test_a_chat_continues_from_its_text_with_the_remaining_budget():
+    transcript, _ = run(
+        request(True, 10, []), [Engine([0] * 60, True), Engine([0] * 60, True)], [4]
+    )
+    assert (transcript.num_kept, transcript.num_recomputed, transcript.num_failovers) == (3, 0, 1)
+    response = transcript.payload()
+    assert response["choices"][0]["message"]["content"] == "a" * 10
+    assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    assert response["metadata"]["weight_versions"] == [
+        {"version": "0", "start": 0, "end": 3},
+        {"version": "1", "start": 3, "end": 10},
+    ]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_at_a_seam_both_limits_and_the_minimum_count_the_tokens_before_it(is_chat):
+    both = {"max_completion_tokens": 10} if is_chat else {}
+    body = request(is_chat, 10, [], min_tokens=7, **both)
+    transcript = read_openai(json.dumps(body).encode(), is_chat=is_chat)
+    for num, event in enumerate(Engine([0] * 60, is_chat).events(transcript.body(1))):
+        if num == 4:
+            break
+        transcript.absorb(event)
+    transcript.lose_engine()
+    kept = transcript.num_kept
+    raw = json.loads(transcript.body(2))
+    assert kept == (3 if is_chat else 4)
+    assert (raw["max_tokens"], raw["min_tokens"]) == (10 - kept, 7 - kept)
+    assert raw.get("max_completion_tokens") == (10 - kept if is_chat else None)
+
+
+def test_a_chat_that_continues_its_last_message_continues_it_at_a_seam():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is "}]
+    body = {"messages": messages, "continue_final_message": True}
+    transcript = read_openai(json.dumps(body).encode(), is_chat=True)
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    transcript.absorb(Engine.chunk({"delta": {"content": "7"}}) | usage)
+    transcript.lose_engine()
+    expected = [messages[0], {"role": "assistant", "content": "It is 7"}]
+    assert json.loads(transcript.body(2))["messages"] == expected
+
+
+def test_reasoning_behind_a_seam_is_refused():
+    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    transcript.absorb(Engine.chunk({"delta": {"content": "a"}}) | usage)
+    transcript.lose_engine()
+    with pytest.raises(ValueError, match="reasoning comes after"):
+        transcript.absorb(Engine.chunk({"delta": {"reasoning_content": "b"}}))
+
+
+def test_tokens_of_an_engine_that_does_not_count_them_are_generated_again():
+    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
+    assert transcript is not None
+    transcript.body(1)
+    transcript.absorb(Engine.chunk({"delta": {"content": "hello"}}))
+    transcript.lose_engine()
+    assert "continue_final_message" not in json.loads(transcript.body(2))
+
+
+def test_reasoning_cannot_be_continued():
+    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
+    assert transcript is not None
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    transcript.absorb(Engine.chunk({"delta": {"reasoning_content": "well"}}) | usage)
+    assert transcript.payload()["choices"][0]["message"]["reasoning_content"] == "well"
+    assert not transcript.can_continue
+
+
+def test_more_tokens_than_requested_are_an_error():
+    transcript = read_openai(json.dumps(request(False, 2, [])).encode(), is_chat=False)
+    assert transcript is not None
+    with pytest.raises(ValueError, match="3 output tokens where at most 2"):
+        transcript.absorb(Engine.chunk({"text": "abc", "token_ids": [1, 2, 3]}))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"regex": "a+"},
+        {"return_token_ids": True},
+        {"messages": []},
+        {"messages": "hi"},
+    ],
+)
+def test_a_chat_that_cannot_be_continued_has_no_transcript(more):
+    body = {**request(True, 5, []), **more}
+    assert read_openai(json.dumps(body).encode(), is_chat=True) is None
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], None, 7])
+def test_only_a_single_prompt_can_be_continued(prompt):
+    assert read_openai(json.dumps({"prompt": prompt}).encode(), is_chat=False) is None
+
+
+def test_the_turn_of_a_recorded_completion_is_whole():
+    body = request(False, 4, [])
+    transcript = read_openai(json.dumps(body).encode(), is_chat=False)
+    assert transcript is not None
+    assert transcript.prepare_recording() == ""
+    for event in Engine([0, 3, 0, 0], False).events(transcript.body(5)):
+        transcript.absorb(event)
+    assert transcript.recorded_turn() == {
+        "input_ids": PROMPT,
+        "output_ids": [0, 3, 0, 0],
+        "output_logprobs": [0, -1, -2, -3],
+        "weight_versions": [{"version": "5", "start": 0, "end": 4}],
+        "finish_reason": {"type": "length", "matched": None},
+    }
+    assert transcript.payload()["choices"][0]["logprobs"] is None, "they were not requested"
+
+
+ANSWER = {
+    **HEAD,
+    "object": "chat.completion",
+    "usage": {"completion_tokens": 2},
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "ab", "tool_calls": [{"id": "t"}]},
+            "logprobs": {"content": []},
+            "finish_reason": "tool_calls",
+            "matched_stop": None,
+            "prompt_token_ids": PROMPT,
+            "response_token_ids": [5, 6],
+            "meta_info": {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]]},
+        }
+    ],
+}
+
+
+def test_a_recorded_chat_is_requested_unstreamed_and_sent_as_its_client_wants():
+    raw = {"messages": [], "stream": True, "stream_options": {"include_usage": True}, "tools": [1]}
+    chat = read_recorded_chat(json.dumps(raw).encode())
+    assert chat is not None
+    body = json.loads(chat.body(5))
+    assert (body["stream"], body["logprobs"], body["tools"]) == (False, True, [1])
+    assert "stream_options" not in body
+    chat.absorb(ANSWER)
+    assert chat.recorded_turn() == {
+        "input_ids": PROMPT,
+        "output_ids": [5, 6],
+        "output_logprobs": [-1.0, -2.0],
+        "weight_versions": [{"version": "5", "start": 0, "end": 2}],
+        "finish_reason": {"type": "tool_calls", "matched": None},
+    }
+    (choice,) = chat.payload()["choices"]
+    assert choice.keys() == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
+    begun, ended, usage = chat.new_payloads()
+    assert begun["choices"][0]["delta"]["tool_calls"] == [{"id": "t", "index": 0}]
+    assert ended["choices"][0]["finish_reason"] == "tool_calls"
+    assert usage["usage"] == {"completion_tokens": 2}
+
+
+def test_a_chat_whose_engine_reported_too_little_is_not_recorded():
+    chat = read_recorded_chat(b'{"messages": []}')
+    assert chat is not None
+    (choice,) = ANSWER["choices"]
+    chat.absorb({**ANSWER, "choices": [{**choice, "meta_info": None}]})
+    with pytest.raises(ValueError, match="0 log-probs for 2 tokens"):
+        chat.recorded_turn()
+
+
+def test_a_recorded_chat_that_loses_its_engine_starts_over():
+    chat = read_recorded_chat(b'{"messages": []}')
+    assert chat is not None
+    chat.absorb(ANSWER)
+    chat.lose_engine()
+    assert (chat.is_finished, chat.num_recomputed, chat.num_failovers) == (False, 2, 1)
+    assert read_recorded_chat(b'{"n": 2}') is None

@@ -1,0 +1,224 @@
+"""Bodies that another engine could read differently: the router reads none of them."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.router.transcripts.generate import read_transcript
+from rollout.router.transcripts.openai import read_openai
+from rollout.router.transcripts.recorded_chat import read_recorded_chat
+from rollout.router.transcripts.request_body import MAX_READ_BYTES
+
+MESSAGES = [{"role": "user", "content": "q"}]
+PLAIN = {
+    "/generate": {"input_ids": [1, 2, 3]},
+    "/v1/completions": {"prompt": [1, 2, 3]},
+    "/v1/chat/completions": {"messages": MESSAGES},
+}
+
+
+def read(path, body):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if path == "/generate":
+        return read_transcript(body, 32)
+    return read_openai(body, is_chat=path.endswith("chat/completions"))
+
+
+def sampling(**fields):
+    return {"sampling_params": fields}
+
+
+# What an engine reads in another way, refuses, or reads as the router does only by chance.
+ODD_NUMBERS = ["40", 40.0, 40.5, True, -1, [40], {}, 1 << 40, ""]
+ODD_STOPS = [5, {"a": 1}, [5], [None], [[]], "", ["", "a"], True, ["a"] * 33, "a" * 1025]
+ODD_FLAGS = ["true", "false", None, 2, [], 1.5]
+ODD = {
+    "/generate": [
+        *(sampling(max_new_tokens=number) for number in ODD_NUMBERS),
+        *(sampling(min_new_tokens=number) for number in ODD_NUMBERS),
+        *(sampling(stop=stop) for stop in ODD_STOPS),
+        *({"stream": flag} for flag in ODD_FLAGS),
+        *({"logprob_start_len": number} for number in ["0", 0.0, [0], -2, True]),
+        {"return_logprob": [True]},
+        {"return_logprob": "yes"},
+        {"sampling_params": [1]},
+        {"sampling_params": 5},
+        {"sampling_params": "x"},
+        {"input_ids": []},
+        {"input_ids": [1, "2"]},
+        {"input_ids": [1, True]},
+        {"input_ids": [1.0]},
+        {"input_ids": 7},
+        {"text": "two prompts"},
+        {"return_flat_raw_output_top_logprobs": True},
+        sampling(beam_width=2),
+        sampling(n=None),
+    ],
+    "/v1/completions": [
+        *({"max_tokens": number} for number in [*ODD_NUMBERS, None, 0]),
+        *({"max_completion_tokens": number} for number in [*ODD_NUMBERS, 50]),
+        *({"min_tokens": number} for number in [*ODD_NUMBERS, None]),
+        *({"stop": stop} for stop in ODD_STOPS),
+        *({"stream": flag} for flag in ODD_FLAGS),
+        *({"no_stop_trim": flag} for flag in ODD_FLAGS),
+        *({"return_token_ids": flag} for flag in ODD_FLAGS),
+        *({"logprobs": number} for number in ODD_NUMBERS),
+        {"stream_options": "x"},
+        {"stream_options": [1]},
+        {"prompt": ["a"]},
+        {"prompt": [1, True]},
+        {"session_params": {"id": "s"}},
+    ],
+    "/v1/chat/completions": [
+        *({"max_tokens": number} for number in [*ODD_NUMBERS, 0]),
+        *({"max_completion_tokens": number} for number in [*ODD_NUMBERS, 0]),
+        {"max_tokens": 5, "max_completion_tokens": 9},
+        *({"min_tokens": number} for number in [*ODD_NUMBERS, None]),
+        *({"stop": stop} for stop in ODD_STOPS),
+        *({"stream": flag} for flag in ODD_FLAGS),
+        *({"logprobs": flag} for flag in ODD_FLAGS),
+        *({"continue_final_message": flag} for flag in ODD_FLAGS),
+        {"stream_options": 1},
+        {"input_ids": [1, 2]},
+        {"messages": [5]},
+        {"messages": [{"role": "user", "content": "q", "tools": [{}]}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "read as the user's"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [(path, fields) for path, odd in ODD.items() for fields in odd], ids=repr
+)
+def test_a_body_that_an_engine_may_read_differently_has_no_transcript(path, fields):
+    assert read(path, PLAIN[path]) is not None
+    assert read(path, {**PLAIN[path], **fields}) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "budget"),
+    [
+        ("/generate", {}, 128),
+        ("/generate", {"sampling_params": None}, 128),
+        ("/generate", sampling(max_new_tokens=None), None),
+        ("/generate", sampling(max_new_tokens=40, min_new_tokens=None, stop=None), 40),
+        ("/v1/completions", {}, 16),
+        ("/v1/completions", {"max_tokens": 40, "max_completion_tokens": None, "stop": "a"}, 40),
+        ("/v1/chat/completions", {}, None),
+        ("/v1/chat/completions", {"max_tokens": None, "max_completion_tokens": None}, None),
+        ("/v1/chat/completions", {"max_completion_tokens": 40}, 40),
+        ("/v1/chat/completions", {"max_tokens": 40, "max_completion_tokens": 40}, 40),
+        ("/v1/chat/completions", {"max_tokens": 40, "stop": ["a", "b"], "stream": 1}, 40),
+    ],
+)
+def test_the_budget_is_the_one_that_sglang_reads(path, fields, budget):
+    assert read(path, {**PLAIN[path], **fields})._budget == budget
+
+
+@pytest.mark.parametrize("path", PLAIN)
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" * 982 + b"]" * 982,
+        b'{"a":' * 300 + b"1" + b"}" * 300,
+        b"NaN",
+        b'"\\ud800"',
+        b"9" * 4000,
+    ],
+    ids=["lists", "objects", "nan", "surrogate", "digits"],
+)
+def test_a_body_that_could_not_be_written_again_is_not_read(path, value):
+    body = json.dumps(PLAIN[path]).encode()[:-1] + b', "x": ' + value + b"}"
+    assert read(path, body) is None
+    assert read_recorded_chat(b'{"messages": [], "x": ' + value + b"}") is None
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_a_body_too_long_to_be_parsed_beside_other_requests_is_not_read(path):
+    body = json.dumps({**PLAIN[path], "x": "a" * MAX_READ_BYTES}).encode()
+    assert read(path, body) is None
+    assert read(path, body[:100] + body[200:]) is not None
+
+
+def test_only_the_end_of_the_text_is_compared_with_stop_strings():
+    transcript = read("/v1/completions", {"prompt": [1], "max_tokens": 9, "stop": ["abc", "d"]})
+    for part in ("x" * 1000, "y" * 10):
+        transcript.absorb({"choices": [{"text": part, "token_ids": [1]}]})
+    ends = []
+    end_of_text = transcript._end_of_text
+    transcript._end_of_text = lambda num: ends.append(num) or end_of_text(num)
+    transcript.absorb({"choices": [{"text": "z" * 4, "token_ids": [1]}]})
+    assert ends == [3 + 4, 3]
+    assert end_of_text(6) == "yyzzzz"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 30),
+    st.integers(1, 4),
+)
+def test_text_is_safe_if_no_stop_string_is_in_it_or_begins_at_its_end(text, stops, cut, step):
+    body = {"prompt": [1], "max_tokens": 1000, "stop": stops}
+    transcript = read("/v1/completions", body)
+
+    def is_safe(so_far):
+        begins = any(so_far.endswith(s[:n]) for s in stops for n in range(1, len(s)))
+        return not begins and not any(stop in so_far for stop in stops)
+
+    parts = [text[at : at + step] for at in range(0, len(text), step)]
+    so_far = ""
+    for part in parts:
+        if len(so_far) >= cut and transcript._now.num:  # its engine is lost once
+            transcript.lose_engine()
+            so_far, cut = transcript._base.text, 1 << 20
+        so_far += part
+        transcript.absorb({"choices": [{"text": part, "token_ids": [1]}]})
+        assert transcript.is_safe == is_safe(so_far)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+FIELDS = sorted(
+    {
+        *(name for bodies in ODD.values() for body in bodies for name in body),
+        *("n", "best_of", "tools", "response_format", "stop_token_ids", "regex", "rid"),
+    }
+)
+SAMPLING = ("max_new_tokens", "min_new_tokens", "stop", "n", "regex", "beam_width")
+
+
+@st.composite
+def odd_bodies(draw):
+    path = draw(st.sampled_from(list(PLAIN)))
+    body = {**PLAIN[path], **draw(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))}
+    if draw(st.booleans()):
+        body["sampling_params"] = draw(st.dictionaries(st.sampled_from(SAMPLING), JSON, max_size=3))
+    return path, body
+
+
+@settings(max_examples=300, deadline=None)
+@given(odd_bodies())
+def test_a_body_that_is_read_can_be_continued_whatever_it_contains(drawn):
+    path, body = drawn
+    transcript = read(path, body)
+    if transcript is None:
+        return
+    json.loads(transcript.body(1))
+    if path == "/generate":
+        good = {"text": "ab", "output_ids": [1, 2], "meta_info": {"completion_tokens": 2}}
+    else:
+        choice = {"text": "ab", "token_ids": [1, 2], "delta": {"content": "ab"}}
+        good = {"choices": [choice], "usage": {"completion_tokens": 2}}
+    if transcript._budget is None or transcript._budget >= 2:
+        transcript.absorb(good)
+        transcript.lose_engine()
+        json.loads(transcript.body(2))

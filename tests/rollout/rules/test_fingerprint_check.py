@@ -1,0 +1,119 @@
+"""Each way weights can be wrong, and what the fingerprints say of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.protocol import WeightsReport
+from rollout.rules.fingerprint_check import (
+    ALL_TENSORS,
+    EngineFingerprints,
+    find_mismatches,
+    first_difference,
+    why_inconclusive,
+)
+
+
+def report(*digests: str) -> WeightsReport:
+    """Tensors ``a``, ``b``, ``c`` with these digests, on one rank."""
+    tensors = dict(zip("abc", digests, strict=False))
+    return WeightsReport("".join(digests), (tensors,))
+
+
+BEFORE, GARBAGE, AFTER = report("1", "2", "3"), report("1", "x", "3"), report("4", "5", "6")
+
+
+def test_unchanged_weights_are_verified() -> None:
+    assert (
+        find_mismatches(
+            {"e-0": EngineFingerprints(BEFORE, BEFORE), "e-1": EngineFingerprints(BEFORE, BEFORE)}
+        )
+        == {}
+    )
+
+
+def test_garbage_after_a_release_is_found_even_when_every_engine_has_it() -> None:
+    wrong = find_mismatches(
+        {"e-0": EngineFingerprints(GARBAGE, BEFORE), "e-1": EngineFingerprints(GARBAGE, BEFORE)}
+    )
+    assert set(wrong) == {"e-0", "e-1"}
+    assert "tensor 'b' is not what it was before" in wrong["e-0"]
+
+
+def test_a_full_push_makes_the_record_void() -> None:
+    assert find_mismatches({"e-0": EngineFingerprints(AFTER, BEFORE, ALL_TENSORS)}) == {}
+
+
+def test_the_minority_is_outvoted_and_its_first_differing_tensor_named() -> None:
+    half = report("4", "2", "6")
+    wrong = find_mismatches(
+        {name: EngineFingerprints(AFTER, None, ALL_TENSORS) for name in ("e-0", "e-2")}
+        | {"e-1": EngineFingerprints(half, None, ALL_TENSORS)}
+    )
+    assert wrong == {"e-1": "tensor 'b' differs from engine e-0 and 1 more"}
+
+
+def test_two_that_disagree_are_both_refused() -> None:
+    wrong = find_mismatches(
+        {"e-0": EngineFingerprints(AFTER), "e-1": EngineFingerprints(report("4", "5", "7"))}
+    )
+    assert set(wrong) == {"e-0", "e-1"}
+    assert all("tensor 'c'" in why and "no majority" in why for why in wrong.values())
+
+
+def test_one_with_lost_weights_has_no_vote() -> None:
+    evidence = {
+        "e-0": EngineFingerprints(GARBAGE, BEFORE),
+        "e-1": EngineFingerprints(BEFORE, BEFORE),
+    }
+    assert set(find_mismatches(evidence)) == {"e-0"}
+
+
+@pytest.mark.parametrize(
+    ("now", "wrong"),
+    [
+        (report("9", "2", "3"), False),
+        (report("9", "2", "8"), True),
+        (report("1", "2", "3"), False),
+    ],
+)
+def test_a_partial_push_may_change_only_what_it_pushed(now: WeightsReport, wrong: bool) -> None:
+    assert (
+        bool(find_mismatches({"e-0": EngineFingerprints(now, BEFORE, frozenset({"a"}))})) is wrong
+    )
+
+
+def test_a_partial_push_under_other_names_than_the_engines_own_is_not_judged() -> None:
+    pushed = frozenset({"model.q_proj.weight"})
+    assert find_mismatches({"e-0": EngineFingerprints(AFTER, BEFORE, pushed)}) == {}
+
+
+def test_ranks_and_missing_tensors_are_differences() -> None:
+    first, second = WeightsReport("s", ({"a": "1"},)), WeightsReport("s", ({"a": "1"}, {"a": "1"}))
+    assert first_difference(first, second) == "(the checksum of all)"
+    assert first_difference(BEFORE, report("1", "2")) == "c"
+    assert first_difference(BEFORE, BEFORE) == ""
+
+
+def test_a_push_without_a_reference_is_inconclusive() -> None:
+    pushed = EngineFingerprints(AFTER, BEFORE, ALL_TENSORS)
+    assert why_inconclusive(pushed, 1) == ""
+    assert "'a'" in why_inconclusive(pushed, 0)
+    of_trainer = {"a": "4", "b": "5", "c": "6"}
+    same_way = EngineFingerprints(
+        report(*(f"xxh3:{value}" for value in "456")),
+        None,
+        ALL_TENSORS,
+        {name: f"xxh3:{value}" for name, value in of_trainer.items()},
+    )
+    assert why_inconclusive(same_way, 0) == ""
+    assert why_inconclusive(EngineFingerprints(BEFORE, BEFORE), 0) == ""
+    assert "'a'" in why_inconclusive(EngineFingerprints(AFTER, BEFORE, frozenset({"a"})), 0)
+
+
+def test_an_adapter_without_fingerprints_is_inconclusive_with_or_without_a_push() -> None:
+    known = WeightsReport("s", ({"a": "1", "lora:mine:x": "2"},))
+    assert why_inconclusive(EngineFingerprints(known, known, adapter="mine"), 0) == ""
+    assert "adapter 'other'" in why_inconclusive(
+        EngineFingerprints(known, known, adapter="other"), 1
+    )

@@ -1,0 +1,176 @@
+"""Every phase x every command x every kind of group, against a table written by hand."""
+
+from itertools import product
+
+import pytest
+
+from engines.protocol import Endpoint, WorkerType
+from rollout.config import WeightUpdate
+from rollout.core.errors import LifecycleError
+from rollout.core.types import EngineStatus, GroupStatus
+from rollout.rules import lifecycle
+from rollout.rules.lifecycle import Command, GroupTraits, Phase
+
+OFFLOADS = GroupTraits(needs_offload=True)
+BACKED_UP = GroupTraits(needs_offload=True, weights_survive=True)
+FROZEN = GroupTraits(needs_offload=True, is_frozen=True, weights_survive=True)
+KEEPS = GroupTraits(needs_offload=False, weights_survive=True)
+FROZEN_KEEPS = GroupTraits(needs_offload=False, is_frozen=True, weights_survive=True)
+KINDS = {
+    "offloads": OFFLOADS,
+    "backed_up": BACKED_UP,
+    "frozen": FROZEN,
+    "keeps": KEEPS,
+    "frozen_keeps": FROZEN_KEEPS,
+}
+
+ALL = frozenset(KINDS)
+OFFLOADING = frozenset({"offloads", "backed_up", "frozen"})
+# phase, command -> phase after it, kinds of group it is legal for
+LEGAL = {
+    ("serving", "pause"): ("paused", ALL),
+    ("paused", "flush"): ("flushed", ALL),
+    ("paused", "continue"): ("serving", ALL),
+    ("flushed", "release"): ("offloaded", OFFLOADING),
+    ("flushed", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
+    ("flushed", "continue"): ("serving", ALL),
+    ("offloaded", "resume_weights"): ("weights_onloaded", OFFLOADING),
+    ("weights_onloaded", "update_weights"): ("weights_updated", {"offloads", "backed_up"}),
+    ("weights_onloaded", "verify"): ("verified", ALL - {"offloads"}),
+    ("weights_updated", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
+    ("weights_updated", "verify"): ("verified", ALL),
+    ("verified", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
+    ("kv_onloaded", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
+    ("verified", "resume_kv"): ("kv_onloaded", OFFLOADING),
+    ("verified", "continue"): ("serving", {"keeps", "frozen_keeps"}),
+    ("kv_onloaded", "continue"): ("serving", ALL),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("phase", "command"), list(product(Phase, Command)))
+def test_every_phase_with_every_command(phase: Phase, command: Command, kind: str) -> None:
+    target, kinds = LEGAL.get((phase.value, command.value), ("", frozenset()))
+    if kind in kinds:
+        assert lifecycle.next_phase(phase, command, KINDS[kind]) == target
+        assert command in lifecycle.legal_commands(phase, KINDS[kind])
+        return
+    assert command not in lifecycle.legal_commands(phase, KINDS[kind])
+    with pytest.raises(LifecycleError) as caught:
+        lifecycle.next_phase(phase, command, KINDS[kind])
+    assert caught.value.legal == lifecycle.legal_commands(phase, KINDS[kind])
+    assert command not in caught.value.legal
+
+
+def test_a_refusal_lists_what_is_legal_now() -> None:
+    message = r"^cannot release while paused; legal now: flush, continue$"
+    with pytest.raises(LifecycleError, match=message):
+        lifecycle.next_phase(Phase.PAUSED, Command.RELEASE, OFFLOADS)
+
+
+def phases_reached_from(phase: Phase, traits: GroupTraits) -> set[Phase]:
+    reached = {phase}
+    while True:
+        more = {
+            lifecycle.next_phase(phase, command, traits)
+            for phase in reached
+            for command in lifecycle.legal_commands(phase, traits)
+        }
+        if more <= reached:
+            return reached
+        reached |= more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_wherever_a_group_can_get_to_it_can_serve_again(kind: str) -> None:
+    for phase in phases_reached_from(Phase.SERVING, KINDS[kind]):
+        assert Phase.SERVING in phases_reached_from(phase, KINDS[kind])
+
+
+@pytest.mark.parametrize(("phase", "command"), list(product(Phase, Command)))
+def test_a_repeat_is_the_command_that_led_here(phase: Phase, command: Command) -> None:
+    led_here = {command for (_, command), (target, _) in LEGAL.items() if target == phase.value}
+    expected = command.value in led_here - {"update_weights"}
+    assert lifecycle.is_repeat(phase, command) == expected
+
+
+def test_nothing_serves_after_an_unbacked_release_without_an_update() -> None:
+    assert lifecycle.legal_commands(Phase.WEIGHTS_ONLOADED, OFFLOADS) == (Command.UPDATE_WEIGHTS,)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_offload_starts_before_an_onload_or_not_at_all(phase: Phase) -> None:
+    if phase in ("serving", "paused", "flushed", "offloaded"):
+        lifecycle.check_can_offload({"main": phase})
+        return
+    why = "" if phase == "starting" else ", in the middle of an onload"
+    with pytest.raises(LifecycleError, match=f"group main is {phase}{why}"):
+        lifecycle.check_can_offload({"other": Phase.SERVING, "main": phase})
+
+
+def test_a_server_has_a_phase_only_when_its_groups_agree() -> None:
+    assert lifecycle.server_phase([Phase.PAUSED, Phase.PAUSED]) is Phase.PAUSED
+    assert lifecycle.server_phase([Phase.PAUSED, Phase.FLUSHED]) is None
+    assert lifecycle.server_phase([]) is None
+
+
+def test_the_diagram_has_a_line_for_every_row() -> None:
+    diagram = lifecycle.diagram().splitlines()
+    assert len(diagram) == 2 + len(LEGAL)
+    assert "    flushed --> offloaded: release (groups that offload)" in diagram
+
+
+# -- which engines can serve ----------------------------------------------------------------------
+
+
+def group(worker_type: WorkerType, *states: str) -> GroupStatus:
+    """A group whose engines serve, or are ``stale`` or ``fenced``."""
+    engines = tuple(
+        EngineStatus(
+            f"{worker_type}-{index}",
+            Endpoint("127.0.0.1", 1),
+            state,
+            3,
+            (),
+            "local",
+            fence_reason="it died" if state == "fenced" else "",
+            is_stale=state == "stale",
+        )
+        for index, state in enumerate(states)
+    )
+    return GroupStatus(worker_type.value, worker_type, "serving", True, engines)
+
+
+REGULAR, PREFILL, DECODE = WorkerType.REGULAR, WorkerType.PREFILL, WorkerType.DECODE
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([group(REGULAR, "serving", "stale")], ""),
+        ([group(REGULAR, "stale"), group(WorkerType.ENCODER, "serving")], "regular-0 restarted"),
+        ([group(REGULAR, "stale", "fenced")], "lack weight version 3; it died; push version 3"),
+        ([group(REGULAR, "fenced")], "it died; launch again"),
+        ([group(PREFILL, "serving"), group(DECODE, "serving")], ""),
+        ([group(PREFILL, "serving"), group(DECODE, "stale")], "decode-0 restarted"),
+        ([group(WorkerType.ENCODER, "serving")], ""),
+        ([], "the server has no engine"),
+    ],
+)
+def test_a_server_can_serve_with_one_engine_that_holds_the_weights(groups, why: str) -> None:
+    said = lifecycle.why_none_serves(groups, 3, WeightUpdate.FULL)
+    assert why in said
+    assert bool(said) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("update", "way_out"),
+    [
+        (WeightUpdate.FULL, "push version 3 again, or a newer one"),
+        (WeightUpdate.PARTIAL, "weights.store"),
+        (WeightUpdate.LORA, "push the adapter again"),
+        (WeightUpdate.FROZEN, "repeat the command"),
+    ],
+)
+def test_the_error_names_what_leads_out(update: WeightUpdate, way_out: str) -> None:
+    assert way_out in lifecycle.why_none_serves([group(REGULAR, "stale")], 3, update)

@@ -1,0 +1,107 @@
+"""Every released byte has a source, or the configuration is refused."""
+
+import pytest
+
+from engines.protocol import MemoryTag
+from rollout.config import GroupConfig, WeightUpdate
+from rollout.core.errors import ConfigError
+from rollout.rules.release_policy import (
+    elastic_backup_note,
+    group_traits,
+    least_freed_bytes,
+    release_policy,
+)
+
+
+def group(backup: bool | None = None, *, needs_offload: bool = True) -> GroupConfig:
+    return GroupConfig.model_validate(
+        {"needs_offload": needs_offload, "engine": {"weights_cpu_backup": backup}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "backup", "is_backed_up", "weights_from"),
+    [
+        ("full", None, False, "the push (all tensors)"),
+        ("full", False, False, "the push (all tensors)"),
+        ("full", True, True, "CPU backup, then the push"),
+        ("partial", None, True, "CPU backup, then the push"),
+        ("partial", True, True, "CPU backup, then the push"),
+        ("lora", None, True, "CPU backup, then the push"),
+        ("lora", True, True, "CPU backup, then the push"),
+        ("frozen", None, True, "CPU backup"),
+        ("frozen", True, True, "CPU backup"),
+    ],
+)
+def test_the_policy_of_a_group_that_offloads(update, backup, is_backed_up, weights_from) -> None:
+    policy = release_policy("path", group(backup), WeightUpdate(update))
+    assert set(policy.tags) == set(MemoryTag)
+    assert policy.weights_cpu_backup is is_backed_up
+    assert policy.weights_from == weights_from
+
+
+@pytest.mark.parametrize(
+    ("update", "lost"),
+    [
+        ("partial", "the tensors that are not pushed"),
+        ("lora", "the base weights under the adapter"),
+        ("frozen", "all weights"),
+    ],
+)
+def test_weights_without_a_source_are_refused_with_the_setting_that_mends_it(update, lost) -> None:
+    with pytest.raises(ConfigError, match=rf"^path\.engine\.weights_cpu_backup = False: .*{lost}"):
+        release_policy("path", group(False), WeightUpdate(update))
+
+
+@pytest.mark.parametrize("update", WeightUpdate)
+def test_a_group_that_keeps_its_gpus_releases_nothing(update: WeightUpdate) -> None:
+    policy = release_policy("path", group(False, needs_offload=False), update)
+    assert (policy.tags, policy.weights_cpu_backup) == ((), False)
+
+
+@pytest.mark.parametrize("update", WeightUpdate)
+@pytest.mark.parametrize("needs_offload", [True, False])
+def test_weights_survive_with_a_backup_or_where_nothing_is_released(update, needs_offload) -> None:
+    traits = group_traits("path", group(needs_offload=needs_offload), update)
+    assert traits.needs_offload is needs_offload
+    assert traits.is_frozen is (update is WeightUpdate.FROZEN)
+    assert traits.weights_survive is not (needs_offload and update is WeightUpdate.FULL)
+
+
+MIB = 1024 * 1024
+SAID = {"weights": 500 * MIB, "kv_cache": 500 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("tags", "said", "checkpoint", "least_mib"),
+    [
+        (("weights", "kv_cache"), SAID, 0, 768),
+        (("kv_cache",), SAID, 900 * MIB, 368),
+        (("weights", "kv_cache"), {}, 400 * MIB, 168),
+        (("kv_cache",), {}, 400 * MIB, 0),
+        (("weights",), {}, 10 * MIB, 0),
+    ],
+)
+def test_what_must_come_free_is_what_the_engine_reports_or_half_its_checkpoint(
+    tags: tuple[str, ...], said: dict[str, int], checkpoint: int, least_mib: int
+) -> None:
+    asked = least_freed_bytes([MemoryTag(tag) for tag in tags], said, checkpoint)
+    assert asked // MIB == least_mib
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "is_told"),
+    [
+        ({"enable-elastic-expert-backup": True}, WeightUpdate.FULL, True),
+        ({"enable_elastic_expert_backup": True}, WeightUpdate.FULL, True),
+        ({"enable-elastic-expert-backup": True}, WeightUpdate.FROZEN, False),
+        ({"enable-elastic-expert-backup": False}, WeightUpdate.FULL, False),
+        ({}, WeightUpdate.FULL, False),
+    ],
+)
+def test_sglang_s_own_expert_backup_is_passed_on_with_a_warning(
+    options: dict[str, bool], update: WeightUpdate, is_told: bool
+) -> None:
+    group = GroupConfig.model_validate({"engine": {"kind": "sglang", "options": options}})
+    note = elastic_backup_note("servers.policy.groups.main", group, update)
+    assert ("after the first push it would restore old experts" in note) is is_told

@@ -1,0 +1,167 @@
+"""A group's actor or the router's is lost: another takes its place, over the stub and over Ray."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.core.errors import ActorLost
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
+from tests.support.builders import push
+from tests.support.processes import wait_until
+from tests.support.ray_worlds import World
+from tests.support.served_fakes import TIMEOUT_S, config, engines_of
+
+HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 2.0, "backoff_s": 0.1}
+
+
+def launched_in(world: World, folder: Path) -> Iterator[ServerHandle]:
+    whole = config(folder, {"main": {"num_engines": 2}}, health=HEALTH, run_id="bereft")
+    handle = world.load("launch").launch_ray(whole, launcher=HttpFakeLauncher())
+    try:
+        yield handle["policy"]
+    finally:
+        handle.stop()
+
+
+@pytest.fixture(scope="module")
+def policy(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHandle]:
+    """Each test hands it back serving."""
+    yield from launched_in(world, tmp_path_factory.mktemp("run"))
+
+
+def engines(policy: ServerHandle) -> dict[str, EngineStatus]:
+    (group,) = policy.status().result(TIMEOUT_S).groups
+    return {one.engine_id: one for one in group.engines}
+
+
+def are_well(policy: ServerHandle) -> bool:
+    return not any(one.fence_reason or one.is_stale for one in engines(policy).values())
+
+
+def generate(url: str) -> int:
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+    try:
+        return httpx.post(url + "/generate", json=body, timeout=30, trust_env=False).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def window(policy: ServerHandle) -> int:
+    version = policy.status().result(TIMEOUT_S).weight_version + 1
+    policy.offload().result(TIMEOUT_S)
+    return policy.onload_push(push(version)).result(TIMEOUT_S).weight_version
+
+
+def test_a_group_lost_while_it_serves_is_replaced_and_its_engines_go_on(
+    world: World, policy: ServerHandle
+) -> None:
+    version = window(policy)
+    before = engines(policy)
+    world.crash_newest("ServerGroupActor")
+    assert wait_until(
+        lambda: "ServerGroupActor" in world.live_actors() and are_well(policy), TIMEOUT_S
+    )
+    after = engines(policy)
+    assert {name: one.endpoint for name, one in after.items()} == {
+        name: one.endpoint for name, one in before.items()
+    }
+    assert [one.weight_version for one in after.values()] == [version] * 2
+    assert generate(policy.url) == 200
+    assert window(policy) == version + 1
+
+
+def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_memory_is_ours(
+    world: World, policy: ServerHandle
+) -> None:
+    version = policy.status().result(TIMEOUT_S).weight_version + 1
+    num_engines = world.live_actors().count("EngineActor")
+    policy.offload().result(TIMEOUT_S)
+    before = engines(policy)
+    world.crash_newest("ServerGroupActor")
+
+    def are_fenced() -> bool:
+        return all("was lost while" in one.fence_reason for one in engines(policy).values())
+
+    assert wait_until(are_fenced, TIMEOUT_S), engines(policy)
+    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
+    # The trainer has the memory: no engine is started before the trainer returns it.
+    assert wait_until(
+        lambda: world.live_actors().count("EngineActor") == num_engines - 2, TIMEOUT_S
+    )
+    assert policy.onload_push(push(version)).result(TIMEOUT_S).weight_version == version
+    after = engines(policy)
+    assert [one.fence_reason for one in after.values()] == ["", ""]
+    assert not {one.endpoint for one in after.values()} & {one.endpoint for one in before.values()}
+    assert generate(policy.url) == 200
+
+
+def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on(
+    world: World, policy: ServerHandle
+) -> None:
+    before = engines(policy)
+    with engines_of(policy) as served:
+        served["main-0"].hold("flush_cache")
+        offloading = policy.offload()
+        served["main-0"].wait_entered("flush_cache")
+        world.crash_newest("ServerGroupActor")
+        with pytest.raises(ActorLost, match="policy/main"):
+            offloading.result(TIMEOUT_S)
+    status = policy.status().result(TIMEOUT_S)
+    assert status.gate == "closed"
+    # What it did when it was lost is not known, so its engines are new ones.
+    assert wait_until(
+        lambda: all(
+            one.endpoint != before[name].endpoint and not one.fence_reason
+            for name, one in engines(policy).items()
+        ),
+        TIMEOUT_S,
+    ), engines(policy)
+    window(policy)
+    assert generate(policy.url) == 200
+
+
+# In the stub a router's thread outlives its actor, and keeps the port.
+over_ray = pytest.mark.parametrize(
+    "world", [pytest.param("ray", marks=pytest.mark.ray)], indirect=True
+)
+
+
+@over_ray
+def test_a_lost_router_is_replaced_on_its_port_and_told_what_the_last_one_knew(
+    world: World, policy: ServerHandle
+) -> None:
+    url = policy.url
+    version = window(policy)
+    world.crash_newest("RouterActor")
+    assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
+    told = httpx.get(url + "/engines", trust_env=False).json()
+    assert (told["gate"]["state"], told["gate"]["weight_version"]) == ("open", version), told
+    assert policy.status().result(TIMEOUT_S).router_url == url
+    assert window(policy) == version + 1
+    assert generate(url) == 200
+
+
+@over_ray
+def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
+    world: World, policy: ServerHandle
+) -> None:
+    url = policy.url
+    version = policy.status().result(TIMEOUT_S).weight_version + 1
+    policy.offload().result(TIMEOUT_S)
+    world.crash_newest("RouterActor")
+
+    def gate() -> str:
+        try:
+            told = httpx.get(url + "/engines", timeout=10, trust_env=False).json()
+        except httpx.TransportError:
+            return "gone"
+        return str(told["gate"]["state"])
+
+    assert wait_until(lambda: gate() == "holding", TIMEOUT_S)
+    assert policy.onload_push(push(version)).result(TIMEOUT_S).weight_version == version
+    assert gate() == "open"
+    assert generate(url) == 200

@@ -1,0 +1,54 @@
+"""Engines that are lost with their actors come back, over the stub and over Ray itself."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.config import RolloutConfig
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
+from tests.support.builders import push, write_checkpoint
+from tests.support.processes import wait_until
+from tests.support.ray_worlds import World
+from tests.support.served_fakes import TIMEOUT_S
+
+HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 1.0, "probes_to_dead": 2}
+
+
+@pytest.fixture
+def policy(world: World, tmp_path: Path) -> Iterator[ServerHandle]:
+    server = {
+        "model_path": write_checkpoint(tmp_path),
+        "groups": {"main": {"num_engines": 2}},
+        "health": HEALTH,
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    handle = world.load("launch").launch_ray(config, launcher=HttpFakeLauncher())
+    try:
+        yield handle["policy"]
+    finally:
+        handle.stop()
+
+
+def engines(policy: ServerHandle) -> dict[str, EngineStatus]:
+    (group,) = policy.status().result(TIMEOUT_S).groups
+    return {one.engine_id: one for one in group.engines}
+
+
+def test_an_engine_whose_actor_crashed_comes_back_and_joins_at_the_next_push(
+    world: World, policy: ServerHandle
+) -> None:
+    before = engines(policy)
+    world.crash_newest("EngineActor")
+    assert wait_until(
+        lambda: any(one.endpoint != before[name].endpoint for name, one in engines(policy).items()),
+        TIMEOUT_S,
+    )
+    policy.offload().result(TIMEOUT_S)
+    policy.onload_push(push(1)).result(TIMEOUT_S)
+    after = engines(policy)
+    assert [one.weight_version for one in after.values()] == [1, 1]
+    assert not any(one.fence_reason or one.is_stale for one in after.values())
+    assert world.live_actors().count("EngineActor") == 2

@@ -1,0 +1,350 @@
+"""Wrong arguments of public methods: one error of this library that names the argument."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rollout
+from rollout.cli.main import app
+from rollout.core.errors import ConfigError, LifecycleError, RolloutError, WeightMismatch
+from rollout.driver.driver import RolloutDriver
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.local import launch_local
+from tests.support.builders import push
+from tests.support.processes import program
+from tests.support.served_fakes import TIMEOUT_S, launched
+
+S = rollout.SamplingParams()
+URL = "http://127.0.0.1:1"
+PROMPT = rollout.Prompt((1, 2))
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    with launched(launch_local, tmp_path_factory.mktemp("wrong"), {"main": {}}) as handle:
+        yield handle
+
+
+LAUNCHES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rollout.launch({"servers": {}}), "takes a RolloutConfig, not a dict"),  # type: ignore
+    (lambda: rollout.launch("rollout.yaml"), "takes a RolloutConfig, not a str"),  # type: ignore
+    (lambda: rollout.launch(None), "takes a RolloutConfig, not a NoneType"),  # type: ignore
+    (lambda: rollout.RolloutConfig.from_dict("x"), "this one is a str"),  # type: ignore
+    (lambda: rollout.RolloutConfig.from_file(3), "is a str or Path, not 3"),  # type: ignore
+]
+
+
+@pytest.mark.parametrize(("call", "said"), LAUNCHES)
+def test_a_launch_of_something_else_is_refused(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_a_backend_that_does_not_exist_is_refused(deployment: DeploymentHandle) -> None:
+    with pytest.raises(ConfigError, match="backend = 'slurm': must be 'local' or 'ray'"):
+        rollout.launch(deployment.config, backend="slurm")  # type: ignore[arg-type]
+
+
+PUSHES = [
+    ("abc", "takes tensors by name, such as model.state_dict.., not the str 'abc'"),
+    (b"abc", "not the bytes b'abc'"),
+    (5, "not the int 5"),
+    ([1, 2], r"pairs \(name, tensor\); item 0 is the int 1"),
+    ([("a", 1, 2)], r"item 0 is the tuple"),
+    ([(1, 2)], "the name of a tensor is a str; item 0 has the int 1"),
+    ({"model.norm.weight": [1.0]}, "'model.norm.weight' is a list, not a tensor"),
+    ({"model.norm.weight": None}, "is a NoneType, not a tensor"),
+]
+SENDERS = ["onload", "sync_weights", "update_weights", "make_push", "make_base_push", "prepare"]
+
+
+@pytest.mark.parametrize("method", [*SENDERS, "base_differs", "sync_base"])
+@pytest.mark.parametrize(("value", "said"), PUSHES, ids=[str(value) for value, _ in PUSHES])
+@pytest.mark.torch
+def test_a_push_of_something_else_is_refused(
+    method: str, value: Any, said: str, deployment: DeploymentHandle
+) -> None:
+    with pytest.raises(WeightMismatch, match=said):
+        getattr(deployment["policy"], method)(value)
+
+
+@pytest.mark.parametrize("version", ["7", 1.5, True, [1], b"7"])
+@pytest.mark.parametrize("method", [name for name in SENDERS if name != "prepare"])
+@pytest.mark.torch
+def test_a_version_that_is_no_number_is_refused(
+    method: str, version: Any, deployment: DeploymentHandle
+) -> None:
+    with pytest.raises(WeightMismatch, match=r"is not an integer from 0 to 2\*\*63 - 1"):
+        getattr(deployment["policy"], method)({}, version=version)
+
+
+HANDLE: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda p: p.onload_push({}), WeightMismatch, "what make_push returns, not a dict"),
+    (lambda p: p.onload({}, name_map={"a": "b"}), WeightMismatch, "name_map is a function"),
+    (lambda p: p.expect(5), WeightMismatch, "a list of floats per prompt"),
+    (lambda p: p.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
+    (lambda p: p.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
+    (lambda p: p.offloaded({}), ConfigError, "a function that returns tensors, not a dict"),
+    (lambda p: p.make_adapter_push({}, {}), WeightMismatch, "adapters need lora"),
+    (lambda p: p.remove_engine("nope").result(TIMEOUT_S), RolloutError, "nope"),
+    (lambda p: p.remove_engine(5).result(TIMEOUT_S), RolloutError, "5"),
+    (lambda p: p.add_engine("nope").result(TIMEOUT_S), RolloutError, "nope"),
+    (lambda p: p.onload_kv().result(TIMEOUT_S), LifecycleError, "cannot resume_kv while serving"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "said"), HANDLE)
+@pytest.mark.torch
+def test_a_wrong_argument_of_a_handle_is_named(
+    call: Callable[[Any], Any],
+    kind: type[Exception],
+    said: str,
+    deployment: DeploymentHandle,
+) -> None:
+    with pytest.raises(kind, match=said):
+        call(deployment["policy"])
+    assert deployment["policy"].status().result(TIMEOUT_S).phase == "serving"
+
+
+def test_a_server_that_does_not_exist_is_named_with_those_that_do(
+    deployment: DeploymentHandle,
+) -> None:
+    with pytest.raises(KeyError, match="no server 'polcy'; this deployment has policy"):
+        deployment["polcy"]
+    assert "polcy" not in deployment
+    with pytest.raises(ConfigError, match="no server 'polcy' to push weights to; known: policy"):
+        deployment.onload({"polcy": {}})
+    with pytest.raises(ConfigError, match="tensors by server name, not a list"):
+        deployment.onload([])  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+def test_a_command_in_the_wrong_phase_says_what_was_wrong_in_the_callers_words(
+    deployment: DeploymentHandle,
+) -> None:
+    policy = deployment["policy"]
+    policy.offload().result(TIMEOUT_S)
+    with pytest.raises(LifecycleError, match=r"must be pushed first, with onload\(weights\)"):
+        policy.onload().result(TIMEOUT_S)
+    with pytest.raises(LifecycleError, match="cannot offload: group"):
+        policy.offload().result(TIMEOUT_S)
+    # The onload has begun, so weights can be pushed to complete it.
+    assert policy.sync_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+
+
+def test_after_a_stop_every_call_says_so(tmp_path: Path) -> None:
+    with launched(launch_local, tmp_path, {"main": {}}) as handle:
+        policy = handle["policy"]
+    for call in (policy.offload, policy.status, policy.onload, handle.status, handle.offload):
+        with pytest.raises(RolloutError, match="deployment is closed: no call is possible"):
+            call()
+    handle.stop()
+
+
+DRIVERS: list[tuple[dict[str, Any], str]] = [
+    ({"url": "localhost:8000"}, "url = 'localhost:8000': must be the http://host:port"),
+    ({"url": None}, "url = None"),
+    ({"url": 8000}, "url = 8000"),
+    ({"reward": 1.0}, "reward = 1.0: must be a function or None"),
+    ({"hooks": {}, "reward": None}, "Hooks"),
+    ({"max_in_flight": 0}, "max_in_flight = 0: must be at least 1"),
+    ({"max_in_flight": "8"}, "max_in_flight = '8'"),
+    ({"max_in_flight": 1.5}, "max_in_flight = 1.5"),
+    ({"request_timeout_s": 0}, "request_timeout_s = 0: must be more than 0"),
+    ({"request_timeout_s": None}, "request_timeout_s = None"),
+    ({"adapt_every_s": -1}, "adapt_every_s = -1"),
+    ({"max_failed_share": 2}, "max_failed_share = 2: must be a share between 0 and 1"),
+    ({"max_failed_share": "x"}, "max_failed_share = 'x'"),
+    ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
+    ({"key": "a\nb"}, "printable ASCII text"),
+    ({"key": 5}, "printable ASCII text"),
+    ({"on_metrics": "x"}, "on_metrics = 'x'"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), DRIVERS)
+def test_a_wrong_setting_of_the_driver_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rollout.Driver(**{"url": URL} | change)
+
+
+ROLLOUTS: list[tuple[dict[str, Any], str]] = [
+    ({"rollout_id": "1"}, "rollout_id = '1': must be a whole number"),
+    ({"prompts": "abc"}, "prompts = 'abc': must be a list of Prompt"),
+    ({"prompts": 5}, "prompts = 5"),
+    ({"prompts": None}, "prompts = None"),
+    ({"prompts": []}, "at least one prompt"),
+    ({"prompts": [[1, 2]]}, r"prompts\[0\] = \[1, 2\]: must be a Prompt"),
+    ({"prompts": ["text"]}, r"prompts\[0\] = 'text'"),
+    ({"prompts": [rollout.Prompt("text")]}, r"prompts\[0\].ids = 'text'"),  # type: ignore
+    ({"prompts": [rollout.Prompt((1.5,))]}, r"each an int"),  # type: ignore
+    ({"prompts": [rollout.Prompt(())]}, "prompt 0 has no tokens"),
+    ({"group_size": 0}, "group_size = 0"),
+    ({"group_size": "8"}, "group_size = '8'"),
+    ({"sampling": {}}, "sampling = {}: must be SamplingParams, not a dict"),
+    ({"sampling": None}, "sampling = None"),
+    ({"sampling": rollout.SamplingParams(max_new_tokens=0)}, "max_new_tokens = 0"),
+    ({"sampling": rollout.SamplingParams(temperature=-1)}, "temperature = -1"),
+    ({"sampling": rollout.SamplingParams(temperature="hot")}, "temperature = 'hot'"),  # type: ignore
+    ({"sampling": rollout.SamplingParams(top_p=0)}, "top_p = 0"),
+    ({"sampling": rollout.SamplingParams(top_p=1.5)}, "top_p = 1.5"),
+    ({"sampling": rollout.SamplingParams(top_k=0)}, "top_k = 0"),
+    ({"sampling": rollout.SamplingParams(n=2)}, "group_size sets the number"),
+    ({"sampling": rollout.SamplingParams(min_new_tokens=500)}, "at most max_new_tokens"),
+    ({"options": {}}, "options = {}"),
+    ({"weight_version": "3"}, "weight_version = '3'"),
+    ({"on_sample": 5}, "on_sample = 5"),
+    ({"on_progress": 5}, "on_progress = 5"),
+]
+RIGHT = {"rollout_id": 1, "prompts": [PROMPT], "group_size": 1, "sampling": S}
+
+
+@pytest.mark.parametrize(("change", "said"), ROLLOUTS)
+async def test_a_wrong_argument_of_a_rollout_is_named(change: dict[str, Any], said: str) -> None:
+    async with RolloutDriver(URL) as driver:
+        with pytest.raises(ConfigError, match=said):
+            await driver.rollout(**RIGHT | change)
+
+
+async def test_a_wrong_argument_of_an_evaluation_is_named() -> None:
+    async with RolloutDriver(URL) as driver:
+        with pytest.raises(ConfigError, match=r"datasets = \[\]: must be EvalDataset by name"):
+            await driver.evaluate(1, [])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"datasets\['sums'\] = \[\]: must be an EvalDataset"):
+            await driver.evaluate(1, {"sums": []})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="weight_version = '7'"):
+            driver.set_weight_version("7")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="nothing was rolled out"):
+            driver.state_of(PROMPT)  # type: ignore[arg-type]
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "fast"}, "mode = 'fast': must be one of sync, one_ahead, async"),
+    ({"over_sampling": "2"}, "over_sampling = '2'"),
+    ({"over_sampling": 0.5}, "over_sampling = 0.5"),
+    ({"over_sampling": float("nan")}, "over_sampling = nan"),
+    ({"max_version_lag": -1}, "max_version_lag = -1"),
+    ({"max_version_lag": "1"}, "max_version_lag = '1'"),
+    ({"when_stale": "keep"}, "when_stale = 'keep'"),
+    ({"max_redone": None}, "max_redone = None"),
+    ({"max_failed_share": None}, "max_failed_share = None"),
+    ({"abort_timeout_s": 0}, "abort_timeout_s = 0"),
+    ({"abort_timeout_s": "30"}, "abort_timeout_s = '30'"),
+    ({"pin": "v1"}, "pin = 'v1'"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), OPTIONS)
+def test_a_wrong_option_is_named(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rollout.RolloutOptions(**values)
+
+
+HOOKS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rollout.Hooks(generate="x"), "generate = 'x': must be a function"),  # type: ignore
+    (lambda: rollout.Hooks(reward_tries=0), "reward_tries = 0"),
+    (lambda: rollout.Hooks(reward_timeout_s="1"), "reward_timeout_s = '1'"),  # type: ignore
+    (lambda: rollout.EvalDataset([PROMPT], num_samples="2"), "num_samples = '2'"),  # type: ignore
+    (lambda: rollout.EvalDataset(["text"]), r"prompts\[0\] = 'text'"),  # type: ignore
+    (lambda: rollout.EvalDataset([PROMPT], {}), "sampling = {}"),  # type: ignore
+]
+
+
+@pytest.mark.parametrize(("call", "said"), HOOKS)
+def test_a_wrong_hook_or_data_set_is_named(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_a_closed_driver_says_so() -> None:
+    driver = rollout.Driver(URL)
+    driver.close()
+    driver.close()
+    with pytest.raises(RolloutError, match="driver is closed"):
+        driver.rollout(1, [PROMPT], group_size=1, sampling=S)
+
+
+# -- packages that are not installed ----------------------------------------------------------
+
+
+class Missing(MetaPathFinder):
+    """Makes packages look as if they were not installed."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in self._names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("torch", "transformers") or name.startswith(
+            ("rollout.weights.tensors", "engines.embedded.weights")
+        ):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing("torch", "transformers"), *sys.meta_path])
+
+
+def test_without_torch_a_push_and_a_bench_say_how_to_install_it(
+    without_torch: None,
+    deployment: DeploymentHandle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"torch, which is not installed; pip install"):
+        deployment["policy"].make_push({})
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "--engine", "embedded"])
+    assert isinstance(result.exception, ConfigError)
+    assert "pip install 'ray-rollout[embedded]'" in str(result.exception)
+
+
+def test_an_embedded_engine_without_torch_is_refused_before_it_starts(
+    deployment: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    other = deployment.config.model_copy(update={"run_id": "other"})
+    with pytest.raises(ConfigError, match=r"groups.main.engine.kind = 'embedded': torch is not"):
+        rollout.launch(other)
+
+
+# -- the command line --------------------------------------------------------------------------
+
+COMMANDS: list[tuple[tuple[str, ...], int, str]] = [
+    (("--version",), 0, rollout.__version__),
+    (("nonsense",), 2, "No such command"),
+    (("status", "/nowhere"), 2, "no running server found"),
+    (("top", "/nowhere"), 2, "no running server found"),
+    (("doctor", "http://127.0.0.1:1"), 1, "does not answer"),
+    (("stop", "/nowhere", "--yes"), 2, "no running server found"),
+    (("attach", "/nowhere"), 2, "no journal.json in /nowhere"),
+    (("trace", "/nowhere"), 2, "no spans were recorded there"),
+    (("report", "/nowhere"), 2, "no such run folder"),
+    (("plan",), 2, "Missing argument"),
+    (("serve", "/nowhere.yaml"), 2, "cannot read config /nowhere.yaml"),
+    (("bench", "--clients", "0"), 2, "Invalid value for '--clients'"),
+    (("bench", "--engine", "vllm"), 2, "must be 'fake' or 'embedded'"),
+    (("bench", "--engine", "fake", "--backend", "slurm"), 2, "must be 'local' or 'ray'"),
+    (("status", "--ray"), 2, "--ray needs the id of the run"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "status", "said"), COMMANDS)
+def test_a_wrong_command_is_one_message_and_a_status(
+    words: tuple[str, ...], status: int, said: str
+) -> None:
+    with program("-m", "rollout", *words) as command:
+        assert command.finish(60) == status, command.output
+        assert said in command.output
+        assert "Traceback" not in command.output

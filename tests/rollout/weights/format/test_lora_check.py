@@ -1,0 +1,50 @@
+"""An adapter that does not fit is found before anything is sent."""
+
+from typing import Any
+
+import pytest
+
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.lora_check import check_adapter
+from rollout.weights.format.manifest import Manifest, TensorSpec
+
+CONFIG = {"r": 4, "lora_alpha": 8}
+BASE = Manifest.of([TensorSpec("model.layers.0.q_proj.weight", "bfloat16", (6, 8))])
+A = "base_model.model.model.layers.0.q_proj.lora_A.weight"
+B = "base_model.model.model.layers.0.q_proj.lora_B.weight"
+GOOD = {A: (4, 8), B: (6, 4)}
+
+
+def of(shapes: dict[str, tuple[int, ...]]) -> Manifest:
+    return Manifest.of(TensorSpec(name, "float32", shape) for name, shape in shapes.items())
+
+
+def test_one_that_fits_is_accepted_also_where_the_base_is_not_known() -> None:
+    for base in (BASE, None):
+        check_adapter(CONFIG, of(GOOD), base)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "words"),
+    [
+        (GOOD, {"r": 4}, "needs r, a whole number, and lora_alpha"),
+        (GOOD, {"r": "4", "lora_alpha": 1}, "needs r"),
+        ({}, CONFIG, "holds no tensors"),
+        ({A: (4, 8)}, CONFIG, "only lora_A of 'model.layers.0.q_proj'"),
+        (GOOD | {"x.weight": (1,)}, CONFIG, "'x.weight' is no ...lora_A.weight"),
+        (GOOD | {A: (8, 8)}, CONFIG, "has not rank 4"),
+        (GOOD | {B: (6, 8)}, CONFIG, "has not rank 4"),
+        (GOOD | {A: (4, 6)}, CONFIG, r"shape \[4, 6\], but 'model.layers.0.q_proj' is \[6, 8\]"),
+        (GOOD | {B: (8, 4)}, CONFIG, r"shape \[8, 4\], but"),
+        (
+            {name.replace("q_proj", "q_pro"): shape for name, shape in GOOD.items()},
+            CONFIG,
+            "no layer 'model.layers.0.q_pro'; did you mean 'model.layers.0.q_proj'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(
+    shapes: dict[str, tuple[int, ...]], config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WeightMismatch, match=words):
+        check_adapter(config, of(shapes), BASE)

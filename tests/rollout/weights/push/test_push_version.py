@@ -1,0 +1,122 @@
+"""A weight version is checked before anything is sent, and never stands for two contents."""
+
+from typing import Any
+
+import pytest
+
+from engines.protocol import Endpoint
+from rollout.core.errors import WeightMismatch
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle.server_handle import ServerHandle
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.push_version import MAX_VERSION, LastPush, checked_version, why_not_newer
+from rollout.weights.push.weight_push import WeightPush
+from tests.support.builders import manifest, server_config
+
+WRONG = [2**70, 2**63, -1, 7.0, "7", True, None, [7]]
+PRINTS = Manifest(manifest().tensors, dict.fromkeys(manifest().tensors, "x:1"))
+OTHERS = Manifest(manifest().tensors, dict.fromkeys(manifest().tensors, "x:2"))
+PLAIN = manifest()
+
+
+class Unused:
+    """A caller that nothing may reach."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
+
+
+class Index:
+    """An integer of another library."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("version", [0, 1, MAX_VERSION])
+def test_versions_that_fit(version: int) -> None:
+    assert checked_version(version) == version
+    assert WeightPush(version, manifest()).version == version
+
+
+def test_an_integer_of_another_library_becomes_one_of_python() -> None:
+    assert type(WeightPush(Index(), manifest()).version) is int  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", WRONG, ids=repr)
+def test_a_version_that_is_no_integer_or_too_large_is_refused(version: Any) -> None:
+    with pytest.raises(WeightMismatch, match=r"is not an integer from 0 to 2\*\*63 - 1"):
+        WeightPush(version, manifest())
+
+
+ENTRIES = {
+    "onload": lambda server, version: server.onload({}, version=version),
+    "sync_weights": lambda server, version: server.sync_weights({}, version=version),
+    "sync_base": lambda server, version: server.sync_base({}, version=version),
+    "update_weights": lambda server, version: server.update_weights({}, version=version),
+    "make_push": lambda server, version: server.make_push({}, version),
+    "make_base_push": lambda server, version: server.make_base_push({}, version),
+    "make_adapter_push": lambda server, version: server.make_adapter_push({}, {}, version),
+    "prepare": lambda server, version: server.prepare({}, version),
+    "offloaded": lambda server, version: server.offloaded(version=version),
+    "window.push": lambda server, version: server.offloaded().push({}, version=version),
+    "window.push_base": lambda server, version: server.offloaded().push_base({}, version=version),
+    "window.push_adapter": lambda server, version: server.offloaded().push_adapter(
+        {}, {}, version=version
+    ),
+}
+
+
+@pytest.mark.parametrize("version", [one for one in WRONG if one is not None], ids=repr)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_call_that_takes_a_version_refuses_it_before_it_does_anything(
+    entry: str, version: Any
+) -> None:
+    server = ServerHandle("policy", server_config({"main": {}}), Unused())
+    with pytest.raises(WeightMismatch, match="weight version"):
+        ENTRIES[entry](server, version)
+    assert server.weight_version == 0
+
+
+# -- the same version again ---------------------------------------------------------------------
+
+
+def engine(engine_id: str = "main-0", version: int | None = 3, **about: Any) -> EngineStatus:
+    return EngineStatus(
+        engine_id, Endpoint("127.0.0.1", 1), "serving", version, (), "local", **about
+    )
+
+
+def served(contents: Manifest = PRINTS) -> LastPush:
+    return LastPush(3, contents, has_served=True)
+
+
+def not_served(contents: Manifest = PRINTS) -> LastPush:
+    return LastPush(3, contents, has_served=False)
+
+
+STALE, FENCED = engine(None, is_stale=True), engine("main-1", fence_reason="it died")
+RELEASED, UNVERIFIED = engine(version=None), engine(is_verified=False)
+
+# version, contents, last push, engines -> why not
+CASES = {
+    "newer": (4, PLAIN, served(), [engine()], ""),
+    "older": (2, PRINTS, served(), [STALE], "not newer than 3"),
+    "the checkpoint's": (0, PRINTS, LastPush(), [STALE], "push as version 1"),
+    "equal contents": (3, PRINTS, served(), [engine()], ""),
+    "other contents": (3, OTHERS, served(), [STALE], "served with other contents"),
+    "other contents, not served, held": (3, OTHERS, not_served(), [engine()], "main-0 got it"),
+    "other contents, not served, not verified": (3, OTHERS, not_served(), [UNVERIFIED], ""),
+    "unknown contents, held": (3, PLAIN, served(), [FENCED, engine()], "main-0 got it"),
+    "unknown contents, released": (3, PLAIN, served(), [RELEASED], "main-0 got it"),
+    "unknown contents, all died": (3, PLAIN, served(), [STALE, FENCED], ""),
+    "contents of a stream": (3, PRINTS, served(PLAIN), [engine()], "push it as version 4"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_version_is_used_again_for_equal_contents_or_when_no_engine_holds_it(case: str) -> None:
+    version, contents, last, engines, expected = CASES[case]
+    why = why_not_newer(version, contents, last, engines)
+    assert expected in why
+    assert bool(why) == bool(expected)

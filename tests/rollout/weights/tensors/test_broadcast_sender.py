@@ -1,0 +1,194 @@
+"""The trainer's end of pushes by broadcast: which group, in which form, and when it is let go.
+
+Groups here are of the trainer alone (engines of no ranks); those with engines are in
+``tests/end_to_end/test_kept_group.py``.  Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.config import WeightsConfig
+from rollout.weights.push.stream_server import StreamedBucket
+from rollout.weights.transports.broadcast_group import BroadcastMember
+
+torch = pytest.importorskip("torch")
+from rollout.weights.tensors import TrainerWeights  # noqa: E402  only where there is torch
+from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+ENGINES = (
+    BroadcastMember("a", 0, "pa", takes_flat=True),
+    BroadcastMember("b", 0, "pb", takes_flat=True),
+)
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptGroup]:
+    group = KeptGroup()
+    yield group
+    group.close()
+
+
+def a_broadcast(kept: KeptGroup | None, **tensors: torch.Tensor) -> BroadcastPush:
+    settings = WeightsConfig(group_timeout_s=10)
+    weights = TrainerWeights(tensors or {"x": torch.ones(2)}, bucket_bytes=settings.bucket_bytes)
+    return BroadcastPush(weights, 1, settings, "127.0.0.1", kept)
+
+
+def sent(
+    kept: KeptGroup | None, members: tuple[BroadcastMember, ...] = ENGINES, *, well: bool = True
+) -> Mapping[str, Any]:
+    """One push through any group; returns its terms."""
+    broadcast = a_broadcast(kept)
+    terms = broadcast.terms(members)
+    for bucket in broadcast.buckets():
+        assert bucket.then is not None
+        bucket.then()
+    broadcast.ended(well)
+    return terms
+
+
+def holding(
+    name: str, members: tuple[BroadcastMember, ...] = ENGINES
+) -> tuple[BroadcastMember, ...]:
+    return tuple(replace(member, held=name) for member in members)
+
+
+def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) -> None:
+    first = sent(kept)
+    assert first["is_new"]
+    assert first["keeps"]
+    name = first["group_name"]
+    again = sent(kept, holding(name))
+    assert (again["is_new"], again["group_name"], again["over"]) == (False, name, "")
+    assert kept.name == name
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        lambda name: holding(name)[:1],
+        lambda name: (*holding(name), BroadcastMember("c", 0, "pc", name)),
+        lambda name: (holding(name)[0], replace(holding(name)[1], process="restarted")),
+        lambda name: (holding(name)[0], ENGINES[1]),
+    ],
+    ids=["removed", "added", "restarted", "left"],
+)
+def test_others_are_sent_to_through_another_and_told_what_is_over(
+    kept: KeptGroup, now: Any
+) -> None:
+    name = sent(kept)["group_name"]
+    other = sent(kept, now(name))
+    assert other["is_new"]
+    assert other["over"] == name
+    assert kept.name == other["group_name"] != name
+
+
+def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
+    now = [0.0]
+    kept = KeptGroup(clock=lambda: now[0])
+    name = sent(kept)["group_name"]
+    for _ in range(3):  # each push restarts the idle time
+        now[0] += 200
+        assert not sent(kept, holding(name))["is_new"]
+    now[0] += 250
+    other = sent(kept, holding(name))
+    assert (other["is_new"], other["over"]) == (True, name)
+    kept.close()
+
+
+def test_engines_of_unknown_processes_are_not_asked_to_stay(kept: KeptGroup) -> None:
+    attached = tuple(replace(engine, process="") for engine in ENGINES)
+    assert not sent(kept, attached, well=False)["keeps"]
+    assert kept.name == ""
+
+
+def test_after_a_push_that_failed_nothing_is_kept(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    sent(kept, holding(name), well=False)
+    assert kept.name == ""
+    assert sent(kept, holding(name))["is_new"]
+
+
+def test_without_a_place_to_keep_it_a_group_is_for_one_push() -> None:
+    terms = sent(None)
+    assert terms["is_new"]
+    assert not terms["keeps"]
+
+
+def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
+    kept = KeptGroup()
+    broadcast = a_broadcast(kept)
+    broadcast.terms(ENGINES)
+    list(broadcast.buckets())
+    kept.close()
+    broadcast.ended(True)
+    assert kept.name == ""
+    assert kept.take() is None
+
+
+def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(kept: KeptGroup) -> None:
+    """``torch.distributed.destroy_process_group()``, which means every group of the process."""
+    name = sent(kept)["group_name"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    assert sent(kept, holding(name))["is_new"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    kept.close()
+
+
+def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    a_broadcast(kept).ended(False)
+    assert kept.name == name
+
+
+def all_of(
+    broadcast: BroadcastPush, members: tuple[BroadcastMember, ...] = ENGINES
+) -> list[StreamedBucket]:
+    broadcast.terms(members)
+    buckets = list(broadcast.buckets())
+    broadcast.ended(False)
+    return buckets
+
+
+def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
+    tensors = {"half": torch.ones(3).half(), "whole": torch.ones(3)}
+    (one,) = all_of(a_broadcast(None, **tensors))
+    assert isinstance(one.payload, Mapping)
+    assert one.payload["load_format"] == "flattened_bucket"
+    assert one.payload["names"] == ["whole", "half"]
+    assert one.payload["dtypes"] == ["float32", "float16"]
+    assert set(one.fingerprints) == set(tensors)
+    old = (ENGINES[0], replace(ENGINES[1], takes_flat=False))
+    (one,) = all_of(a_broadcast(None, **tensors), old)
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+    assert one.payload["names"] == ["half", "whole"]
+    assert set(one.fingerprints) == set(tensors)
+
+
+def test_large_tensors_go_from_where_they_are() -> None:
+    (one,) = all_of(a_broadcast(None, a=torch.ones(2 << 20), b=torch.ones(2 << 20)))
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+
+
+def test_only_the_last_part_of_the_last_bucket_is_the_last() -> None:
+    one = torch.ones(200_000)
+    buckets = all_of(a_broadcast(None, **{f"t{index:03}": one for index in range(100)}))
+    assert [bucket.is_last for bucket in buckets] == [False, True]
+    names = [
+        name for one in buckets if isinstance(one.payload, Mapping) for name in one.payload["names"]
+    ]
+    assert names == [f"t{index:03}" for index in range(100)]

@@ -1,0 +1,94 @@
+"""A double of ``pynvml`` (nvidia-ml-py): GPUs described by a folder instead of a driver.
+
+The folder is named by ``NVML_DOUBLE``.  Each GPU is a folder in it, named ``<index>_<uuid>``, with
+a file ``total`` and one file of bytes for each process that holds memory, named by its pid.
+A process that has ended holds nothing, as on a real GPU.  Names and errors are those of pynvml.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+NVML_ERROR_INVALID_ARGUMENT = 2
+NVML_ERROR_NOT_FOUND = 6
+NVML_ERROR_LIBRARY_NOT_FOUND = 12
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+    def __str__(self) -> str:
+        return {
+            NVML_ERROR_INVALID_ARGUMENT: "Invalid Argument",
+            NVML_ERROR_NOT_FOUND: "Not Found",
+            NVML_ERROR_LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
+        }[self.value]
+
+
+@dataclass(frozen=True)
+class Memory:
+    total: int
+    free: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    usedGpuMemory: int | None
+
+
+def nvmlInit() -> None:
+    if "NVML_DOUBLE" not in os.environ:
+        raise NVMLError(NVML_ERROR_LIBRARY_NOT_FOUND)
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> Path:
+    for gpu in _gpus():
+        if gpu.name.startswith(f"{index}_"):
+            return gpu
+    raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+
+
+def nvmlDeviceGetHandleByUUID(uuid: str) -> Path:
+    for gpu in _gpus():
+        if gpu.name.endswith(f"_{uuid}"):
+            return gpu
+    raise NVMLError(NVML_ERROR_NOT_FOUND)
+
+
+def nvmlDeviceGetUUID(handle: Path) -> str:
+    return handle.name.partition("_")[2]
+
+
+def nvmlDeviceGetMemoryInfo(handle: Path) -> Memory:
+    total = int((handle / "total").read_text())
+    used = sum(process.usedGpuMemory or 0 for process in _processes(handle))
+    return Memory(total, total - used, used)
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle: Path) -> list[Process]:
+    return _processes(handle)
+
+
+def nvmlSystemGetProcessName(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        raise NVMLError(NVML_ERROR_NOT_FOUND) from None
+
+
+def _gpus() -> list[Path]:
+    return sorted(Path(os.environ["NVML_DOUBLE"]).iterdir())
+
+
+def _processes(gpu: Path) -> list[Process]:
+    return [
+        Process(int(file.name), int(file.read_text() or 0))
+        for file in gpu.iterdir()
+        if file.name.isdigit() and Path("/proc", file.name).exists()
+    ]
