@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,60 @@ def test_a_failure_is_not_lost() -> None:
 
 def test_without_a_run_nothing_is_claimed() -> None:
     assert closing_line("make: *** [check] Error 1") == ""
+
+
+MAKE = """#!/bin/sh
+printf '%s\\n' "$*" >>calls
+case $2 in
+check) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
+TARGET)
+    case "$*$TWICE" in
+    *PYTEST_ARGS*twice) echo "= 1 failed in 1.00s ="; exit 2;;
+    *PYTEST_ARGS*) echo "= 1 passed, 9 deselected in 1.00s ="; exit;;
+    esac
+    echo "FAILED tests/test_one.py::test_it - assert not True"
+    echo "= 1 failed, 4 passed in 2.00s ="; exit 2;;
+*) echo "= 10 passed in 3.00s =";;
+esac
+"""
+
+
+def ci_run(folder: Path, failing: str, twice: bool = False) -> tuple[int, list[str], list[str]]:
+    """Status, output and calls of `make` of a CI run in which one test of this target fails."""
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    make = folder / "bin" / "make"
+    make.parent.mkdir()
+    make.write_text(MAKE.replace("TARGET", failing))
+    make.chmod(0o755)
+    path = f"{make.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(folder / ".ci" / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PATH": path, "PYTHON": sys.executable, "TWICE": "twice" * twice},
+    )
+    calls = (folder / "calls").read_text().splitlines()
+    return done.returncode, done.stdout.splitlines(), calls
+
+
+def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: Path) -> None:
+    status, output, calls = ci_run(tmp_path, "test-slow")
+    assert status == 0
+    again = [call for call in calls if "PYTEST_ARGS" in call]
+    assert again == [
+        "VENV=.venv-ci test-slow PYTEST_ARGS=--last-failed --last-failed-no-failures none"
+    ]
+    at = output.index("== failed once, and passed when run again:")
+    assert output[at + 1].startswith("FAILED tests/test_one.py::test_it")
+    assert output[-1] == "== 35 passed, 9 deselected in 12.00s =="
+
+
+def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
+    status, output, calls = ci_run(tmp_path, "test", twice=True)
+    assert status == 1
+    assert calls[-1] == "VENV=.venv-ci test-sglang"
+    assert output[-1] == "== 1 failed, 34 passed in 12.00s =="
 
 
 def audited(folder: Path, answers: dict[str, Any], **more: str) -> tuple[int, str]:

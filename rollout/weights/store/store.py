@@ -251,11 +251,13 @@ async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> 
         else:
             loop.call_soon_threadsafe(done.set_result, value)
 
-    threading.Thread(target=run, name="store-write", daemon=True).start()
+    thread = threading.Thread(target=run, name="store-write", daemon=True)
+    thread.start()
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         give_up()
+        await asyncio.to_thread(thread.join)
         await asyncio.wait([done])
         done.exception()  # retrieved, or asyncio would log it
         raise

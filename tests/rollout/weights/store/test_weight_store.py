@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,9 +134,19 @@ async def test_an_adapter_is_not_taken_for_the_model(shared_memory: Path) -> Non
         assert (await store.status()).version is None
 
 
+class SlowToEnd(threading.Thread):
+    """The writing thread ends well after its work is done, as on a busy machine."""
+
+    def run(self) -> None:
+        super().run()
+        if self.name == "store-write":
+            time.sleep(0.5)
+
+
 async def test_a_stop_in_the_middle_of_a_write_leaves_no_thread_and_no_byte(
-    shared_memory: Path,
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(threading, "Thread", SlowToEnd)
     async with kept_in(shared_memory) as store:
         gate = Gated(b"")
         store.offer(push(1, gate))
