@@ -5,7 +5,8 @@ Importing this package starts nothing and needs neither ray nor torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from engines.protocol import SamplingParams
 from rollout.config import RolloutConfig
@@ -26,7 +27,7 @@ from rollout.core.errors import (
 from rollout.core.moved_names import redirect_old_paths
 from rollout.core.pending import Pending
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
-from rollout.core.types import ServerStatus, StepReport
+from rollout.core.types import EngineRank, ServerStatus, StepReport, TrainerSlot
 from rollout.driver import (
     Driver,
     EvalDataset,
@@ -45,13 +46,23 @@ __version__ = "0.1.0"
 
 
 def launch(
-    config: RolloutConfig, *, backend: Literal["local", "ray"] = "local"
+    config: RolloutConfig,
+    *,
+    backend: Literal["local", "ray"] = "local",
+    placement_group: Any = None,
+    bundles: Sequence[int] | Mapping[int, int | str] | None = None,
 ) -> DeploymentHandle:
     """Start the servers of ``config`` and return when they are serving.
+
+    A server with engines on the GPUs of an earlier server is offloaded instead.
 
     Args:
         backend: ``local`` runs everything in this process and its children; ``ray`` runs the
             same code as actors on the cluster of ``config.cluster``.
+        placement_group: an existing Ray placement group to run the engines in, instead of a new
+            one.  It is never removed.
+        bundles: the indices of the only bundles to use in it; by default all with a GPU.  A
+            mapping has the GPU id of each, which is needed if actors already hold whole GPUs.
 
     Raises:
         ConfigError: a setting is wrong, or ``backend`` is ``ray`` and Ray is not installed.
@@ -66,6 +77,8 @@ def launch(
             "and from_file make one"
         )
     if backend == "local":
+        if placement_group is not None or bundles is not None:
+            raise ConfigError("placement_group and bundles need backend='ray'")
         from rollout.runtime.local import launch_local
 
         return launch_local(config)
@@ -80,7 +93,7 @@ def launch(
             "backend = 'ray' needs Ray, which is not installed; "
             "pip install 'ray-rollout[ray]', or use backend='local'"
         ) from None
-    return launch_ray(config)
+    return launch_ray(config, placement_group=placement_group, bundles=bundles)
 
 
 __all__ = [
@@ -89,6 +102,7 @@ __all__ = [
     "DeploymentHandle",
     "Driver",
     "EngineFailure",
+    "EngineRank",
     "EvalDataset",
     "GenerationAborted",
     "Hooks",
@@ -112,6 +126,7 @@ __all__ = [
     "ServerStatus",
     "Session",
     "StepReport",
+    "TrainerSlot",
     "WeightError",
     "WeightMismatch",
     "WeightsUnavailable",

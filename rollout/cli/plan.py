@@ -20,7 +20,7 @@ from rollout.config import GroupConfig, RolloutConfig, ServerConfig, WeightUpdat
 from rollout.config.file import read_values
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
-from rollout.rules.placement import PlacementPlan, check_capacity, plan_placement
+from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
 from rollout.rules.release_policy import elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import wrong_settings
@@ -88,10 +88,7 @@ def _groups(config: RolloutConfig) -> list[tuple[str, WeightUpdate, GroupConfig]
 
 def summary(config: RolloutConfig) -> dict[str, Any]:
     """Placement, addresses, memory and refusals of a configuration, ready for JSON."""
-    placement = plan_placement(
-        {name: server.groups for name, server in config.servers.items()},
-        trainer_gpus=config.cluster.trainer_gpus,
-    )
+    placement = plan_of(config)
     groups = [
         _group(placement, name, server, group, of_group)
         for name, server in config.servers.items()
@@ -105,6 +102,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "run_id": config.run_id,
         "needs": placement.totals(),
         "shared_gpu_bundles": placement.shared,
+        "stacked": placement.stacked,
         "servers": [_server(name, server) for name, server in config.servers.items()],
         "groups": groups,
         "host_bytes": host_bytes,
@@ -203,7 +201,7 @@ def _show(values: dict[str, Any]) -> None:
         "group",
         "engines",
         "GPUs each",
-        "bundles",
+        "positions",
         "offloads",
         "weights come back from",
         "host memory",
@@ -227,9 +225,13 @@ def _show(values: dict[str, Any]) -> None:
             f"{size_text(server['weight_bytes'])}, {_store_text(server['store_bytes_per_node'])}"
         )
     needs = ", ".join(f"{amount:g} {name}" for name, amount in values["needs"].items()) or "nothing"
-    console().print(
-        f"needs {needs}; the trainer shares the first {values['shared_gpu_bundles']} GPU bundles"
-    )
+    shared = values["shared_gpu_bundles"]
+    positions = f"positions {_span_text(range(shared))}" if shared else "no GPU"
+    console().print(f"needs {needs}; the trainer shares {positions}")
+    for server, below in values["stacked"].items():
+        console().print(
+            f"{server}: on GPUs of {', '.join(below)}, so it starts first and stays offloaded"
+        )
     for note in values["notes"]:
         console().print(f"[yellow]note[/yellow] {note}")
     for refusal in values["refusals"]:

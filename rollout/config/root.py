@@ -48,9 +48,11 @@ class ClusterConfig(ConfigSection):
     namespace: str = "rollout"
     """Ray namespace of the actor names."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of the trainer; groups with ``needs_offload`` are placed on the same GPUs."""
+    """GPUs of the trainer; groups with ``needs_offload`` are placed on the same GPUs. If their
+    servers together need more, servers are stacked on the same GPUs."""
     placement_timeout_s: Seconds = 60.0
-    """Deadline for Ray to grant the placement group; the error names the missing resources."""
+    """Deadline for Ray to grant the placement group and to report its GPU ids; the error names what
+    is missing."""
 
 
 class RolloutConfig(ConfigSection):

@@ -4,13 +4,16 @@ Always true: offload and onload are one transaction over all servers.  The train
 shared by all.  So no server releases before every server has flushed, and none serves before
 every server can.  One transaction runs at a time.  A repeated transaction, also one that failed,
 continues from the phase of each group.
+
+Stacked servers have engines on the same GPUs.  They start and resume memory one after the other,
+so that each is measured against what is really free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
@@ -18,7 +21,7 @@ from rollout.core.command_lock import CommandLock
 from rollout.core.errors import ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import ServerStatus, StepReport
-from rollout.rules.lifecycle import OFFLOAD, SERVE, Command
+from rollout.rules.lifecycle import OFFLOAD, SERVE, TAKE_MEMORY, Command
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ class Deployment:
     Args:
         stop_budget_s: deadline for one server to stop; None if the server has its own.
         lock_timeout_s: how long a transaction waits for the previous one.
+        stacked: the servers that share a GPU with an earlier server.
     """
 
     def __init__(
@@ -38,15 +42,25 @@ class Deployment:
         *,
         stop_budget_s: float | None = None,
         lock_timeout_s: float = 900.0,
+        stacked: Collection[str] = (),
     ) -> None:
         self._servers = dict(servers)
         self._stop_budget_s = stop_budget_s
         self._lock = CommandLock(lock_timeout_s)
+        self._stacked = [name for name in self._servers if name in stacked]
 
     async def start(self) -> dict[str, ServerStatus]:
-        """Start all servers; if one does not start, all are stopped again."""
+        """Start all servers; if one does not start, all are stopped again.
+
+        Stacked servers start first, one after the other, and each is offloaded before the next
+        starts.  They stay offloaded, and all other servers serve.
+        """
         try:
-            return await barrier({name: server.start() for name, server in self._servers.items()})
+            for name in self._stacked:
+                await self._servers[name].start()
+                await self._servers[name].offload()
+            await barrier({name: self._servers[name].start() for name in self._not_stacked()})
+            return await self.status()
         except BaseException:
             await self.stop()
             raise
@@ -102,8 +116,19 @@ class Deployment:
         """Run each command on all servers before the next.  Servers already past it do nothing."""
         reports = {name: StepReport() for name in self._servers}
         for command in commands:
-            done = await barrier(
-                {name: server.advance(command) for name, server in self._servers.items()}
-            )
-            reports = {name: reports[name].merged(done[name]) for name in reports}
+            for names in self._in_turn(command):
+                done = await barrier({name: self._servers[name].advance(command) for name in names})
+                reports |= {name: reports[name].merged(report) for name, report in done.items()}
         return reports
+
+    def _in_turn(self, command: Command) -> Iterator[Sequence[str]]:
+        """The servers that run a command at the same time, in order."""
+        if command not in TAKE_MEMORY:
+            yield list(self._servers)
+            return
+        yield self._not_stacked()
+        for name in self._stacked:
+            yield [name]
+
+    def _not_stacked(self) -> list[str]:
+        return [name for name in self._servers if name not in self._stacked]

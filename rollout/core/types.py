@@ -30,6 +30,7 @@ class EngineSlot:
         bundle_indices: the placement-group bundles it covers, in order; empty outside Ray.
         gpu_ids: physical GPU ids on that node, in order; empty for a CPU engine.
         num_cpus: CPU cores reserved for it on each of its nodes.
+        shares_gpus: the trainer, or engines of other servers, use its GPUs too.
         more: its other nodes, in order of rank; each has as many GPUs as the first.
     """
 
@@ -40,12 +41,46 @@ class EngineSlot:
     bundle_indices: tuple[int, ...] = ()
     gpu_ids: tuple[GpuId, ...] = ()
     num_cpus: float = 1.0
+    shares_gpus: bool = False
     more: tuple[NodeShare, ...] = ()
 
     @property
     def shares(self) -> tuple[NodeShare, ...]:
         """Its parts on all of its nodes, in order of rank."""
         return (NodeShare(self.node_id, self.bundle_indices, self.gpu_ids), *self.more)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """The part of an engine on one GPU.
+
+    Attributes:
+        tp_rank: the position of the GPU among those of the engine; its tensor-parallel rank, if
+            the engine has no pipeline parallelism.
+    """
+
+    server: str
+    engine_id: str
+    tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSlot:
+    """One GPU of the trainer, as placed at the launch.
+
+    Attributes:
+        rank: the trainer's rank that belongs on this GPU.
+        bundle_index: the bundle in the placement group; None without Ray.
+        node_id: ``local`` without Ray.
+        gpu_id: of this node, as Ray or ``CUDA_VISIBLE_DEVICES`` names it.
+        engines: the engines on this GPU, at most one of each server; empty if it has none.
+    """
+
+    rank: int
+    bundle_index: int | None
+    node_id: str
+    gpu_id: GpuId
+    engines: tuple[EngineRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

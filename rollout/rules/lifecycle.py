@@ -114,6 +114,7 @@ TABLE: tuple[Transition, ...] = (
 # The commands of an offload and of an onload; resume_weights and update_weights lie between them.
 OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
 SERVE = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
 
 # The phase that each command ends in, to detect a repeated command.
 _ENDS_IN: dict[Command, Phase] = {row.command: row.target for row in TABLE}

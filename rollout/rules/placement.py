@@ -2,19 +2,23 @@
 
 Always true: the trainer and the groups with ``needs_offload`` share the first bundles; every other
 group has separate bundles.  Bundles are sorted by (node id, lowest GPU id) before they are
-assigned, so that neighbouring ranks share a node.  (Nodes of a simulated cluster share one IP
-address, so an order by address would mix them.)
+assigned, so that neighbouring ranks share a node: their order is not that of their indices in the
+placement group.  (Nodes of a simulated cluster share one IP address, so an order by address would
+mix them.)  Two engines of one server are never on the same GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from engines.protocol import GpuId, WorkerType
-from rollout.config import EngineConfig, EngineKind, GroupConfig
+from rollout.config import EngineKind, GroupConfig, RolloutConfig
 from rollout.core.errors import PlacementError
-from rollout.core.types import EngineSlot, NodeShare
+from rollout.core.types import EngineRank, EngineSlot, NodeShare, TrainerSlot
+
+EngineKey = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,9 @@ class BundleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A granted bundle: its index in the placement group, its node and its GPUs."""
+    """A granted bundle: its index in the placement group (None without Ray), node and GPUs."""
 
-    index: int
+    index: int | None
     node_id: str
     gpu_ids: tuple[GpuId, ...] = ()
 
@@ -48,13 +52,35 @@ class PlacementPlan:
             bundles.
         shared: number of bundles shared with the trainer.
         spans: (server, group, engine index) -> range of positions in the sorted bundles.
-        engines: the same keys -> settings of the engine.
+        groups: the same keys -> settings of the engine's group.
     """
 
     bundles: tuple[BundleRequest, ...]
     shared: int
-    spans: Mapping[tuple[str, str, int], range]
-    engines: Mapping[tuple[str, str, int], EngineConfig]
+    spans: Mapping[EngineKey, range]
+    groups: Mapping[EngineKey, GroupConfig]
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(bundle.num_gpus for bundle in self.bundles)
+
+    def on_gpu(self, position: int) -> list[EngineKey]:
+        """The engines that are started on one GPU."""
+        return [
+            key
+            for key, span in self.spans.items()
+            if position in span and self.groups[key].worker_type is not WorkerType.PLACEHOLDER
+        ]
+
+    @property
+    def stacked(self) -> dict[str, list[str]]:
+        """Server -> the servers before it in the configuration on the same GPUs, if it has any."""
+        found: dict[str, list[str]] = {}
+        for position in range(self.shared):
+            servers = list(dict.fromkeys(server for server, _, _ in self.on_gpu(position)))
+            for index, server in enumerate(servers[1:], 1):
+                found[server] = list(dict.fromkeys([*found.get(server, []), *servers[:index]]))
+        return found
 
     def totals(self) -> dict[str, float]:
         """The sum of all bundles, resource -> amount."""
@@ -65,6 +91,12 @@ class PlacementPlan:
         return whole.resources()
 
 
+def plan_of(config: RolloutConfig) -> PlacementPlan:
+    """See ``plan_placement``."""
+    servers = {name: server.groups for name, server in config.servers.items()}
+    return plan_placement(servers, trainer_gpus=config.cluster.trainer_gpus)
+
+
 def plan_placement(
     servers: Mapping[str, Mapping[str, GroupConfig]], *, trainer_gpus: int = 0
 ) -> PlacementPlan:
@@ -72,38 +104,60 @@ def plan_placement(
 
     A GPU bundle has one GPU and one CPU core; an engine with ``gpus: n`` gets n of them.  A CPU
     engine gets one bundle with its cores for each of its nodes.  An attached engine gets none.
+
+    Args:
+        trainer_gpus: servers whose groups offload are stacked if together they need more; 0: each
+            has GPUs of its own.
     """
-    demands = [
-        ((server, name, index), group)
+    groups = {
+        (server, name, index): group
         for server, groups in servers.items()
         for name, group in groups.items()
         if group.worker_type is not WorkerType.PLACEHOLDER or group.engine.gpus
         for index in range(group.num_engines)
-    ]
-    spans: dict[tuple[str, str, int], range] = {}
-
-    def place(position: int, *, is_colocated: bool) -> int:
-        """Give GPU engines their spans from ``position`` on; returns the end of the last one."""
-        for key, group in demands:
-            if group.engine.gpus and group.needs_offload is is_colocated:
-                spans[key] = range(position, position + group.engine.gpus)
-                position += group.engine.gpus
-        return position
-
-    # Several offloading servers share the trainer's GPUs side by side: two engines are never put on
-    # the same GPU.
-    shared = max(trainer_gpus, place(0, is_colocated=True))
-    num_gpus = place(shared, is_colocated=False)
+    }
+    sharing = {
+        key: group.engine.gpus
+        for key, group in groups.items()
+        if group.engine.gpus and group.needs_offload
+    }
+    spans = _shared_spans(sharing, trainer_gpus)
+    shared = num_gpus = max([trainer_gpus, *(span.stop for span in spans.values())])
+    for key, group in groups.items():
+        if group.engine.gpus and not group.needs_offload:
+            spans[key] = range(num_gpus, num_gpus + group.engine.gpus)
+            num_gpus += group.engine.gpus
     bundles = [BundleRequest(num_gpus=1, num_cpus=1.0)] * num_gpus
-    for key, group in demands:
+    for key, group in groups.items():
         if group.engine.kind is EngineKind.ATTACHED:
             spans[key] = range(0)
         elif not group.engine.gpus:
             spans[key] = range(len(bundles), len(bundles) + group.engine.nodes)
             bundle = BundleRequest(num_gpus=0, num_cpus=group.engine.cpus)
             bundles += [bundle] * group.engine.nodes
-    engines = {key: group.engine for key, group in demands}
-    return PlacementPlan(tuple(bundles), shared, spans, engines)
+    return PlacementPlan(tuple(bundles), shared, spans, groups)
+
+
+def _shared_spans(sharing: Mapping[EngineKey, int], trainer_gpus: int) -> dict[EngineKey, range]:
+    """Spans of the engines that share the trainer's GPUs, engine -> its GPUs.
+
+    Each server begins after the one before it.  If it does not fit there, it begins at the first
+    GPU again, and is stacked on the servers that are there.
+    """
+    spans: dict[EngineKey, range] = {}
+    position = 0
+    for _, keys in groupby(sharing, key=lambda key: key[0]):
+        mine = list(keys)
+        if trainer_gpus and spans:
+            # A multiple of its widest engine, which could otherwise straddle two nodes.
+            widest = max(sharing[key] for key in mine)
+            position = -(-position // widest) * widest
+            if position + sum(sharing[key] for key in mine) > trainer_gpus:
+                position = 0
+        for key in mine:
+            spans[key] = range(position, position + sharing[key])
+            position += sharing[key]
+    return spans
 
 
 def assign_slots(
@@ -114,19 +168,13 @@ def assign_slots(
     Raises:
         PlacementError: bundles are missing, or the bundles of an engine are on too many nodes.
     """
-    if len(granted) != len(plan.bundles):
-        raise PlacementError(
-            f"placement needs {len(plan.bundles)} bundles, {len(granted)} were granted",
-            requested=plan.totals(),
-        )
-    by_place = sorted(granted, key=lambda bundle: (bundle.node_id, bundle.gpu_ids))
-    ordered = [bundle for bundle in by_place if bundle.gpu_ids]
-    ordered += [bundle for bundle in granted if not bundle.gpu_ids]
+    ordered = _in_order(plan, granted)
     slots: dict[tuple[str, str], list[EngineSlot]] = {}
     for key, span in plan.spans.items():
         server, group, index = key
         mine = [ordered[position] for position in span]
-        first, *more = _shares(key, mine, plan.engines[key].nodes)
+        settings = plan.groups[key]
+        first, *more = _shares(key, mine, settings.engine.nodes)
         slots.setdefault((server, group), []).append(
             EngineSlot(
                 engine_id=f"{group}-{index}",
@@ -135,11 +183,52 @@ def assign_slots(
                 node_id=first.node_id,
                 bundle_indices=first.bundle_indices,
                 gpu_ids=first.gpu_ids,
-                num_cpus=plan.engines[key].cpus,
+                num_cpus=settings.engine.cpus,
+                shares_gpus=bool(first.gpu_ids) and settings.needs_offload,
                 more=tuple(more),
             )
         )
     return slots
+
+
+def trainer_slots(plan: PlacementPlan, granted: Sequence[Bundle]) -> tuple[TrainerSlot, ...]:
+    """The trainer's GPUs in the order of its ranks, each with the engines that share it.
+
+    Raises:
+        PlacementError: bundles are missing.
+    """
+    return tuple(
+        TrainerSlot(
+            rank=rank,
+            bundle_index=bundle.index,
+            node_id=bundle.node_id,
+            gpu_id=bundle.gpu_ids[0],
+            engines=tuple(
+                EngineRank(server, f"{group}-{index}", rank - plan.spans[key].start)
+                for key in plan.on_gpu(rank)
+                for server, group, index in [key]
+            ),
+        )
+        for rank, bundle in enumerate(_in_order(plan, granted)[: plan.shared])
+    )
+
+
+def _in_order(plan: PlacementPlan, granted: Sequence[Bundle]) -> list[Bundle]:
+    """The bundles for the positions of a plan; GPU bundles that it does not need are left out."""
+    ordered = [bundle for bundle in sorted(granted, key=_place) if bundle.gpu_ids][: plan.num_gpus]
+    ordered += [bundle for bundle in granted if not bundle.gpu_ids]
+    if len(ordered) != len(plan.bundles):
+        raise PlacementError(
+            f"placement needs {len(plan.bundles)} bundles, {len(granted)} were granted",
+            requested=plan.totals(),
+        )
+    return ordered
+
+
+def _place(bundle: Bundle) -> tuple[str, list[tuple[bool, GpuId]]]:
+    """Sorts by node and GPU.  Without Ray the GPUs keep their order, which is that of torch."""
+    gpu_ids = bundle.gpu_ids if bundle.index is not None else ()
+    return bundle.node_id, [(isinstance(gpu_id, str), gpu_id) for gpu_id in gpu_ids]
 
 
 def _shares(
@@ -161,8 +250,72 @@ def _shares(
                 f"{', '.join(nodes)}; give its group engine.nodes and gpus that fit these nodes"
             )
         gpu_ids = tuple(gpu_id for bundle in part for gpu_id in bundle.gpu_ids)
-        shares.append(NodeShare(nodes[0], tuple(bundle.index for bundle in part), gpu_ids))
+        indices = tuple(bundle.index for bundle in part if bundle.index is not None)
+        shares.append(NodeShare(nodes[0], indices, gpu_ids))
     return shares
+
+
+def bundles_of_group(
+    plan: PlacementPlan,
+    resources: Mapping[int, Mapping[str, float]],
+    named: Iterable[int] | None = None,
+) -> list[int]:
+    """The bundles of an existing placement group that a plan may use, by index.
+
+    All with a GPU, also those beyond what the plan needs; and one for each CPU engine.
+
+    Args:
+        resources: the resources of all bundles of the group.
+        named: the only bundles to use; None: all.
+
+    Raises:
+        PlacementError: a bundle is wrong, or there are too few; names what is missing.
+    """
+    chosen = sorted(resources) if named is None else list(named)
+    if why_not := next(_wrong_bundles(plan, resources, chosen, is_named=named is not None), ""):
+        raise PlacementError(why_not)
+    with_gpu = [index for index in chosen if resources[index].get("GPU")]
+    without = [index for index in chosen if index not in with_gpu]
+    where = "bundles names" if named is not None else "the placement group has"
+    if len(with_gpu) < plan.num_gpus:
+        raise PlacementError(
+            f"engines and trainer need {plan.num_gpus} bundles with a GPU, {where} "
+            f"{len(with_gpu)}: {', '.join(map(str, with_gpu)) or 'none'}",
+            requested=plan.totals(),
+        )
+    for request in plan.bundles[plan.num_gpus :]:
+        fitting = [one for one in without if resources[one].get("CPU", 0) >= request.num_cpus]
+        if not fitting:
+            raise PlacementError(
+                f"an engine on the CPU needs a bundle without a GPU and with {request.num_cpus:g} "
+                f"CPUs, {where} none that is free",
+                requested=plan.totals(),
+            )
+        without.remove(fitting[0])
+        with_gpu.append(fitting[0])
+    return with_gpu
+
+
+def _wrong_bundles(
+    plan: PlacementPlan,
+    resources: Mapping[int, Mapping[str, float]],
+    chosen: Sequence[int],
+    *,
+    is_named: bool,
+) -> Iterator[str]:
+    """What is wrong with the bundles of an existing placement group."""
+    for place, index in enumerate(chosen):
+        if index not in resources:
+            yield (
+                f"bundles names {index}, and the placement group has {len(resources)} bundles: "
+                f"0 to {len(resources) - 1}"
+            )
+        elif index in chosen[:place]:
+            yield f"bundles names {index} twice; name each bundle once"
+        elif (num_gpus := resources[index].get("GPU", 0.0)) not in (0, 1):
+            yield f"bundle {index} has {num_gpus:g} GPUs; engines need bundles with one GPU each"
+        elif is_named and not num_gpus and len(plan.bundles) == plan.num_gpus:
+            yield f"bundle {index} has no GPU; leave it out of bundles"
 
 
 def check_capacity(plan: PlacementPlan, available: Mapping[str, float], where: str) -> None:
@@ -192,21 +345,19 @@ def local_bundles(plan: PlacementPlan, gpu_ids: Sequence[GpuId], num_cpus: float
     Raises:
         PlacementError: there are fewer GPUs than the plan needs, or an engine needs two machines.
     """
-    for (_, group, index), engine in plan.engines.items():
-        if engine.nodes > 1:
+    for (_, group, index), settings in plan.groups.items():
+        if settings.engine.nodes > 1:
             raise PlacementError(
-                f"engine {group}-{index} spans {engine.nodes} nodes, and without Ray there is one; "
-                "launch it on a Ray cluster"
+                f"engine {group}-{index} spans {settings.engine.nodes} nodes, and without Ray "
+                "there is one; launch it on a Ray cluster"
             )
-    needed = sum(request.num_gpus for request in plan.bundles)
-    if needed > len(gpu_ids):
+    if plan.num_gpus > len(gpu_ids):
         raise PlacementError(
-            f"placement needs {needed} GPUs, this machine has {len(gpu_ids)}",
+            f"placement needs {plan.num_gpus} GPUs, this machine has {len(gpu_ids)}",
             requested=plan.totals(),
             available={"GPU": float(len(gpu_ids)), "CPU": num_cpus},
         )
     free = iter(gpu_ids)
     return [
-        Bundle(index, "local", (next(free),) if request.num_gpus else ())
-        for index, request in enumerate(plan.bundles)
+        Bundle(None, "local", (next(free),) if request.num_gpus else ()) for request in plan.bundles
     ]

@@ -22,7 +22,7 @@ from rollout.core.types import EngineSlot
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
-from rollout.rules.placement import assign_slots, local_bundles, plan_placement
+from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.run_lock import RunLock
@@ -96,23 +96,18 @@ def started_groups(config: RolloutConfig, server: str) -> list[str]:
 def build_servers(
     config: RolloutConfig,
     launcher: EngineLauncher,
-    gpu_ids: Sequence[GpuId],
+    slots: Mapping[tuple[str, str], Sequence[EngineSlot]],
     connect: Connect | None = None,
 ) -> dict[str, RolloutServer]:
     """The servers of ``config`` as objects; nothing is started.
 
     Args:
+        slots: (server, group) -> its slots.
         connect: creates the client of an engine; None creates the HTTP client.
 
     Raises:
         ConfigError: a release would lose weights.
-        PlacementError: there are fewer GPUs than the engines need.
     """
-    plan = plan_placement(
-        {name: server.groups for name, server in config.servers.items()},
-        trainer_gpus=config.cluster.trainer_gpus,
-    )
-    slots = assign_slots(plan, local_bundles(plan, gpu_ids, float(os.cpu_count() or 1)))
     run = RunFolder.of(config)
 
     def group_of(settings: GroupSettings, slots: Sequence[EngineSlot]) -> ServerGroup:
@@ -195,7 +190,10 @@ def launch_local(
     check_before_launch(config, launches_here=launcher is None)
     lock = RunLock(RunFolder.of(config))
     try:
-        servers = build_servers(config, launcher or LocalLauncher(), visible_gpus(), connect)
+        plan = plan_of(config)
+        granted = local_bundles(plan, visible_gpus(), float(os.cpu_count() or 1))
+        slots = assign_slots(plan, granted)
+        servers = build_servers(config, launcher or LocalLauncher(), slots, connect)
     except BaseException:
         lock.release()
         raise
@@ -206,7 +204,8 @@ def launch_local(
             name: ServerHandle(name, config.servers[name], LocalCaller(loop, server))
             for name, server in servers.items()
         },
-        Deployment(servers, lock_timeout_s=lock_timeout_s(config)),
+        Deployment(servers, lock_timeout_s=lock_timeout_s(config), stacked=plan.stacked),
         loop,
         on_close=lock.release,
+        trainer_slots=trainer_slots(plan, granted),
     ).started()

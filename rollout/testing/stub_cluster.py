@@ -27,6 +27,7 @@ class PlacementGroup(PassedAsIs):
         self.id = secrets.token_bytes(14)
         self.places: list[Location] = []
         self.granted = threading.Event()
+        self.state = "PENDING"
 
     def wait(self, timeout_seconds: float = 30) -> bool:
         return self.granted.wait(timeout_seconds)
@@ -157,6 +158,7 @@ class Cluster:
         """Free its bundles for waiting groups; its actors die."""
         with self._lock:
             self._groups.remove(group)
+            group.state = "REMOVED"
             for (node_id, gpu_ids), bundle in zip(group.places, group.bundle_specs, strict=False):
                 if not node_id:  # its node was lost
                     continue
@@ -183,6 +185,7 @@ class Cluster:
             places = self._try_place(group)
             if places is not None:
                 group.places = places
+                group.state = "CREATED"
                 group.granted.set()
 
     def _try_place(self, group: PlacementGroup) -> list[Location] | None:

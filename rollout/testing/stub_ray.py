@@ -189,6 +189,7 @@ class StubRay:
 
     def placement_group_table(self, group: PlacementGroup) -> dict[str, Any]:
         return {
+            "state": group.state,
             "bundles": dict(enumerate(group.bundle_specs)),
             "bundles_to_node_id": {
                 index: node_id for index, (node_id, _) in enumerate(group.places)

@@ -52,6 +52,14 @@ def test_a_backend_that_does_not_exist_is_refused(deployment: DeploymentHandle) 
         rollout.launch(deployment.config, backend="slurm")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [{"placement_group": object()}, {"bundles": [0]}])
+def test_a_placement_group_without_ray_is_refused(
+    deployment: DeploymentHandle, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="placement_group and bundles need backend='ray'"):
+        rollout.launch(deployment.config, **wrong)
+
+
 PUSHES = [
     ("abc", "takes tensors by name, such as model.state_dict.., not the str 'abc'"),
     (b"abc", "not the bytes b'abc'"),

@@ -204,6 +204,7 @@ def make_server(
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
     health: Mapping[str, Any] | None = None,
+    launcher: FakeLauncher | None = None,
 ) -> ServerBench:
     """A server that is not started, over a checkpoint with the fake's tensors."""
     config = server_config(
@@ -213,7 +214,7 @@ def make_server(
         health=health,
         model_path=write_checkpoint(folder),
     )
-    launcher = FakeLauncher()
+    launcher = launcher or FakeLauncher()
     made = {
         name: ServerGroup(
             GroupSettings(
@@ -226,7 +227,7 @@ def make_server(
                 lifecycle=config.lifecycle,
                 health=config.health,
             ),
-            slots(name, group.num_engines),
+            slots(name, group.num_engines, group.engine.gpus),
             launcher,
             launcher.connect,
         )

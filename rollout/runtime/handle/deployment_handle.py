@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread, Pending
-from rollout.core.types import ServerStatus, StepReport
+from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.runtime.handle.server_handle import ServerHandle
 from rollout.weights.push.shm_buffers import remove_leftovers
 from rollout.weights.push.weight_push import WeightPush
@@ -24,8 +24,7 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
 
     Args:
         on_close: cleans up the rest of the launch, after the servers have stopped.
-        placement_group: Ray's placement group.  The trainer shares its first
-            ``cluster.trainer_gpus`` bundles.  None without Ray.
+        placement_group, trainer_slots: see the properties.
     """
 
     def __init__(
@@ -36,14 +35,29 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         loop: LoopThread,
         on_close: Callable[[], None] = lambda: None,
         placement_group: Any = None,
+        trainer_slots: Sequence[TrainerSlot] = (),
     ) -> None:
         self.config = config
-        self.placement_group = placement_group
+        self._placement_group = placement_group
+        self._trainer_slots = tuple(trainer_slots)
         self._servers = dict(servers)
         self._deployment = deployment
         self._loop = loop
         self._on_close = on_close
         self._closed = False
+
+    @property
+    def placement_group(self) -> Any:
+        """Ray's placement group with the engines; None without Ray."""
+        return self._placement_group
+
+    @property
+    def trainer_slots(self) -> tuple[TrainerSlot, ...]:
+        """The GPUs that the trainer shares, in the order of its ranks.
+
+        With Ray, place rank ``slot.rank`` in bundle ``slot.bundle_index`` of ``placement_group``.
+        """
+        return self._trainer_slots
 
     def __getitem__(self, name: str) -> ServerHandle:
         if name not in self._servers:

@@ -85,11 +85,11 @@ class ServerActors:
         return remote_router(self._router, f"{self._name}/router")
 
     def host_engine(
-        self, engine_id: str, shares: Sequence[NodeShare], num_cpus: float
+        self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
     ) -> list[Any]:
         """See ``RolloutServerActor.host_engine``."""
         placement = self._parts.placement
-        made = [(share.node_id, placement.make(share, num_cpus)) for share in shares]
+        made = [(share.node_id, placement.make(share, takes)) for share in shares]
         self._hosts[engine_id] = made
         return [actor for _, actor in made]
 

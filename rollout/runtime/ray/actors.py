@@ -5,7 +5,7 @@ All are async actors.  Every error of this library survives pickling, so it need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
@@ -144,10 +144,14 @@ class RolloutServerActor(RolloutServer):
         )
 
     async def host_engine(
-        self, engine_id: str, shares: Sequence[NodeShare], num_cpus: float
+        self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
     ) -> list[Any]:
-        """Actors for the parts of an engine, in order of rank; they end with this actor."""
-        return self._parts.host_engine(engine_id, shares, num_cpus)
+        """Actors for the parts of an engine, in order of rank; they end with this actor.
+
+        Args:
+            takes: what each takes of its bundle, by Ray's names.
+        """
+        return self._parts.host_engine(engine_id, shares, takes)
 
     async def start(self) -> ServerStatus:
         keep_what_is_loaded()

@@ -7,7 +7,7 @@ HTTP: an actor call in between would cost 0.3 ms of CPU.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,6 @@ from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProc
 from rollout.runtime.ray.nodes import LOOPBACK, current_share, node_addresses
 from rollout.runtime.ray.remote_call import RemoteCall
 
-# The share of an engine actor in a bundle that the trainer shares.
-_SHARE_OF_BUNDLE = 0.2
 _GPU_IDS_TIMEOUT_S = 60.0
 
 
@@ -43,11 +41,10 @@ class EnginePlacement:
     launcher: EngineLauncher
     owner: tuple[str, str] | None = None
 
-    def make(self, share: NodeShare, num_cpus: float) -> Any:
+    def make(self, share: NodeShare, takes: Mapping[str, float]) -> Any:
         """An actor for the part of an engine on one node; it ends with its creator."""
         return self.actor_class.options(
-            num_cpus=_SHARE_OF_BUNDLE if share.gpu_ids else num_cpus,
-            num_gpus=_SHARE_OF_BUNDLE if share.gpu_ids else 0,
+            **takes,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self.placement_group,
                 placement_group_bundle_index=share.bundle_indices[0],
@@ -75,7 +72,7 @@ class RayLauncher:
             return await self._placement.launcher.launch(spec)
         group = self._placement.placement_group
         shares = [
-            await current_share(spec.engine_id, group, share, _SHARE_OF_BUNDLE, _GPU_IDS_TIMEOUT_S)
+            await current_share(spec.engine_id, group, share, _GPU_IDS_TIMEOUT_S)
             for share in slot.shares
         ]
         hosts = await _hosts(shares)
@@ -103,15 +100,27 @@ class RayLauncher:
         return RayEngine(spec.engine_id, parts)
 
     async def _make_actors(self, slot: EngineSlot, shares: Sequence[NodeShare]) -> list[Any]:
-        owner = self._placement.owner
+        owner, takes = self._placement.owner, _takes_of_bundle(slot)
         if owner is None:
-            return [self._placement.make(share, slot.num_cpus) for share in shares]
+            return [self._placement.make(share, takes) for share in shares]
         namespace, name = owner
         server: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
         made: list[Any] = await RemoteCall(
-            server.host_engine.remote(slot.engine_id, tuple(shares), slot.num_cpus), name
+            server.host_engine.remote(slot.engine_id, tuple(shares), takes), name
         )
         return made
+
+
+def _takes_of_bundle(slot: EngineSlot) -> dict[str, float]:
+    """What an engine's actor takes of its first bundle on each node.
+
+    Nothing of a shared one, so that an actor of the trainer fits with the whole GPU and CPU.  The
+    GPU ids are known from ``gpu_ids_of_bundle``.  Of an engine's own bundle the whole GPU, so that
+    no actor of the trainer is placed there.
+    """
+    if not slot.gpu_ids:
+        return {"num_cpus": slot.num_cpus, "num_gpus": 0}
+    return {"num_cpus": 0, "num_gpus": 0 if slot.shares_gpus else 1}
 
 
 async def _hosts(shares: Sequence[NodeShare]) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from engines.launch import EngineLauncher, LocalLauncher
+from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.config import RolloutConfig
@@ -19,7 +20,7 @@ from rollout.control.server.journal import ServerJournal
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
-from rollout.rules.placement import assign_slots, plan_placement
+from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import (
     group_settings,
@@ -38,7 +39,7 @@ from rollout.runtime.ray.actors import (
 )
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import RayCaller, remote_server
-from rollout.runtime.ray.placement_group import remove_unused, reserve, still_used
+from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
 from rollout.runtime.ray.store_agents import end_agents, place_agents
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.push.weight_source import WeightSource
@@ -52,15 +53,23 @@ _UNUSED_TIMEOUT_S = 5.0
 
 
 def launch_ray(
-    config: RolloutConfig, *, launcher: EngineLauncher | None = None
+    config: RolloutConfig,
+    *,
+    launcher: EngineLauncher | None = None,
+    placement_group: Any = None,
+    bundles: Sequence[int] | Mapping[int, GpuId] | None = None,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` as actors; returns when they serve.
+
+    Args:
+        placement_group, bundles: see ``rollout.launch``.
 
     Raises:
         ConfigError, PlacementError: before any engine is started.
         PhaseFailed: an engine did not start; nothing is left running.
     """
     check_before_launch(config, launches_here=False)
+    existing = ExistingGroup.of(placement_group, bundles)
     undo = _Undo(RunLock(RunFolder.of(config)))
     try:
         undo.started_ray = _connect(config)
@@ -69,15 +78,17 @@ def launch_ray(
         raise
     loop = LoopThread("deployment")
     try:
-        plan = plan_placement(
-            {name: server.groups for name, server in config.servers.items()},
-            trainer_gpus=config.cluster.trainer_gpus,
-        )
-        undo.placement_group, granted = reserve(plan, timeout_s=config.cluster.placement_timeout_s)
+        plan, timeout_s = plan_of(config), config.cluster.placement_timeout_s
+        if existing is not None:
+            group: Any = existing.group
+            granted = existing.locate(plan, timeout_s=timeout_s)
+        else:
+            group, granted = reserve(plan, timeout_s=timeout_s)
+            undo.placement_group = group
         slots = assign_slots(plan, granted)
         placement = EnginePlacement(
-            undo.placement_group,
-            # The CPU or GPU share of an engine is set when it is placed.
+            group,
+            # The share of an engine in its bundle is set when it is placed.
             ray.remote(EngineActor),
             launcher or LocalLauncher(),
         )
@@ -101,10 +112,12 @@ def launch_ray(
             stop_budget_s=_STOP_MARGIN_S
             + 2 * max(server.lifecycle.stop_timeout_s for server in config.servers.values()),
             lock_timeout_s=lock_timeout_s(config),
+            stacked=plan.stacked,
         ),
         loop,
         on_close=undo,
-        placement_group=undo.placement_group,
+        placement_group=group,
+        trainer_slots=trainer_slots(plan, granted),
     ).started()
 
 
@@ -175,7 +188,11 @@ def _full_name(config: RolloutConfig, server: str) -> str:
 
 
 class _Undo:
-    """Undoes a launch in reverse order.  Actors are killed: one with a hung call cannot exit."""
+    """Undoes a launch in reverse order.  Actors are killed: one with a hung call cannot exit.
+
+    Attributes:
+        placement_group: the group that this launch has reserved; never an existing one.
+    """
 
     def __init__(self, lock: RunLock) -> None:
         self._actors: list[Any] = []

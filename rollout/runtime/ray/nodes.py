@@ -27,6 +27,8 @@ from rollout.runtime.ray.remote_call import RemoteCall
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
+# Ray counts shares of a GPU in steps of this.
+_LEAST_SHARE = 0.0001
 
 
 async def node_addresses() -> dict[str, str]:
@@ -36,19 +38,25 @@ async def node_addresses() -> dict[str, str]:
 
 
 async def current_share(
-    engine_id: str, group: Any, share: NodeShare, share_of_bundle: float, timeout_s: float
+    engine_id: str, group: Any, share: NodeShare, timeout_s: float
 ) -> NodeShare:
     """The same part of an engine, on the current node of its bundles.
 
     Ray moves the bundles of a lost node to another node as soon as one has room.
 
     Raises:
-        PlacementError: its node is lost, and no other node has room yet, or reports its GPUs.
+        PlacementError: its node is lost, and no other node has room yet, or reports its GPUs; or
+            the placement group was removed.
     """
     table, alive = await asyncio.gather(
         asyncio.to_thread(placement_group_table, group), node_addresses()
     )
     of_bundle: dict[int, str] = table["bundles_to_node_id"]
+    if table.get("state") == "REMOVED":
+        raise PlacementError(
+            f"engine {engine_id}: its placement group {group.id.hex()} was removed; launch again "
+            "in another one"
+        )
     nodes = {of_bundle.get(index, "") for index in share.bundle_indices}
     if nodes == {share.node_id} and share.node_id in alive:
         return share
@@ -66,7 +74,7 @@ async def current_share(
     node_id, gpu_ids = nodes.pop(), []
     if share.gpu_ids:
         calls = [
-            RemoteCall[list[GpuId]](gpu_ids_of_bundle(group, index, share_of_bundle), engine_id)
+            RemoteCall[list[GpuId]](gpu_ids_of_bundle(group, index), engine_id)
             for index in share.bundle_indices
         ]
         try:
@@ -76,17 +84,21 @@ async def current_share(
         except TimeoutError:
             raise PlacementError(
                 f"engine {engine_id}: its bundles moved to node {node_id}, and no worker started "
-                f"there within {timeout_s:g} s to report its GPU ids"
+                f"there within {timeout_s:g} s to report its GPU ids; an actor that holds the "
+                "whole GPU of a bundle prevents it, until it ends"
             ) from None
     return NodeShare(node_id, share.bundle_indices, tuple(gpu_ids))
 
 
-def gpu_ids_of_bundle(group: Any, index: int, share: float = 1) -> Any:
-    """Start a task that reads the GPU ids of a bundle, in a share of it; its object ref."""
+def gpu_ids_of_bundle(group: Any, index: int) -> Any:
+    """Start a task that reads the GPU id of a bundle; its object ref.
+
+    Ray reports the id only to tasks and actors that take a share of the GPU.
+    """
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=index
     )
-    task = ray.remote(num_cpus=0, num_gpus=share)(visible_gpu_ids)
+    task = ray.remote(num_cpus=0, num_gpus=_LEAST_SHARE)(visible_gpu_ids)
     return task.options(scheduling_strategy=strategy).remote()
 
 

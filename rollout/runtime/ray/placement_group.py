@@ -1,17 +1,20 @@
 """The placement group of a run: requests it with a deadline, and locates its bundles.
 
 Always true: a granted group is removed only when no actor or task uses it.  To remove it would kill
-all actors in it, also those of the trainer, with their model and optimizer.
+all actors in it, also those of the trainer, with their model and optimizer.  An existing group that
+was handed in is never removed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from engines.protocol import GpuId, read_gpu_id
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -19,8 +22,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from rollout.core.errors import PlacementError
-from rollout.rules.placement import Bundle, PlacementPlan, check_capacity
+from rollout.core.errors import ConfigError, PlacementError
+from rollout.rules.placement import Bundle, PlacementPlan, bundles_of_group, check_capacity
 from rollout.runtime.ray.nodes import gpu_ids_of_bundle
 
 logger = logging.getLogger(__name__)
@@ -49,17 +52,99 @@ def reserve(plan: PlacementPlan, *, timeout_s: float) -> tuple[PlacementGroup | 
             requested=plan.totals(),
             available=ray.available_resources(),
         )
+    gpus = [index for index, request in enumerate(plan.bundles) if request.num_gpus]
     try:
-        return group, _locate(plan, group, timeout_s)
-    except BaseException as error:
+        return group, _locate(
+            group, range(len(plan.bundles)), _read_gpu_ids(group, gpus, timeout_s)
+        )
+    except BaseException:
         remove_placement_group(group)
-        if isinstance(error, GetTimeoutError):
-            raise PlacementError(
-                f"{_format_resources(plan.totals())} were granted, but no worker started there "
-                f"within {timeout_s:g} s to report its GPU ids",
-                requested=plan.totals(),
-            ) from None
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class ExistingGroup:
+    """A placement group that somebody else has made, and ends.
+
+    Attributes:
+        named: the only bundles to use; None: all with a GPU.
+        gpu_ids: GPU ids by bundle, of bundles whose whole GPU is taken already.
+    """
+
+    group: PlacementGroup
+    named: tuple[int, ...] | None
+    gpu_ids: Mapping[int, GpuId]
+
+    @classmethod
+    def of(cls, group: Any, bundles: Any) -> ExistingGroup | None:
+        """The group of these arguments of ``rollout.launch``; None if there is none.
+
+        Raises:
+            ConfigError: they are of a wrong kind, or Ray is not connected.
+        """
+        if group is None:
+            if bundles is not None:
+                raise ConfigError("bundles are of a placement_group, and none is given")
+            return None
+        if not isinstance(group, PlacementGroup):
+            raise ConfigError(
+                f"placement_group is a Ray PlacementGroup, not a {type(group).__name__}"
+            )
+        if not ray.is_initialized():
+            raise ConfigError(
+                "this process has not joined the Ray cluster of placement_group; call ray.init"
+            )
+        if bundles is None:
+            return cls(group, None, {})
+        _check_kind_of(bundles)
+        ids = bundles if isinstance(bundles, Mapping) else {}
+        return cls(group, tuple(bundles), {index: _gpu_id(ids[index]) for index in ids})
+
+    def locate(self, plan: PlacementPlan, *, timeout_s: float) -> list[Bundle]:
+        """The bundles for ``plan``, in this group.
+
+        Raises:
+            PlacementError: the group is not granted, its bundles do not fit the plan, or their
+                GPU ids cannot be read.
+        """
+        table = placement_group_table(self.group)
+        name = f"placement group {self.group.id.hex()}"
+        if table.get("state") == "REMOVED":
+            raise PlacementError(f"{name} was removed")
+        chosen = bundles_of_group(plan, table["bundles"], self.named)
+        if not self.group.wait(timeout_s):
+            raise PlacementError(
+                f"{name} was not granted within {timeout_s:g} s (cluster.placement_timeout_s); "
+                f"free now: {_format_resources(ray.available_resources())}",
+                requested=plan.totals(),
+                available=ray.available_resources(),
+            )
+        unknown = [
+            index
+            for index in chosen
+            if table["bundles"][index].get("GPU") and index not in self.gpu_ids
+        ]
+        read = _read_gpu_ids(self.group, unknown, timeout_s)
+        given = {index: [gpu_id] for index, gpu_id in self.gpu_ids.items()}
+        return _locate(self.group, chosen, read | given)
+
+
+def _check_kind_of(bundles: Any) -> None:
+    is_list = isinstance(bundles, (Sequence, Mapping)) and not isinstance(bundles, (str, bytes))
+    if not is_list or any(type(index) is not int for index in bundles):
+        raise ConfigError(
+            "bundles is a list of bundle indices, or a mapping from them to GPU ids, not "
+            f"{bundles!r}"
+        )
+    if not bundles:
+        raise ConfigError("bundles is empty; leave it out to use all bundles with a GPU")
+
+
+def _gpu_id(gpu_id: Any) -> GpuId:
+    try:
+        return read_gpu_id(str(gpu_id))
+    except ValueError as error:
+        raise ConfigError(f"bundles: {error}") from None
 
 
 def remove_unused(group: PlacementGroup, *, timeout_s: float) -> bool:
@@ -106,18 +191,29 @@ def used_names(
     )
 
 
-def _locate(plan: PlacementPlan, group: PlacementGroup, timeout_s: float) -> list[Bundle]:
+def _read_gpu_ids(
+    group: PlacementGroup, bundles: Sequence[int], timeout_s: float
+) -> dict[int, list[GpuId]]:
+    calls = {index: gpu_ids_of_bundle(group, index) for index in bundles}
+    refs = list(calls.values())
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    for ref in late:
+        ray.cancel(ref)
+    if late:
+        raise PlacementError(
+            f"no worker started within {timeout_s:g} s (cluster.placement_timeout_s) to report the "
+            f"GPU ids of bundles {', '.join(str(one) for one in calls if calls[one] in late)}; if "
+            "actors hold their whole GPUs, launch before these actors start, or launch with "
+            "bundles={index: GPU id}"
+        )
+    return dict(zip(calls, ray.get(refs), strict=True))
+
+
+def _locate(
+    group: PlacementGroup, bundles: Iterable[int], gpu_ids: Mapping[int, Sequence[GpuId]]
+) -> list[Bundle]:
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    calls = {
-        index: gpu_ids_of_bundle(group, index)
-        for index, request in enumerate(plan.bundles)
-        if request.num_gpus
-    }
-    gpu_ids = dict(zip(calls, ray.get(list(calls.values()), timeout=timeout_s), strict=True))
-    return [
-        Bundle(index, nodes[index], tuple(gpu_ids.get(index, ())))
-        for index in range(len(plan.bundles))
-    ]
+    return [Bundle(index, nodes[index], tuple(gpu_ids.get(index, ()))) for index in bundles]
 
 
 def _format_resources(resources: dict[str, float]) -> str:

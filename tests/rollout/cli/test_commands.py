@@ -227,6 +227,21 @@ def test_a_plan_without_refusals_succeeds(tmp_path: Path) -> None:
     assert json_of("validate", str(file))["is_valid"] is True
 
 
+def test_a_plan_shows_which_servers_are_stacked_on_which(tmp_path: Path) -> None:
+    groups = {"main": {"num_engines": 2, "engine": {"kind": "fake", "gpus": 1}}}
+    values = config(tmp_path, groups).model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["reference"] = values["servers"]["policy"]
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps({**values, "cluster": {"trainer_gpus": 2}}))
+    plan = json_of("plan", str(file))
+    assert plan["stacked"] == {"reference": ["policy"]}
+    assert [group["bundles"] for group in plan["groups"]] == [["0", "1"]] * 2
+    assert plan["needs"] == {"GPU": 2.0, "CPU": 2.0}
+    output = run_command("plan", str(file))
+    assert "the trainer shares positions 0-1" in output
+    assert "reference: on GPUs of policy, so it starts first and stays offloaded" in output
+
+
 def test_serve_runs_until_it_is_stopped_by_name(tmp_path: Path) -> None:
     """Over an attached engine, which runs before and after."""
     with reserve_port() as reserved:

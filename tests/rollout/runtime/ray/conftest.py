@@ -17,7 +17,14 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 # Files of which only what runs over the stub is quick enough for the default run.
-SLOW_ON_RAY = ("lost_actors", "wide_engines", "recovery", "placement", "attached")
+SLOW_ON_RAY = (
+    "lost_actors",
+    "wide_engines",
+    "recovery",
+    "placement_group",
+    "existing_group",
+    "attached",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -133,9 +133,9 @@ async def share_on_another_node(
     (node_id,) = world.nodes()
     table = {"bundles_to_node_id": dict.fromkeys(MOVED.bundle_indices, node_id)}
     patch.setattr(nodes, "placement_group_table", lambda group: table)
-    patch.setattr(nodes, "gpu_ids_of_bundle", lambda group, index, share: reply(index))
+    patch.setattr(nodes, "gpu_ids_of_bundle", lambda group, index: reply(index))
     patch.setattr(world.ray, "cancel", lambda object_ref: None)
-    share: NodeShare = await nodes.current_share("main-0", None, MOVED, 0.2, timeout_s=0.2)
+    share: NodeShare = await nodes.current_share("main-0", None, MOVED, timeout_s=0.2)
     return share
 
 
