@@ -318,6 +318,23 @@ def _wrong_bundles(
             yield f"bundle {index} has no GPU; leave it out of bundles"
 
 
+def check_distinct_gpus(bundles: Sequence[Bundle]) -> None:
+    """Check that no two bundles have the same GPU, because two engines of a server would share it.
+
+    Raises:
+        PlacementError: two have; names them.
+    """
+    owners: dict[tuple[str, GpuId], int | None] = {}
+    for bundle in bundles:
+        for gpu_id in bundle.gpu_ids:
+            other = owners.setdefault((bundle.node_id, gpu_id), bundle.index)
+            if other != bundle.index:
+                raise PlacementError(
+                    f"bundles {other} and {bundle.index} both have GPU {gpu_id} of node "
+                    f"{bundle.node_id}; each needs a GPU of its own"
+                )
+
+
 def check_capacity(plan: PlacementPlan, available: Mapping[str, float], where: str) -> None:
     """Check that a plan can be granted at all.
 

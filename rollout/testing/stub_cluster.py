@@ -2,7 +2,8 @@
 
 Always true: the waiting bundles of a placement group are all granted together, or none is.
 
-Not supported: resources of actors outside a placement group.
+Not supported: resources of actors outside a placement group, and how much of a bundle its actors
+take together.
 """
 
 from __future__ import annotations

@@ -41,6 +41,23 @@ def config(
     )
 
 
+def stacked_config(folder: Path) -> RolloutConfig:
+    """A policy of two engines and a frozen reference of one, all on the trainer's two GPUs."""
+    servers = {
+        name: {
+            "model_path": write_checkpoint(folder),
+            "weights": {"update": update},
+            "groups": {
+                "main": {"num_engines": num, "engine": {"kind": "fake", "gpus": 2 // num}},
+            },
+        }
+        for name, num, update in (("policy", 2, "full"), ("reference", 1, "frozen"))
+    }
+    return RolloutConfig.from_dict(
+        {"log_dir": str(folder), "cluster": {"trainer_gpus": 2}, "servers": servers}
+    )
+
+
 @contextmanager
 def launched(launch: Any, *args: Any, **kwargs: Any) -> Iterator[DeploymentHandle]:
     handle = launch(config(*args, **kwargs), launcher=HttpFakeLauncher())

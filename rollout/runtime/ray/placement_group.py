@@ -23,7 +23,13 @@ from ray.util.placement_group import (
 )
 
 from rollout.core.errors import ConfigError, PlacementError
-from rollout.rules.placement import Bundle, PlacementPlan, bundles_of_group, check_capacity
+from rollout.rules.placement import (
+    Bundle,
+    PlacementPlan,
+    bundles_of_group,
+    check_capacity,
+    check_distinct_gpus,
+)
 from rollout.runtime.ray.nodes import gpu_ids_of_bundle
 
 logger = logging.getLogger(__name__)
@@ -126,7 +132,9 @@ class ExistingGroup:
         ]
         read = _read_gpu_ids(self.group, unknown, timeout_s)
         given = {index: [gpu_id] for index, gpu_id in self.gpu_ids.items()}
-        return _locate(self.group, chosen, read | given)
+        located = _locate(self.group, chosen, read | given)
+        check_distinct_gpus(located)
+        return located
 
 
 def _check_kind_of(bundles: Any) -> None:

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout import EngineRank, TrainerSlot
-from rollout.config import RolloutConfig
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
-from tests.support.builders import push, write_checkpoint
-from tests.support.served_fakes import TIMEOUT_S
-
-ENGINES = {"policy": 2, "reference": 1}
-
-
-def stacked_config(folder: Path, **more: Any) -> RolloutConfig:
-    """A policy of two engines and a frozen reference of one, all on the trainer's two GPUs."""
-    servers = {
-        name: {
-            "model_path": write_checkpoint(folder),
-            "weights": {"update": "full" if name == "policy" else "frozen"},
-            "groups": {
-                "main": {"num_engines": num, "engine": {"kind": "fake", "gpus": 2 // num}},
-            },
-        }
-        for name, num in ENGINES.items()
-    }
-    values = {"log_dir": str(folder), "cluster": {"trainer_gpus": 2}, "servers": servers, **more}
-    return RolloutConfig.from_dict(values)
+from tests.support.builders import push
+from tests.support.served_fakes import TIMEOUT_S, stacked_config
 
 
 @pytest.fixture

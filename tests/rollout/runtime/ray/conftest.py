@@ -23,6 +23,7 @@ SLOW_ON_RAY = (
     "recovery",
     "placement_group",
     "existing_group",
+    "stacked",
     "attached",
 )
 

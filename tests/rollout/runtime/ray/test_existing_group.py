@@ -23,6 +23,7 @@ from tests.support.served_fakes import TIMEOUT_S, config
 
 TWO_ENGINES = {"main": {"num_engines": 2, "engine": {"gpus": 1}}}
 ONE_GPU = {"GPU": 1, "CPU": 1}
+HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 1.0, "probes_to_dead": 2, "backoff_s": 0.1}
 
 
 class Rank:
@@ -164,6 +165,63 @@ def test_gpus_that_a_trainer_holds_already_are_named_or_refused_in_words(
         assert gpu_ids_of(world, ranks) == [[first], [second]]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_each_slot_names_the_gpu_of_its_engine_however_bundles_were_granted(
+    tmp_path: Path, seed: int
+) -> None:
+    groups = {
+        "apart": {"needs_offload": False, "engine": {"gpus": 2}},
+        "main": {"num_engines": 2, "engine": {"gpus": 2}},
+    }
+    nodes = ({"CPU": 8, "GPU": 2},) * 3
+    with stub_world(nodes, seed) as world, launched_in(world, tmp_path, groups=groups) as handle:
+        slots = handle.trainer_slots
+        ranks = [start_rank(world, handle.placement_group, slot.bundle_index) for slot in slots]
+        assert len(slots) == 4
+        check_slots(world, handle, slots, ranks)
+        for rank in ranks:
+            world.ray.kill(rank)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_engine_restarts_while_a_trainer_holds_its_whole_bundles(
+    world: World, tmp_path: Path, shares: bool
+) -> None:
+    groups = {"main": {"needs_offload": shares, "engine": {"gpus": 1}}}
+    more = {"cluster": {"trainer_gpus": 1}, "health": HEALTH, "run_id": f"crash-{shares}"}
+    with (
+        group_of(world, ONE_GPU, ONE_GPU) as group,
+        launched_in(world, tmp_path, group, groups=groups, **more) as handle,
+    ):
+        (slot,) = handle.trainer_slots
+        assert bool(slot.engines) is shares
+        rank = start_rank(world, group, slot.bundle_index)
+        assert gpu_ids_of(world, [rank]) == [[slot.gpu_id]]
+        before = engines_of(handle)["main-0"].endpoint
+        world.crash_newest("EngineActor")
+        assert wait_until(lambda: engines_of(handle)["main-0"].endpoint != before, 2 * TIMEOUT_S)
+        assert not engines_of(handle)["main-0"].fence_reason
+        assert gpu_ids_of(world, [rank]) == [[slot.gpu_id]]
+
+
+def test_engines_of_a_lost_node_come_back_in_the_same_group(world: World, tmp_path: Path) -> None:
+    # Each node has room for one bundle.
+    bundle, node = {"GPU": 1, "CPU": 9}, {"CPU": 10, "GPU": 1}
+    groups = {"main": {"num_engines": 2, "min_engines": 1, "engine": {"gpus": 1}}}
+    with world.more_nodes(1, **node) as (added,), group_of(world, bundle, bundle) as group:
+        with launched_in(
+            world, tmp_path, group, groups=groups, run_id="moved", health=HEALTH
+        ) as handle:
+            lost = next(one for one in engines_of(handle).values() if one.node_id == added)
+            world.lose_node(added)
+            assert wait_until(
+                lambda: "has no room" in engines_of(handle)[lost.engine_id].fence_reason, 90
+            )
+            replacement = world.add_node(**node)
+            assert wait_until(lambda: engines_of(handle)[lost.engine_id].node_id == replacement, 90)
+        assert world.ray.util.placement_group_table(group)["state"] == "CREATED"
+
+
 def test_a_group_that_is_not_granted_in_time_is_named(world: World, tmp_path: Path) -> None:
     limit = {"placement_timeout_s": 1}
     with (
@@ -190,6 +248,7 @@ def test_a_group_that_was_removed_is_refused(world: World, tmp_path: Path) -> No
     [
         ([0, 7], "bundles names 7, and the placement group has 2 bundles: 0 to 1"),
         ([1], "need 2 bundles with a GPU, bundles names 1: 1"),
+        ({0: 3, 1: "3"}, "bundles 0 and 1 both have GPU 3 of node"),
     ],
 )
 def test_bundles_that_do_not_fit_are_refused_and_the_group_stays(
