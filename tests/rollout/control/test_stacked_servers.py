@@ -139,7 +139,10 @@ async def test_onload_of_all_is_refused_where_they_do_not_fit_together(stack: St
 async def test_all_serve_together_where_there_is_room_for_all(stack: Stack) -> None:
     await stack.deployment.start()
     stack.total_bytes = 3 * PER_ENGINE
+    await stack.deployment.onload({})
+    assert await stack.phases() == ["serving"] * 3
     await stack.deployment.offload()
+    assert stack.used() == 0
     await stack.deployment.onload({"policy": push(1)})
     assert await stack.phases() == ["serving"] * 3
     assert stack.used() == 3 * PER_ENGINE

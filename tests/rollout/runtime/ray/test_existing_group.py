@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.protocol import GpuId
 from rollout.core.errors import ConfigError, PlacementError
@@ -284,16 +285,11 @@ def test_bundles_of_another_kind_are_refused(
 
 
 def test_what_is_no_placement_group_is_refused(stub: World, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="placement_group is a Ray PlacementGroup, not a list"),
-        launched_in(stub, tmp_path, [ONE_GPU]),
-    ):
-        pass
-    with (
-        pytest.raises(ConfigError, match="bundles are of a placement_group, and none is given"),
-        launched_in(stub, tmp_path, bundles=[0]),
-    ):
-        pass
+    whole = config(tmp_path, TWO_ENGINES)
+    with pytest.raises(ConfigError, match="placement_group is a Ray PlacementGroup, not a list"):
+        rollout.launch(whole, backend="ray", placement_group=[ONE_GPU])
+    with pytest.raises(ConfigError, match="bundles are of a placement_group, and none is given"):
+        rollout.launch(whole, backend="ray", bundles=[0])
 
 
 def test_a_group_without_its_cluster_is_refused(tmp_path: Path) -> None:
