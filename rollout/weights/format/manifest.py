@@ -18,6 +18,10 @@ from engines.tensors.safetensors_header import SafetensorsError, read_header, wo
 from rollout.config import Casts
 from rollout.core.errors import WeightMismatch
 
+FP8 = "float8_e4m3fn"
+SCALE_SUFFIX = "_scale_inv"
+"""The scales of a quantised ``x.weight`` are ``x.weight_scale_inv``."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -94,7 +98,9 @@ def check_push(
                 f"tensor {name!r} has shape {list(spec.shape)}, the model's is {list(known.shape)}",
                 tensor=name,
             )
-        if spec.dtype != known.dtype and (why := _why_no_cast(spec, known, casts)):
+        if spec.dtype != known.dtype and (
+            why := _why_not_quantised(known, expected) or _why_no_cast(spec, known, casts)
+        ):
             raise WeightMismatch(
                 f"tensor {name!r} is {spec.dtype}, the model's is {known.dtype}{why}", tensor=name
             )
@@ -108,9 +114,23 @@ def check_push(
         )
 
 
+def _why_not_quantised(known: TensorSpec, expected: Manifest) -> str:
+    """Why a tensor of another dtype cannot be pushed as a quantised one; empty if it is none.
+
+    Without its scales, a float8 number means nothing.
+    """
+    if known.dtype != FP8 or known.name + SCALE_SUFFIX not in expected.tensors:
+        return ""
+    return (
+        f" with scales in {known.name + SCALE_SUFFIX!r}; push with name_map="
+        "rollout.weights.tensors.fp8_block_quantiser(model_path), which makes both"
+    )
+
+
 def _why_no_cast(pushed: TensorSpec, known: TensorSpec, casts: Casts) -> str:
     """Why a tensor cannot have another dtype than the model's; empty if it can."""
-    if "float" not in pushed.dtype or "float" not in known.dtype:
+    is_float = "float" in pushed.dtype and "float" in known.dtype
+    if not is_float or "float8" in pushed.dtype + known.dtype:
         return "; push that dtype"
     if casts is Casts.ANY:
         return ""

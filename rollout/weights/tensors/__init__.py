@@ -17,6 +17,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.broadcast_sender import KeptGroup
+from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
 from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights, take_part
@@ -79,6 +80,7 @@ __all__ = [
     "bytes_fingerprint",
     "canary_logprobs",
     "device_fingerprint",
+    "fp8_block_quantiser",
     "make_push",
     "take_part",
 ]

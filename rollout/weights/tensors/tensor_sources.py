@@ -16,6 +16,7 @@ import torch
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
 from rollout.weights.format.named import named_pairs
+from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
     NameMap,
     PlannedBucket,
@@ -86,7 +87,7 @@ class TrainerWeights:
         plans: PushPlanCache | None = None,
     ) -> None:
         names, tensors = _columns(named_tensors)
-        if expected is not None and name_map is None:
+        if expected is not None and _keeps_names(name_map):
             known = expected.tensors
             if any(name not in known for name in names):
                 names, tensors = _columns(_without_tied(names, tensors, expected))
@@ -157,7 +158,7 @@ def take_part(
         WeightMismatch: tensors are tied, and ``model_path`` is empty.  Nothing was gathered.
     """
     expected = read_checkpoint_manifest(model_path) if model_path else None
-    if not model_path and name_map is None:
+    if not model_path and _keeps_names(name_map):
         named_tensors = list(named_pairs(named_tensors))
         _check_untied(named_tensors)
     weights = TrainerWeights(
@@ -165,6 +166,11 @@ def take_part(
     )
     for pairs, _ in weights.gathered():
         del pairs
+
+
+def _keeps_names(name_map: NameMap | None) -> bool:
+    """Whether the trainer's names are the checkpoint's, so that tied ones are found by name."""
+    return name_map is None or isinstance(name_map, Fp8BlockQuantiser)
 
 
 def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:

@@ -93,6 +93,44 @@ def test_a_setting_says_which_floats_may_be_of_another_width(
         assert f"push {model_dtype}, or set weights.casts to any" in str(refused.value)
 
 
+QUANTISED = Manifest.of(
+    [
+        TensorSpec("q.weight", "float8_e4m3fn", (8, 8)),
+        TensorSpec("q.weight_scale_inv", "float32", (1, 1)),
+        TensorSpec("plain.weight", "float8_e4m3fn", (8, 8)),
+    ]
+)
+
+
+@pytest.mark.parametrize("casts", list(Casts))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e5m2"])
+def test_a_wide_float_is_no_float8_and_the_refusal_names_the_quantiser(
+    dtype: str, casts: Casts
+) -> None:
+    wide = Manifest(dict(QUANTISED.tensors) | {"q.weight": TensorSpec("q.weight", dtype, (8, 8))})
+    with pytest.raises(
+        WeightMismatch,
+        match=f"'q.weight' is {dtype}, the model's is float8_e4m3fn with scales in "
+        r"'q\.weight_scale_inv'; push with name_map=rollout\.weights\.tensors\."
+        "fp8_block_quantiser",
+    ):
+        check_push(wide, QUANTISED, must_be_complete=True, casts=casts)
+
+
+@pytest.mark.parametrize(
+    ("pushed_dtype", "model_dtype"), [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")]
+)
+def test_a_float8_without_scales_is_neither_cast_nor_quantised(
+    pushed_dtype: str, model_dtype: str
+) -> None:
+    one, other = (
+        Manifest.of([TensorSpec("plain.weight", dtype, (8, 8))])
+        for dtype in (pushed_dtype, model_dtype)
+    )
+    with pytest.raises(WeightMismatch, match=f"is {pushed_dtype}, the model's.*; push that dtype$"):
+        check_push(one, other, must_be_complete=True, casts=Casts.ANY)
+
+
 def test_missing_tensors_are_counted_only_where_the_push_must_be_complete() -> None:
     part = Manifest({"ids": EXPECTED.tensors["ids"]})
     check_push(part, EXPECTED, must_be_complete=False)

@@ -1,0 +1,253 @@
+"""A trainer's weights as a checkpoint in float8 holds them: values and a scale per block."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.config import Transport, WeightsConfig
+from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.weights.format.manifest import check_push, read_checkpoint_manifest
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from rollout.weights.push.shm_buffers import ShmBufferPool  # noqa: E402
+from rollout.weights.tensors import (  # noqa: E402
+    PushPlanCache,
+    PushSender,
+    TrainerWeights,
+    fp8_block_quantiser,
+)
+from rollout.weights.tensors.fp8_quantiser import quantised  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+BLOCK = (128, 128)
+QUANTISATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
+EMBED, NORM, PROJ = "model.embed_tokens.weight", "model.norm.weight", "model.q_proj.weight"
+SHAPES = {EMBED: (64, 200), NORM: (200,), PROJ: (300, 200)}
+
+
+def trained(seed: int = 0) -> dict[str, "torch.Tensor"]:
+    """A trainer's model in bfloat16."""
+    numbers = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=numbers).to(torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+
+
+def write_fp8_checkpoint(
+    folder: Path,
+    quantisation: Mapping[str, Any] | None = None,
+    changed: Mapping[str, "torch.Tensor"] | None = None,
+) -> Path:
+    """The same model on disk, with the projection in float8."""
+    values, scales = reference(trained()[PROJ], BLOCK)
+    tensors = trained() | {PROJ: values, f"{PROJ}_scale_inv": scales} | dict(changed or {})
+    save_file(tensors, folder / "model.safetensors")
+    config = {"quantization_config": {**QUANTISATION, **(quantisation or {})}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def reference(
+    weight: "torch.Tensor", block: tuple[int, int]
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Block by block, one at a time."""
+    rows, columns = (-(-size // edge) for size, edge in zip(weight.shape, block, strict=True))
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            part = (
+                slice(row * block[0], (row + 1) * block[0]),
+                slice(column * block[1], (column + 1) * block[1]),
+            )
+            piece = weight[part].float()
+            largest = piece.abs().max()
+            scale = largest / 448 if largest / 448 > 0 else torch.tensor(1.0)
+            scales[row, column] = scale
+            values[part] = (piece / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def dequantised(
+    values: "torch.Tensor", scales: "torch.Tensor", block: tuple[int, int]
+) -> "torch.Tensor":
+    rows, columns = values.shape
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return values.float() * wide[:rows, :columns]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    block=st.tuples(st.sampled_from([1, 3, 16]), st.sampled_from([1, 5, 16])),
+    exponent=st.integers(-45, 30),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+    seed=st.integers(0, 2**16),
+)
+def test_it_is_what_one_block_at_a_time_gives_with_edges_of_any_size(
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    exponent: int,
+    dtype: "torch.dtype",
+    seed: int,
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=numbers) * torch.rand(shape, generator=numbers).round()
+    weight = (weight * 10.0 ** min(exponent, 3 if dtype is torch.float16 else 30)).to(dtype)
+    values, scales = quantised(weight, block)
+    want_values, want_scales = reference(weight, block)
+    assert torch.equal(scales, want_scales)
+    assert torch.equal(values.view(torch.uint8), want_values.view(torch.uint8))
+    # 3 bits after the leading one: half a step is 1/16 of the value; 2^-10 of a scale below that.
+    error = (dequantised(values, scales, block) - weight.float()).abs()
+    wide = dequantised(torch.ones_like(values.float()), scales, block)
+    assert bool((error <= weight.float().abs() / 16 * 1.001 + wide * 2**-10 * 1.001).all()) or (
+        float(scales.min()) < 1e-37  # such scales have fewer bits themselves
+    )
+
+
+def test_a_block_of_zeros_stays_zero_and_the_largest_value_stays_finite() -> None:
+    weight = torch.zeros(4, 4)
+    weight[2:, 2:] = 1e-3
+    values, scales = quantised(weight, (2, 2))
+    assert scales[0, 0] == 1.0
+    assert torch.equal(values[:2, :2].float(), torch.zeros(2, 2))
+    assert torch.equal(values[2:, 2:].float(), torch.full((2, 2), 448.0))
+
+
+def test_only_what_the_checkpoint_holds_in_float8_is_quantised(tmp_path: Path) -> None:
+    quantise = fp8_block_quantiser(write_fp8_checkpoint(tmp_path))
+    tensors = trained()
+    assert [name for name, _ in quantise(EMBED, tensors[EMBED])] == [EMBED]
+    assert next(iter(quantise(NORM, tensors[NORM])))[1] is tensors[NORM]
+    (name, values), (scale_name, scales) = quantise(PROJ, tensors[PROJ])
+    assert (name, scale_name) == (PROJ, f"{PROJ}_scale_inv")
+    assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert tuple(scales.shape) == (3, 2)
+    assert [one for one, _ in quantise(PROJ, values)] == [PROJ]  # a trainer may hold it so
+
+
+def test_the_outline_of_a_push_has_the_checkpoints_names_types_and_shapes(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path)
+    expected = read_checkpoint_manifest(folder)
+    assert expected is not None
+    weights = TrainerWeights(
+        trained(), bucket_bytes=1 << 20, expected=expected, name_map=fp8_block_quantiser(folder)
+    )
+    assert dict(weights.manifest.tensors) == dict(expected.tensors)
+    check_push(weights.manifest, expected, must_be_complete=True)
+
+
+def test_a_tied_head_is_left_out_as_without_a_name_map(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path)
+    tensors = trained()
+    tensors["lm_head.weight"] = tensors[EMBED]
+    weights = TrainerWeights(
+        tensors,
+        bucket_bytes=1 << 20,
+        expected=read_checkpoint_manifest(folder),
+        name_map=fp8_block_quantiser(folder),
+    )
+    assert "lm_head.weight" not in weights.manifest.tensors
+
+
+def test_a_plan_is_kept_for_the_same_quantiser(tmp_path: Path) -> None:
+    quantise = fp8_block_quantiser(write_fp8_checkpoint(tmp_path))
+    plans = PushPlanCache()
+    first, second = (
+        TrainerWeights(trained(seed), bucket_bytes=1 << 20, name_map=quantise, plans=plans)
+        for seed in range(2)
+    )
+    assert first.manifest is second.manifest
+
+
+@pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.DISK])
+def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
+    tmp_path: Path, transport: Transport
+) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    write_fp8_checkpoint(source)
+    quantise = fp8_block_quantiser(source)
+    pool = ShmBufferPool(tmp_path)
+    settings = WeightsConfig(bucket_bytes=40_000, disk_path=str(tmp_path / "saved-{version}"))
+    sender = PushSender(settings, pool, model_path=str(source))
+    tensors = trained(seed=7)
+    weights = TrainerWeights(
+        tensors,
+        bucket_bytes=settings.bucket_bytes,
+        expected=read_checkpoint_manifest(source),
+        name_map=quantise,
+    )
+    outgoing = sender.send(weights, 1, transport)
+    found: dict[str, torch.Tensor] = {}
+    for bucket in outgoing.push.buckets:
+        assert isinstance(bucket, Mapping)
+        for file in Path(bucket["path"]).glob("*.safetensors"):
+            found |= {name: tensor.clone() for name, tensor in load_file(file).items()}
+    outgoing.close()
+    pool.close()
+    values, scales = reference(tensors[PROJ], BLOCK)
+    wanted = tensors | {PROJ: values, f"{PROJ}_scale_inv": scales}
+    assert found.keys() == wanted.keys() == outgoing.push.manifest.fingerprints.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "changed", "why"),
+    [
+        ({"quant_method": "gptq"}, {}, "quant_method is 'gptq', not 'fp8'"),
+        ({"fmt": "e5m2"}, {}, "fmt is 'e5m2'"),
+        ({"scale_fmt": "ue8m0"}, {}, "scale_fmt is 'ue8m0'"),
+        ({"weight_block_size": None}, {}, "weight_block_size is None"),
+        ({"weight_block_size": [64, 128]}, {}, r"shape \[3, 2\], and \[300, 200\] has \[5, 2\]"),
+        ({}, {PROJ: torch.zeros(300, 200)}, f"{PROJ} is float32 of shape .*, not a matrix"),
+        (
+            {},
+            {f"{PROJ}_scale_inv": torch.zeros(3, 2, dtype=torch.float16)},
+            "scale_inv is float16, not float32",
+        ),
+    ],
+)
+def test_another_quantisation_is_refused_by_name(
+    tmp_path: Path,
+    quantisation: Mapping[str, Any],
+    changed: Mapping[str, "torch.Tensor"],
+    why: str,
+) -> None:
+    write_fp8_checkpoint(tmp_path, quantisation, changed)
+    with pytest.raises(ConfigError, match=f"cannot be pushed to by fp8_block_quantiser: .*{why}"):
+        fp8_block_quantiser(tmp_path)
+
+
+def test_a_checkpoint_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"its config\.json cannot be read"):
+        fp8_block_quantiser(tmp_path)
+    save_file(trained(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no quantization_config"):
+        fp8_block_quantiser(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": QUANTISATION}))
+    with pytest.raises(ConfigError, match=r"holds no tensor \.\.\._scale_inv"):
+        fp8_block_quantiser(tmp_path)
+
+
+def test_a_weight_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
+    quantise = fp8_block_quantiser(write_fp8_checkpoint(tmp_path))
+    with pytest.raises(WeightMismatch, match=r"is torch\.float32 of shape \[2, 2, 2\], and only"):
+        list(quantise(PROJ, torch.zeros(2, 2, 2)))
