@@ -144,7 +144,12 @@ def _group(
         if (name, group, index) in placement.spans
     ]
     try:
-        policy = release_policy(f"servers.{name}.groups.{group}", of_group, server.weights.update)
+        policy = release_policy(
+            f"servers.{name}.groups.{group}",
+            of_group,
+            server.weights.update,
+            server.weights.not_pushed,
+        )
         weights_from, has_backup = policy.weights_from, policy.weights_cpu_backup
     except ConfigError:
         weights_from, has_backup = "REFUSED", False

@@ -78,6 +78,10 @@ class WeightsConfig(ConfigSection):
 
     update: WeightUpdate = WeightUpdate.FULL
     """What a push contains; decides which memory a release may discard."""
+    not_pushed: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tensors of the checkpoint that the trainer does not hold, by name or shell pattern, for
+    example ``mtp.*``. A full push is complete without them. Engines that offload keep a copy of all
+    their weights in host memory."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
     """Bytes of tensors sent in one request."""
     transport: Transport = Transport.AUTO
@@ -114,6 +118,12 @@ class WeightsConfig(ConfigSection):
         return ({} if value else None) if isinstance(value, bool) else value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.not_pushed and self.update is not WeightUpdate.FULL:
+            yield (
+                "not_pushed",
+                f"a push with weights.update = {self.update} may leave out any tensor; leave out "
+                "weights.not_pushed, or set weights.update to full",
+            )
         if self.store is not None:
             yield from self._conflicts_of_store()
         if self.transport is Transport.DISK and self.disk_path is None:

@@ -39,11 +39,14 @@ _NOT_PUSHED = {
 _ALL_TAGS = (MemoryTag.KV_CACHE, MemoryTag.WEIGHTS, MemoryTag.CUDA_GRAPH)
 
 
-def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> ReleasePolicy:
+def release_policy(
+    name: str, group: GroupConfig, update: WeightUpdate, not_pushed: Sequence[str] = ()
+) -> ReleasePolicy:
     """The release policy of one group.
 
     Args:
         name: dotted path of the group's settings, for the message.
+        not_pushed: patterns of tensors that a full push does not contain.
 
     Raises:
         ConfigError: the group would release weights that cannot be restored.
@@ -52,6 +55,8 @@ def release_policy(name: str, group: GroupConfig, update: WeightUpdate) -> Relea
     if not group.needs_offload:
         return ReleasePolicy((), False, "never released")
     lost = _NOT_PUSHED.get(update)
+    if not_pushed and lost is None:
+        lost = f"the tensors of weights.not_pushed ({', '.join(not_pushed)})"
     if lost is None:
         source = "CPU backup, then the push" if backup else "the push (all tensors)"
         return ReleasePolicy(_ALL_TAGS, bool(backup), source)
@@ -108,13 +113,15 @@ def least_freed_bytes(
     return max(0, int(expected) - _SLACK_BYTES)
 
 
-def group_traits(name: str, group: GroupConfig, update: WeightUpdate) -> GroupTraits:
+def group_traits(
+    name: str, group: GroupConfig, update: WeightUpdate, not_pushed: Sequence[str] = ()
+) -> GroupTraits:
     """The properties of a group that decide which commands it gets.
 
     Raises:
         ConfigError: as in ``release_policy``.
     """
-    policy = release_policy(name, group, update)
+    policy = release_policy(name, group, update, not_pushed)
     return GroupTraits(
         needs_offload=group.needs_offload,
         is_frozen=update is WeightUpdate.FROZEN,

@@ -81,6 +81,8 @@ def group_settings(
         health=of_server.health,
         otel=of_server.timeline.otel,
         sources=tuple(sources),
+        transport=of_server.weights.transport,
+        not_pushed=of_server.weights.not_pushed,
     )
 
 

@@ -26,9 +26,10 @@ from rollout.config import (
     wrong_paths,
 )
 from rollout.control.engine.start import configured_spec
-from rollout.core.errors import ConfigError, Mistake
+from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
 from rollout.rules.release_policy import release_policy
+from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
 _MODULES = {
     EngineKind.EMBEDDED: ("torch", "transformers"),
@@ -57,6 +58,7 @@ def wrong_settings(config: RolloutConfig) -> list[Mistake]:
     found = [*wrong_paths(config), *_wrong_log_dir(config)]
     for name, server in config.servers.items():
         found += _wrong_folders(f"servers.{name}.weights", server)
+        found += _wrong_patterns(f"servers.{name}.weights.not_pushed", server)
         for group, settings in server.groups.items():
             found += _wrong_group(f"servers.{name}.groups.{group}", server, settings)
     return found
@@ -80,6 +82,19 @@ def _wrong_folders(path: str, server: ServerConfig) -> Iterator[Mistake]:
             yield _wrong(f"{path}.disk_path", weights.disk_path, f"{why}; give a folder that can")
 
 
+def _wrong_patterns(setting: str, server: ServerConfig) -> Iterator[Mistake]:
+    patterns = server.weights.not_pushed
+    try:
+        manifest = read_checkpoint_manifest(server.model_path) if patterns else None
+    except WeightMismatch as error:
+        yield Mistake(setting, patterns, f"{setting}: {error}")
+        return
+    if manifest is None:  # without a manifest, no push is checked
+        return
+    for why in wrong_patterns(patterns, manifest.tensors):
+        yield Mistake(setting, patterns, f"{setting}: {why}")
+
+
 def _wrong_tmpfs(setting: str, path: str) -> Iterator[Mistake]:
     # It is not created: in the place of a file system that is not mounted, a folder would fill the
     # root disk.
@@ -92,7 +107,7 @@ def _wrong_tmpfs(setting: str, path: str) -> Iterator[Mistake]:
 
 def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterator[Mistake]:
     try:
-        release_policy(path, group, server.weights.update)
+        release_policy(path, group, server.weights.update, server.weights.not_pushed)
     except ConfigError as error:
         yield Mistake(error.setting, error.value, str(error))
     engine = group.engine

@@ -43,6 +43,7 @@ def server_config(
     lifecycle: Mapping[str, Any] | None = None,
     health: Mapping[str, Any] | None = None,
     model_path: str = "/nowhere",
+    not_pushed: Sequence[str] = (),
 ) -> ServerConfig:
     return ServerConfig.model_validate(
         {
@@ -51,7 +52,7 @@ def server_config(
             "lifecycle": lifecycle or {},
             # In the background of most tests, recovery would only blur what they look at.
             "health": {"recover": False} if health is None else health,
-            "weights": {"update": update},
+            "weights": {"update": update, "not_pushed": list(not_pushed)},
         }
     )
 
@@ -64,6 +65,7 @@ def make_group(
     lifecycle: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
     model_path: str = "/nowhere",
+    not_pushed: Sequence[str] = (),
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
@@ -77,6 +79,7 @@ def make_group(
         group=config.groups[name],
         update=WeightUpdate(update),
         lifecycle=LifecycleConfig.model_validate(lifecycle or {}),
+        not_pushed=tuple(not_pushed),
     )
     gpus = settings.group.engine.gpus
     made = ServerGroup(settings, slots(name, num_engines, gpus), launcher, launcher.connect)
@@ -205,6 +208,7 @@ def make_server(
     lifecycle: Mapping[str, Any] | None = None,
     health: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
+    not_pushed: Sequence[str] = (),
 ) -> ServerBench:
     """A server that is not started, over a checkpoint with the fake's tensors."""
     config = server_config(
@@ -213,6 +217,7 @@ def make_server(
         lifecycle=lifecycle,
         health=health,
         model_path=write_checkpoint(folder),
+        not_pushed=not_pushed,
     )
     launcher = launcher or FakeLauncher()
     made = {
@@ -226,6 +231,7 @@ def make_server(
                 update=config.weights.update,
                 lifecycle=config.lifecycle,
                 health=config.health,
+                not_pushed=config.weights.not_pushed,
             ),
             slots(name, group.num_engines, group.engine.gpus),
             launcher,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, WeightUpdate
+from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, Transport, WeightUpdate
 from rollout.weights.push.weight_source import DiskSource, WeightSource
 
 GROUP_MARGIN_S = 30.0
@@ -27,6 +27,8 @@ class GroupSettings:
         log_dir: folder for the logs of its engines and its timeline.
         otel: whether its timeline is also exported through OpenTelemetry.
         sources: weight sources for a restarted engine, tried before the disk.
+        transport: how pushes reach its engines.
+        not_pushed: patterns of tensors that a full push does not contain.
     """
 
     name: str
@@ -39,6 +41,8 @@ class GroupSettings:
     health: HealthConfig = field(default_factory=HealthConfig)
     otel: bool = False
     sources: tuple[WeightSource, ...] = ()
+    transport: Transport = Transport.AUTO
+    not_pushed: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:

@@ -80,8 +80,9 @@ class ServerGroup:
         self._settings = settings
         if note := elastic_backup_note(settings.path, settings.group, settings.update):
             logger.warning("%s", note)
-        self._policy = release_policy(settings.path, settings.group, settings.update)
-        self._traits = group_traits(settings.path, settings.group, settings.update)
+        terms = settings.path, settings.group, settings.update, settings.not_pushed
+        self._policy = release_policy(*terms)
+        self._traits = group_traits(*terms)
         self._slots = {slot.engine_id: slot for slot in slots}
         self._logprob_check = LogprobCheck(settings)
         starter = self._starter = Starter(

@@ -7,7 +7,7 @@ verified, so that half a push never serves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engines.protocol.errors import EngineRejected
 from rollout.config import WeightUpdate
@@ -47,10 +47,10 @@ class WeightUpdater:
         members = self._engines.unfenced()
         contents = push.contents_under(self._settings.update)
         for member in members:
-            _check(push, contents, member)
+            _check(push, contents, member, self._settings.not_pushed)
         sent: dict[str, str] = {}
-        is_full = contents is WeightUpdate.FULL
-        changed = ALL_TENSORS if is_full else frozenset(push.manifest.tensors)
+        has_all = contents is WeightUpdate.FULL and not self._settings.not_pushed
+        changed = ALL_TENSORS if has_all else frozenset(push.manifest.tensors)
 
         def mark_changed() -> None:
             for member in members:
@@ -141,7 +141,9 @@ def _is_refusal(failure: EngineFailure | None) -> bool:
     return failure is not None and isinstance(failure.__cause__, EngineRejected)
 
 
-def _check(push: WeightPush, contents: WeightUpdate, member: EngineState) -> None:
+def _check(
+    push: WeightPush, contents: WeightUpdate, member: EngineState, not_pushed: Sequence[str]
+) -> None:
     if contents is WeightUpdate.LORA or not member.tensors:
         return
     pushed = push.manifest.tensors
@@ -150,6 +152,7 @@ def _check(push: WeightPush, contents: WeightUpdate, member: EngineState) -> Non
             Manifest({name: pushed[name] for name in pushed if name not in member.tied}),
             member.manifest,
             must_be_complete=contents is WeightUpdate.FULL,
+            not_pushed=not_pushed,
         )
     except WeightMismatch as error:
         raise WeightMismatch(

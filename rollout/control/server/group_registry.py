@@ -54,7 +54,10 @@ class GroupRegistry:
         self.phases = dict.fromkeys(self.groups, Phase.STARTING)
         self.traits: dict[str, GroupTraits] = {
             group: group_traits(
-                f"servers.{name}.groups.{group}", config.groups[group], config.weights.update
+                f"servers.{name}.groups.{group}",
+                config.groups[group],
+                config.weights.update,
+                config.weights.not_pushed,
             )
             for group in self.groups
         }

@@ -131,8 +131,13 @@ class PushBuilder:
 
     def _check(self, manifest: Manifest, expected: Manifest, *, is_full: bool) -> None:
         if self._checked is None or self._checked[0] is not manifest or is_full > self._checked[1]:
-            casts = self._config.weights.casts
-            check_push(manifest, expected, must_be_complete=is_full, casts=casts)
+            check_push(
+                manifest,
+                expected,
+                must_be_complete=is_full,
+                casts=self._config.weights.casts,
+                not_pushed=self._config.weights.not_pushed,
+            )
             self._checked = manifest, is_full
 
     def _kept_plans(self) -> PushPlanCache:

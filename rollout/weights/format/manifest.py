@@ -8,8 +8,9 @@ which needs no tensor library.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rollout.core.errors import WeightMismatch
 FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 """The scales of a quantised ``x.weight`` are ``x.weight_scale_inv``."""
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +78,30 @@ class Manifest:
 
 
 def check_push(
-    pushed: Manifest, expected: Manifest, *, must_be_complete: bool, casts: Casts = Casts.ANY
+    pushed: Manifest,
+    expected: Manifest,
+    *,
+    must_be_complete: bool,
+    casts: Casts = Casts.ANY,
+    not_pushed: Sequence[str] = (),
 ) -> None:
     """Raise if engines could not load a push, or would load it wrongly.
 
     Args:
         casts: the float types that the engine may convert to its own.
+        not_pushed: patterns of tensors that a push does not contain.
 
     Raises:
         WeightMismatch: an unknown name (the error suggests the nearest one), a wrong shape, a wrong
-            dtype, or a missing tensor where the push must be complete.
+            dtype, a tensor of ``not_pushed``, or a missing tensor where the push must be complete.
     """
     for name, spec in pushed.tensors.items():
+        if pattern := first_match(name, not_pushed):
+            raise WeightMismatch(
+                f"tensor {name!r} is pushed, and weights.not_pushed says it is not, with "
+                f"{pattern!r}; leave it out of the push, or change weights.not_pushed",
+                tensor=name,
+            )
         known = expected.tensors.get(name)
         if known is None:
             near = difflib.get_close_matches(name, expected.tensors, n=1)
@@ -104,14 +118,49 @@ def check_push(
             raise WeightMismatch(
                 f"tensor {name!r} is {spec.dtype}, the model's is {known.dtype}{why}", tensor=name
             )
-    missing = [name for name in expected.tensors if name not in pushed.tensors]
-    if missing and must_be_complete:
+    if must_be_complete:
+        _check_complete(pushed, expected, not_pushed)
+
+
+def _check_complete(pushed: Manifest, expected: Manifest, not_pushed: Sequence[str]) -> None:
+    missing = [
+        name
+        for name in expected.tensors
+        if name not in pushed.tensors and not first_match(name, not_pushed)
+    ]
+    if missing:
         raise WeightMismatch(
             f"the push lacks {len(missing)} of {len(expected.tensors)} tensors, first "
-            f"{missing[0]!r}; a full push must contain all (for a partial push, set "
-            "weights.update to 'partial')",
+            f"{missing[0]!r}; a full push must contain all, except for those of "
+            "weights.not_pushed (for a partial push, set weights.update to 'partial')",
             tensor=missing[0],
         )
+
+
+def first_match(name: str, patterns: Sequence[str]) -> str:
+    """The first shell pattern that matches a name; empty if none does."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
+
+
+def wrong_patterns(patterns: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Why patterns of ``weights.not_pushed`` do not fit the names of a checkpoint's tensors."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(_names_like(pattern, names))
+            yield f"{pattern!r} matches no tensor of the checkpoint; names like it: {near}"
+    if patterns and all(first_match(name, patterns) for name in names):
+        yield "no tensor is left to push; for weights that never change, set update to frozen"
+
+
+def _names_like(pattern: str, names: Collection[str]) -> list[str]:
+    """Some names that begin most like a pattern."""
+    start = pattern.rstrip("*?.")
+    num_parts = start.count(".") + 1
+    by_start: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_start.setdefault(".".join(name.split(".")[:num_parts]), []).append(name)
+    nearest = difflib.get_close_matches(start, by_start, n=1, cutoff=0.0)
+    return by_start[nearest[0]][:_MOST_NAMES] if nearest else []
 
 
 def _why_not_quantised(known: TensorSpec, expected: Manifest) -> str:

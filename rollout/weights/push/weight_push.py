@@ -110,7 +110,13 @@ def check_fits(
         )
     if expected is not None and contents is not WeightUpdate.LORA:
         is_full = contents is WeightUpdate.FULL
-        check_push(push.manifest, expected, must_be_complete=is_full, casts=weights.casts)
+        check_push(
+            push.manifest,
+            expected,
+            must_be_complete=is_full,
+            casts=weights.casts,
+            not_pushed=weights.not_pushed,
+        )
 
 
 async def push_weights(

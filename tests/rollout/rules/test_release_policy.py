@@ -53,6 +53,14 @@ def test_weights_without_a_source_are_refused_with_the_setting_that_mends_it(upd
         release_policy("path", group(False), WeightUpdate(update))
 
 
+def test_tensors_that_a_full_push_leaves_out_survive_a_release_by_a_backup() -> None:
+    policy = release_policy("path", group(), WeightUpdate.FULL, ["mtp.*"])
+    assert (policy.weights_cpu_backup, policy.weights_from) == (True, "CPU backup, then the push")
+    assert group_traits("path", group(), WeightUpdate.FULL, ["mtp.*"]).weights_survive
+    with pytest.raises(ConfigError, match=r"the tensors of weights\.not_pushed \(mtp\.\*\) would"):
+        release_policy("path", group(False), WeightUpdate.FULL, ["mtp.*"])
+
+
 @pytest.mark.parametrize("update", WeightUpdate)
 def test_a_group_that_keeps_its_gpus_releases_nothing(update: WeightUpdate) -> None:
     policy = release_policy("path", group(False, needs_offload=False), update)

@@ -153,6 +153,20 @@ async def test_the_gate_stays_shut_over_the_only_engine_left_if_it_is_stale(tmp_
         assert bench.router.gate == "closed"
 
 
+@virtual_time
+async def test_a_restarted_engine_has_what_is_not_pushed_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    async with recovering(tmp_path, not_pushed=["lm_head.*"]) as bench:
+        await bench.server.update_and_continue(push(1, TENSOR_NAMES[:2]))
+        bench["main-0"].die("killed -9")
+        await asyncio.sleep(20)
+        await bench.server.offload()
+        await bench.server.onload(push(2, TENSOR_NAMES[:2]))
+        await serves(bench, 2)
+        assert bench["main-0"].weights.digests == bench["main-1"].weights.digests
+
+
 # -- the same version again -------------------------------------------------------------------
 
 

@@ -526,6 +526,36 @@ async def test_a_partial_push_may_lack_tensors_where_the_rest_survives(tmp_path:
     assert bench.router.gate == "open"
 
 
+async def test_what_is_not_pushed_comes_back_after_each_offload_as_it_was(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
+    before = [engine.weights.digests["lm_head.weight"] for engine in bench.engines]
+    for version in (1, 2):
+        await bench.server.offload()
+        await bench.server.onload(push(version, TENSOR_NAMES[:2]))
+        assert bench.router.gate == "open"
+    assert [engine.weights.digests["lm_head.weight"] for engine in bench.engines] == before
+    assert not any(engine.weights_are_garbage for engine in bench.engines)
+
+
+async def test_what_is_not_pushed_and_changed_in_a_release_does_not_serve(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
+    await bench.server.offload()
+    for engine in bench.engines:
+        engine.weights.garble()  # the first tensor by name: the head
+    with pytest.raises(PhaseFailed, match=r"'lm_head\.weight' is not what it was before"):
+        await bench.server.onload(push(1, TENSOR_NAMES[:2]))
+    assert bench.router.gate != "open"
+
+
+async def test_a_push_of_what_is_said_not_to_be_pushed_is_refused(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
+    with pytest.raises(WeightMismatch, match=r"'lm_head\.weight' is pushed, and weights\.not_pu"):
+        await bench.server.update_and_continue(push(1))
+    with pytest.raises(WeightMismatch, match="lacks 1 of 3 tensors"):
+        await bench.server.update_and_continue(push(1, TENSOR_NAMES[:1]))
+    assert bench.router.gate == "open"
+
+
 async def test_weight_versions_must_grow(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     await bench.server.update_and_continue(push(5))

@@ -13,6 +13,7 @@ from rollout.weights.format.manifest import (
     TensorSpec,
     check_push,
     read_checkpoint_manifest,
+    wrong_patterns,
 )
 from tests.support.builders import manifest, write_checkpoint
 
@@ -136,6 +137,44 @@ def test_missing_tensors_are_counted_only_where_the_push_must_be_complete() -> N
     check_push(part, EXPECTED, must_be_complete=False)
     with pytest.raises(WeightMismatch, match=r"lacks 2 of 3 tensors, first 'embed\.weight'"):
         check_push(part, EXPECTED, must_be_complete=True)
+
+
+def test_a_complete_push_leaves_out_what_is_not_pushed_and_only_that() -> None:
+    part = Manifest({"ids": EXPECTED.tensors["ids"]})
+    check_push(part, EXPECTED, must_be_complete=True, not_pushed=["embed.*", "layers.[01].*"])
+    with pytest.raises(WeightMismatch, match=r"lacks 1 of 3 tensors, first 'layers\.0\.mlp"):
+        check_push(part, EXPECTED, must_be_complete=True, not_pushed=["embed.*"])
+
+
+@pytest.mark.parametrize("must_be_complete", [True, False])
+def test_a_pushed_tensor_that_is_said_not_to_be_is_refused_with_the_pattern(
+    must_be_complete: bool,
+) -> None:
+    with pytest.raises(WeightMismatch, match=r"'ids' is pushed, and .* with 'i\*'; leave it out"):
+        check_push(
+            EXPECTED, EXPECTED, must_be_complete=must_be_complete, not_pushed=["zz", "i*", "ids"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("mpt.*", "mtp.fc.weight, mtp.norm.weight"),
+        ("model.layers.61.*", "model.layers.60.a, model.layers.60.b, model.layers.60.c"),
+        ("lm_haed.weight", "lm_head.weight"),
+        ("*", ""),
+    ],
+)
+def test_a_pattern_without_a_match_is_told_with_names_like_it(pattern: str, near: str) -> None:
+    names = ["mtp.fc.weight", "mtp.norm.weight", "lm_head.weight", "model.norm.weight"]
+    names += [f"model.layers.{layer}.{name}" for layer in (0, 60) for name in "abcd"]
+    found = list(wrong_patterns([pattern], names))
+    assert len(found) == 1
+    assert near in found[0]
+
+
+def test_patterns_that_match_some_names_are_right() -> None:
+    assert list(wrong_patterns(["mtp.*", "lm_head.weight"], ["mtp.a", "lm_head.weight", "b"])) == []
 
 
 def test_a_name_may_occur_once() -> None:
