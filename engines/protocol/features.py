@@ -47,6 +47,7 @@ class Features:
         has_memory_saver: release really frees; without one SGLang returns 200 and frees nothing.
         has_weights_cpu_backup: weights are bit-equal after a release and resume.
         num_payloads: copies of a tensor payload it wants, one per tensor-parallel rank.
+        num_stages: pipeline stages.
         takes_flat_broadcast: a broadcast may bring many tensors as one.
         takes_tensors: weights can be pushed as tensors; data-parallel replicas refuse them.
         streams_are_cumulative: each event of a stream holds all tokens so far.
@@ -61,6 +62,7 @@ class Features:
     has_memory_saver: bool
     has_weights_cpu_backup: bool
     num_payloads: int
+    num_stages: int
     takes_flat_broadcast: bool
     takes_tensors: bool
     streams_are_cumulative: bool
@@ -86,6 +88,7 @@ def read_features(info: ServerInfo, paths: Set[str]) -> Features:
         has_memory_saver=info.enable_memory_saver and not raw.get("use_ray"),
         has_weights_cpu_backup=info.enable_weights_cpu_backup,
         num_payloads=int(raw.get("tp_size") or 1),
+        num_stages=int(raw.get("pp_size") or 1),
         takes_flat_broadcast=version >= _FLAT_BROADCAST,
         takes_tensors=int(raw.get("dp_size") or 1) == 1,
         streams_are_cumulative=not raw.get("incremental_streaming_output"),

@@ -139,6 +139,11 @@ class Invocation:
     cleanup: Sequence[str] = ()
 
 
+def spelled(option: str) -> str:
+    """The name of an option in one spelling: underscores, no leading dashes."""
+    return option.lstrip("-").replace("-", "_")
+
+
 def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options in one spelling: underscores, no leading dashes.
 
@@ -147,7 +152,7 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
-        key = name.lstrip("-").replace("-", "_")
+        key = spelled(name)
         if key in found:
             raise ValueError(f"option {key} is given twice, in two spellings")
         found[key] = value

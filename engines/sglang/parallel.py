@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.protocol.spec import spelled
+
 # Longest name first: what SGLang calls each size, and the shorter names it also takes.
 _SPELLINGS = {
     "tp_size": ("tensor_parallel_size", "tp_size", "tp"),
@@ -56,6 +58,16 @@ def divide(options: dict[str, Any], num_gpus: int) -> Parallel:
         "ep_size": given["ep_size"] or 1,
     }
     return Parallel(num_ranks, {name: size for name, size in sizes.items() if size != 1})
+
+
+def num_stages(options: Mapping[str, Any]) -> int:
+    """Pipeline stages that options ask for, in any spelling; 1 if they do not, or wrongly."""
+    found = [
+        value
+        for name, value in options.items()
+        if spelled(name) in _SPELLINGS["pp_size"] and isinstance(value, int)
+    ]
+    return max(found, default=1)
 
 
 def _take(options: dict[str, Any], size: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.config import GroupConfig, RolloutConfig, ServerConfig, WeightUpdate
+from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
 from rollout.config.file import read_values
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
@@ -24,7 +24,9 @@ from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
 from rollout.rules.release_policy import elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import wrong_settings
+from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.transport_choice import stream_note, why_loads_cost
 from rollout.weights.store.layout.placement import node_bytes
 
 # Numbers of nodes for which the cost of a weight store is shown.
@@ -107,7 +109,11 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "groups": groups,
         "host_bytes": host_bytes,
         "refusals": [mistake.message for mistake in wrong_settings(config)],
-        "notes": [*_notes(placement, host_bytes), *filter(None, backup_notes)],
+        "notes": [
+            *_notes(placement, host_bytes),
+            *filter(None, backup_notes),
+            *_push_notes(config),
+        ],
     }
 
 
@@ -174,6 +180,21 @@ def _span_text(span: range) -> str:
     if not len(span):
         return "elsewhere"
     return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"
+
+
+def _push_notes(config: RolloutConfig) -> Iterator[str]:
+    """How pushes by path are sent to engines for which each load costs more than its tensors."""
+    for name, server in config.servers.items():
+        weights = server.weights
+        kinds = {group.engine.kind for group in server.groups.values()}
+        why = why_loads_cost(kinds, read_checkpoint_config(server.model_path))
+        wanted = weights.transport
+        if weights.update is WeightUpdate.FROZEN:
+            continue
+        if note := stream_note(wanted, why, streams=weights.stream):
+            yield f"servers.{name}: {note}"
+        elif wanted in (Transport.AUTO, Transport.SHARED_MEMORY) and why:
+            yield f"servers.{name}: a push by shared memory is loaded in one call: {why}"
 
 
 def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:

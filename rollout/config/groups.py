@@ -50,6 +50,14 @@ class EngineConfig(ConfigSection):
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables added to those of the engine process."""
 
+    @property
+    def nccl_cumem(self) -> str | None:
+        """``NCCL_CUMEM_ENABLE`` of an SGLang engine; None if only its owner knows."""
+        if self.kind is EngineKind.ATTACHED:
+            return None
+        is_symmetric = {"enable-symm-mem", "enable_symm_mem"} & self.options.keys()
+        return "1" if is_symmetric else self.env.get("NCCL_CUMEM_ENABLE", "0")
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.kind is EngineKind.ATTACHED:
             yield from self._conflicts_of_attached()
@@ -99,6 +107,17 @@ class GroupConfig(ConfigSection):
     """Fewest engines with which the group continues after a failure. Default: 1, or all engines
     with ``lifecycle.on_failure: raise``."""
     engine: EngineConfig = EngineConfig()
+
+    @property
+    def why_no_nccl(self) -> str:
+        """Why it cannot be in one NCCL group with the trainer; empty if it can."""
+        if self.worker_type is WorkerType.PLACEHOLDER:
+            return ""
+        if not self.engine.gpus and self.engine.kind is not EngineKind.ATTACHED:
+            return "its engines run on the CPU"
+        if self.needs_offload:
+            return "it offloads, so its engines share the trainer's GPUs"
+        return ""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from engines.sglang.parallel import num_stages
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values
-from rollout.config.groups import GroupConfig
+from rollout.config.groups import EngineKind, GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
-from rollout.config.weights import WeightsConfig
+from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError, Mistake
 
 
@@ -38,6 +39,40 @@ class ServerConfig(ConfigSection):
     weights: WeightsConfig = WeightsConfig()
     timeline: TimelineConfig = TimelineConfig()
     page: PageConfig = PageConfig()
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """What a broadcast cannot do: otherwise it would fail after the training of a step."""
+        weights = self.weights
+        if weights.transport is not Transport.DISTRIBUTED or weights.update is WeightUpdate.FROZEN:
+            return
+        for name, group in self.groups.items():
+            if (stages := num_stages(group.engine.options)) > 1:
+                yield (
+                    f"groups.{name}.engine.options",
+                    f"{stages} pipeline stages with weights.transport = distributed: SGLang gives "
+                    "the ranks of each stage the same numbers; use shared_memory, tensor or disk, "
+                    "or leave pp-size out",
+                )
+        if weights.backend == "nccl" and (why := self.why_no_nccl):
+            yield (
+                "weights.backend",
+                f"{why}, and NCCL needs a GPU for each process; use weights.transport "
+                "shared_memory or cuda_ipc, or weights.backend gloo (engines with GPUs of their "
+                "own: needs_offload false)",
+            )
+
+    @property
+    def nccl_cumem(self) -> Mapping[str, str | None]:
+        """Group -> ``NCCL_CUMEM_ENABLE`` of its SGLang engines; None if only their owner knows."""
+        kinds = (EngineKind.SGLANG, EngineKind.ATTACHED)
+        groups = self.groups.items()
+        return {name: one.engine.nccl_cumem for name, one in groups if one.engine.kind in kinds}
+
+    @property
+    def why_no_nccl(self) -> str:
+        """Why its engines cannot be in one NCCL group with the trainer; empty if they can."""
+        reasons = ((name, group.why_no_nccl) for name, group in self.groups.items())
+        return next((f"group {name}: {why}" for name, why in reasons if why), "")
 
 
 class ClusterConfig(ConfigSection):

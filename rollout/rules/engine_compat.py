@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from engines.protocol.features import Features
-from rollout.config import Drain, GroupConfig, WeightUpdate
+from engines.protocol.spec import spelled
+from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
 
 
 def why_incompatible(
@@ -14,12 +18,14 @@ def why_incompatible(
     *,
     memory_saver: bool,
     weights_cpu_backup: bool,
+    transport: Transport = Transport.AUTO,
 ) -> str:
     """Why an engine cannot be part of a group, and which setting fixes that; empty if it can.
 
     Args:
         memory_saver: the group releases its memory.
         weights_cpu_backup: its weights must survive a release.
+        transport: how pushes reach it.
 
     Returns:
         The end of a message that begins with the path of the group's settings.  It contains
@@ -54,9 +60,44 @@ def why_incompatible(
             ".engine: engine {engine} has data-parallel replicas, which refuse pushed weights; "
             "start one engine per replica, or freeze the model (weights.update: frozen)"
         )
+    if (
+        update is not WeightUpdate.FROZEN
+        and transport is Transport.DISTRIBUTED
+        and features.num_stages > 1
+    ):
+        return (
+            f".engine: engine {{engine}} has {features.num_stages} pipeline stages, and with "
+            "weights.transport = distributed SGLang gives the ranks of each stage the same "
+            "numbers; use shared_memory, tensor or disk, or start it with pp-size 1"
+        )
     if not features.streams_are_cumulative:
         return (
             ".engine: engine {engine} streams only new tokens; start it without "
             "--incremental-streaming-output"
         )
     return ""
+
+
+def why_quantised_online(
+    options: Mapping[str, Any], update: WeightUpdate, *, is_quantised: bool
+) -> str:
+    """Why an SGLang engine that quantises its checkpoint at start cannot take pushes; empty if it
+    can, or does not.
+
+    Args:
+        is_quantised: the checkpoint on disk is quantised already.
+    """
+    named = {spelled(name): value for name, value in options.items()}
+    method = named.get("quantization")
+    if method in (None, "none", "unquant") or is_quantised:
+        return ""
+    if update not in (WeightUpdate.FULL, WeightUpdate.PARTIAL):
+        return ""
+    if named.get("load_format") == "flash_rl":
+        return ""
+    return (
+        "the checkpoint is not quantised, so SGLang quantises it at start, and the first push "
+        "would end the engine; use a checkpoint in fp8 and push with "
+        "rollout.weights.tensors.fp8_block_quantiser, or leave quantization out (with load-format "
+        "flash_rl it is accepted, and not tested)"
+    )

@@ -28,7 +28,9 @@ from rollout.config import (
 from rollout.control.engine.start import configured_spec
 from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
+from rollout.rules.engine_compat import why_quantised_online
 from rollout.rules.release_policy import release_policy
+from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
 _MODULES = {
@@ -120,6 +122,19 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         check_spec(_spec(server.model_path, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
+    if engine.kind is EngineKind.SGLANG:
+        yield from _wrong_quantisation(f"{path}.engine.options", server, engine)
+
+
+def _wrong_quantisation(
+    setting: str, server: ServerConfig, engine: EngineConfig
+) -> Iterator[Mistake]:
+    is_quantised = bool(quantisation_of(read_checkpoint_config(server.model_path)))
+    if why := why_quantised_online(
+        engine.options, server.weights.update, is_quantised=is_quantised
+    ):
+        method = engine.options.get("quantization")
+        yield _wrong(f"{setting}.quantization", str(method), why)
 
 
 def _why_no_interpreter(python: str) -> str:

@@ -110,6 +110,30 @@ def test_every_engine_of_every_group_holds_what_was_pushed(
     assert list(shm.iterdir()) == []
 
 
+def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
+    deployment: DeploymentHandle,
+    weights: dict[str, torch.Tensor],
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    builder = "rollout.runtime.handle.push_builder"
+    monkeypatch.setattr(f"{builder}.why_loads_cost", lambda kinds, config: "it packs")
+    policy = with_settings(deployment, shm, stream=True)
+    for _ in range(2):
+        policy.sync_weights(weights, version=next(VERSIONS)).result(60)
+        for engine in held(deployment):
+            assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
+        files = list(shm.rglob("*.safetensors"))
+        assert len(files) > 1
+        assert not any(file.is_symlink() for file in files)  # the joined folder is gone
+        weights = {name: tensor + 1 for name, tensor in weights.items()}
+    assert caplog.text.count("engines load all buckets of a push in one call: it packs") == 1
+    policy.close()
+    assert list(shm.iterdir()) == []
+
+
 def test_what_does_not_fit_is_refused_and_the_engines_serve_on(
     deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
 ) -> None:

@@ -119,6 +119,7 @@ class Starter:
             self._settings.lifecycle.drain,
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
+            transport=self._settings.transport,
         ):
             raise ConfigError(self._settings.path + why.replace("{engine}", slot.engine_id))
         version = await engine.weight_version()

@@ -7,6 +7,7 @@ call ends, before the caller gets the result.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,10 +21,16 @@ from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.runtime.handle.transport import Caller
+from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.lora_check import check_adapter, completed_config
 from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
-from rollout.weights.push.transport_choice import choose_transport
+from rollout.weights.push.transport_choice import (
+    choose_transport,
+    loads_at_once,
+    stream_note,
+    why_loads_cost,
+)
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.transports.carriers import AsAdapter
 
@@ -36,6 +43,9 @@ if TYPE_CHECKING:
         PushPlanCache,
         TrainerWeights,
     )
+
+
+logger = logging.getLogger(__name__)
 
 
 def _torch() -> AbstractContextManager[None]:
@@ -55,6 +65,7 @@ class PushBuilder:
         self._expected: Manifest | None = None
         self._has_expected = False
         self._plans: PushPlanCache | None = None
+        self._why_loads_cost: str | None = None
         # The last manifest that fits the model, and whether it was checked as a full push.
         self._checked: tuple[Manifest, bool] | None = None
 
@@ -90,9 +101,10 @@ class PushBuilder:
         if expected is not None and update is not WeightUpdate.FROZEN:
             self._check(weights.manifest, expected, is_full=update is WeightUpdate.FULL)
         transport = self._transport(weights)
+        at_once = self._loads_at_once(transport)
         with self._naming_path(transport):
             outgoing = self._sender().send(
-                weights, version, transport, contents, may_stream=may_stream
+                weights, version, transport, contents, may_stream=may_stream, at_once=at_once
             )
         return self._opened(outgoing)
 
@@ -167,6 +179,20 @@ class PushBuilder:
         ]
         return choose_transport(wanted, remote, self._why_no_room(weights))
 
+    def _loads_at_once(self, transport: Transport) -> bool:
+        """Whether all buckets of a push are loaded in one call; the reason is logged once."""
+        settings = self._config.weights
+        if self._why_loads_cost is None:
+            kinds = {group.engine.kind for group in self._config.groups.values()}
+            checkpoint = read_checkpoint_config(self._config.model_path)
+            why = self._why_loads_cost = why_loads_cost(kinds, checkpoint)
+            if note := stream_note(settings.transport, why, streams=settings.stream):
+                logger.warning("%s", note)
+            elif loads_at_once(settings.transport, transport, why, streams=settings.stream):
+                logger.info("engines load all buckets of a push in one call: %s", why)
+        why = self._why_loads_cost
+        return loads_at_once(settings.transport, transport, why, streams=settings.stream)
+
     def _why_no_room(self, weights: TrainerWeights) -> str:
         more = weights.num_bytes - (self._pool.num_bytes() if self._pool else 0)
         root = self._config.weights.shared_memory_path
@@ -185,7 +211,7 @@ class PushBuilder:
         )
 
     def _sender(self) -> Any:
-        from rollout.weights.tensors import KeptGroup, PushSender
+        from rollout.weights.tensors import KeptGroup, NcclTerms, PushSender
 
         if self._pool is None:
             self._pool = ShmBufferPool(self._config.weights.shared_memory_path)
@@ -198,6 +224,7 @@ class PushBuilder:
             timeout_s=self._config.lifecycle.update_timeout_s,
             model_path=self._config.model_path,
             kept=self._kept,
+            nccl=NcclTerms(self._config.why_no_nccl, self._config.nccl_cumem),
         )
 
     # -- end --------------------------------------------------------------------------------

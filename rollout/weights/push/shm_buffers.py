@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,17 @@ class ShmBufferPool:
             if buffer in self._taken:
                 self._taken.remove(buffer)
                 self._free.append(buffer)
+
+    def join(self, buffers: Sequence[ShmBuffer]) -> Path:
+        """A folder with links to the files of all these buffers, for one load of an engine."""
+        with self._lock:
+            self._num_made += 1
+            folder = self.folder / f"{self._num_made:06d}-all"
+        folder.mkdir(mode=0o700)
+        for number, buffer in enumerate(buffers):
+            link = folder / f"bucket-{number:05d}.safetensors"
+            link.symlink_to(Path("..") / buffer.folder.name / FILE_NAME)
+        return folder
 
     def trim(self) -> None:
         """Remove the free buffers."""

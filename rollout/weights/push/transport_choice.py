@@ -1,9 +1,15 @@
-"""Chooses the transport of a push."""
+"""Chooses the transport of a push, and how it is used."""
 
 from __future__ import annotations
 
-from rollout.config import Transport
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rollout.config import EngineKind, Transport
 from rollout.core.errors import ConfigError
+from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
+
+NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def choose_transport(wanted: Transport, remote_engines: list[str], why_no_room: str) -> Transport:
@@ -29,3 +35,70 @@ def choose_transport(wanted: Transport, remote_engines: list[str], why_no_room: 
     if wanted is not Transport.AUTO:
         return wanted
     return Transport.TENSOR if remote_engines or why_no_room else Transport.SHARED_MEMORY
+
+
+def why_loads_cost(kinds: Collection[EngineKind], checkpoint: Mapping[str, Any]) -> str:
+    """Why each load from a path costs these engines more than its tensors; empty if it does not.
+
+    SGLang restores and packs all modules at each such load, and once in a push by tensor.
+
+    Args:
+        kinds: of the server's engines.
+        checkpoint: its ``config.json``.
+    """
+    if not {EngineKind.SGLANG, EngineKind.ATTACHED} & set(kinds):
+        return ""
+    if quantisation_of(checkpoint):
+        return "at each load from a path, SGLang packs all quantised weights again"
+    if has_experts(checkpoint):
+        return "at each load from a path, SGLang may pack the weights of all experts again"
+    return ""
+
+
+def loads_at_once(wanted: Transport, chosen: Transport, why_cost: str, *, streams: bool) -> bool:
+    """Whether all buckets of a push are loaded in one call, so that it is not streamed.
+
+    Args:
+        why_cost: why each load costs more than its tensors; empty if it does not.
+        streams: the settings ask for buckets that are loaded while the next one is built.
+    """
+    is_free = wanted is Transport.AUTO or not streams
+    return chosen is Transport.SHARED_MEMORY and bool(why_cost) and is_free
+
+
+def stream_note(wanted: Transport, why_cost: str, *, streams: bool) -> str:
+    """A warning about a push that is streamed by path although each load costs; else empty."""
+    if wanted is not Transport.SHARED_MEMORY or not streams or not why_cost:
+        return ""
+    return (
+        f"weights.stream with weights.transport = shared_memory: {why_cost}, so once for each "
+        "bucket; leave weights.stream out, or set weights.transport to auto or tensor"
+    )
+
+
+def choose_backend(wanted: str, why_no_nccl: str, *, is_on_cuda: bool) -> str:
+    """The backend of a broadcast: ``auto`` is NCCL for tensors on a GPU that NCCL can send."""
+    if wanted != "auto":
+        return wanted
+    return "nccl" if is_on_cuda and not why_no_nccl else "gloo"
+
+
+def why_cumem_differs(own: str | None, engines: Mapping[str, str | None]) -> str:
+    """Why a broadcast by NCCL would fail between this process and the engines; empty if not.
+
+    NCCL reads the variable once, and all ranks of a group must have the same value.  SGLang sets
+    it; NCCL's own default is another one.
+
+    Args:
+        own: the value in this process; None if it is not set.
+        engines: group -> the value of its engines; None if only their owner knows it.
+    """
+    for group, value in engines.items():
+        if own is None or value not in (None, own):
+            return (
+                f"{NCCL_CUMEM} is {own or 'not set'} in the trainer, and the engines of group "
+                f"{group} have {value or 'the value of their owner; SGLang takes 0'}: set "
+                f"{NCCL_CUMEM}={value or 0} in the environment of the trainer before its process "
+                "starts, or engine.env of the group to the trainer's value"
+            )
+    return ""

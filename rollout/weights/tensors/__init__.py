@@ -16,7 +16,7 @@ from rollout.config import Transport, WeightsConfig
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.tensors.broadcast_sender import KeptGroup
+from rollout.weights.tensors.broadcast_sender import KeptGroup, NcclTerms
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
@@ -73,6 +73,7 @@ __all__ = [
     "KeptGroup",
     "NameMap",
     "NamedTensors",
+    "NcclTerms",
     "OutgoingPush",
     "PushPlanCache",
     "PushSender",

@@ -11,11 +11,13 @@ idle for some minutes is created again.
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,9 @@ import torch
 
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import WeightsConfig
+from rollout.core.errors import ConfigError
 from rollout.weights.push.stream_server import StreamedBucket
+from rollout.weights.push.transport_choice import NCCL_CUMEM, choose_backend, why_cumem_differs
 from rollout.weights.tensors.broadcast_root import BroadcastRoot
 from rollout.weights.tensors.bucket_writer import fingerprints_of
 from rollout.weights.tensors.flat_buffers import (
@@ -35,6 +39,8 @@ from rollout.weights.tensors.flat_buffers import (
 )
 from rollout.weights.tensors.tensor_sources import Pairs, TrainerWeights
 from rollout.weights.transports.broadcast_group import BroadcastMember, can_be_kept, is_same_group
+
+logger = logging.getLogger(__name__)
 
 _MOST_IDLE_S = 240.0
 
@@ -97,12 +103,28 @@ class KeptGroup:
             group.root.close()
 
 
+@dataclass(frozen=True, slots=True)
+class NcclTerms:
+    """What NCCL needs to know of a server's engines.
+
+    Attributes:
+        why_not: why they cannot be in one NCCL group with the trainer; empty if they can.
+        cumem: group -> ``NCCL_CUMEM_ENABLE`` of its engines; None if only their owner knows it.
+    """
+
+    why_not: str = ""
+    cumem: Mapping[str, str | None] = field(default_factory=dict)
+
+
 class BroadcastPush:
     """One push by broadcast.
 
     Args:
         host: address of this machine for the engines.
         kept: keeps the group for the next push; None closes it.
+
+    Raises:
+        ConfigError: NCCL would fail; nothing was sent.
     """
 
     def __init__(
@@ -112,6 +134,7 @@ class BroadcastPush:
         settings: WeightsConfig,
         host: str,
         kept: KeptGroup | None,
+        nccl: NcclTerms | None = None,
     ) -> None:
         self._weights = weights
         self._version = version
@@ -121,10 +144,7 @@ class BroadcastPush:
         self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
         self._group: _Group | None = None
         self._must_join = True
-        backend = settings.backend
-        if backend == "auto":
-            backend = "nccl" if weights.is_on_cuda else "gloo"
-        self._backend: str = backend
+        self._backend = _backend(settings, nccl or NcclTerms(), is_on_cuda=weights.is_on_cuda)
 
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
         """Terms of the group for this push: the kept one if it fits, else a new one."""
@@ -205,3 +225,18 @@ class BroadcastPush:
         found = fingerprints_of(pairs) if self._settings.fingerprint else {}
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
         return StreamedBucket(payload, is_last, found, partial(root.send, pairs.tensors))
+
+
+def _backend(settings: WeightsConfig, nccl: NcclTerms, *, is_on_cuda: bool) -> str:
+    backend = choose_backend(settings.backend, nccl.why_not, is_on_cuda=is_on_cuda)
+    if backend != "nccl":
+        if is_on_cuda and settings.backend == "auto":
+            logger.warning(
+                "weights.transport = distributed sends by gloo, through host memory: %s; "
+                "cuda_ipc or shared_memory is faster",
+                nccl.why_not,
+            )
+        return backend
+    if why := why_cumem_differs(os.environ.get(NCCL_CUMEM), nccl.cumem):
+        raise ConfigError(why, setting="weights.backend", value=settings.backend)
+    return backend

@@ -7,7 +7,6 @@ name, dtype and shape in the same way on the meta device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
 from rollout.weights.format.manifest import FP8, SCALE_SUFFIX, Manifest, read_checkpoint_manifest
 
 MAX_FP8 = torch.finfo(torch.float8_e4m3fn).max
@@ -67,7 +67,7 @@ def fp8_block_quantiser(model_path: str | Path) -> Fp8BlockQuantiser:
     Raises:
         ConfigError: it is not quantised in float8 with a float32 scale per block.
     """
-    block = _block_of(str(model_path), _quantisation_of(Path(model_path)))
+    block = _block_of(str(model_path), quantisation_of(read_checkpoint_config(model_path)))
     manifest = read_checkpoint_manifest(model_path) or Manifest({})
     names = frozenset(
         name.removesuffix(SCALE_SUFFIX) for name in manifest.tensors if name.endswith(SCALE_SUFFIX)
@@ -100,17 +100,9 @@ def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def _quantisation_of(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    except (OSError, ValueError) as error:
-        raise _refusal(str(folder), f"its config.json cannot be read: {error}") from error
-    if not found:
-        raise _refusal(str(folder), "its config.json has no quantization_config")
-    return dict(found)
-
-
 def _block_of(model_path: str, quantisation: Mapping[str, Any]) -> tuple[int, int]:
+    if not quantisation:
+        raise _refusal(model_path, "there is no quantization_config in its config.json")
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
     if method != "fp8":
         raise _refusal(model_path, f"quant_method is {method!r}, not 'fp8'")

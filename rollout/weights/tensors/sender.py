@@ -10,9 +10,11 @@ ended).
 
 from __future__ import annotations
 
+import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -22,7 +24,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup
+from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup, NcclTerms
 from rollout.weights.tensors.bucket_writer import (
     CheckpointWriter,
     fingerprints_of,
@@ -62,6 +64,7 @@ class PushSender:
         timeout_s: for a bucket, including the engines' work.
         model_path: checkpoint that the engines started from.
         kept: keeps the broadcast group for the next push; None closes it.
+        nccl: what NCCL needs to know of the engines.
     """
 
     settings: WeightsConfig
@@ -70,6 +73,7 @@ class PushSender:
     timeout_s: float = 600.0
     model_path: str = ""
     kept: KeptGroup | None = None
+    nccl: NcclTerms | None = None
 
     def send(
         self,
@@ -79,11 +83,13 @@ class PushSender:
         contents: WeightUpdate | None = None,
         *,
         may_stream: bool = True,
+        at_once: bool = False,
     ) -> OutgoingPush:
         """A push of these weights by ``transport``.
 
         Args:
             may_stream: whether the tensors do not change until the push has ended.
+            at_once: all files of a push by shared memory are loaded in one call.
 
         Raises:
             ConfigError: the transport can only stream, and may not.
@@ -99,9 +105,9 @@ class PushSender:
             )
         if transport is Transport.DISK:
             return self._to_disk(weights, version, contents)
-        if only_streams or (may_stream and self.settings.stream):
+        if only_streams or (may_stream and self.settings.stream and not at_once):
             return self._streamed(weights, version, transport, contents)
-        return self._copied(weights, version, transport, contents)
+        return self._copied(weights, version, transport, contents, at_once=at_once)
 
     def _streamed(
         self,
@@ -111,7 +117,9 @@ class PushSender:
         contents: WeightUpdate | None,
     ) -> OutgoingPush:
         if transport is Transport.DISTRIBUTED:
-            broadcast = BroadcastPush(weights, version, self.settings, self.host, self.kept)
+            broadcast = BroadcastPush(
+                weights, version, self.settings, self.host, self.kept, self.nccl
+            )
             server = PushStreamServer(
                 broadcast.buckets(),
                 host=self.host,
@@ -141,16 +149,23 @@ class PushSender:
         version: int,
         transport: Transport,
         contents: WeightUpdate | None,
+        *,
+        at_once: bool,
     ) -> OutgoingPush:
         taken: list[ShmBuffer] = []
+        joined: list[Path] = []
 
         def close() -> None:
+            for folder in joined:
+                shutil.rmtree(folder, ignore_errors=True)
             for buffer in taken:
                 self.pool.give(buffer)
 
         is_shared = transport is Transport.SHARED_MEMORY
         try:
             buckets = list(self._written(weights, taken) if is_shared else self._values(weights))
+            if is_shared and at_once and len(taken) > 1:
+                joined.append(self.pool.join(taken))
         except BaseException:
             close()
             raise
@@ -158,7 +173,7 @@ class PushSender:
         push = WeightPush(
             version,
             Manifest(weights.manifest.tensors, fingerprints),
-            [bucket.payload for bucket in buckets],
+            [{"path": str(folder)} for folder in joined] or [bucket.payload for bucket in buckets],
             _CARRIERS[transport],
             contents=contents,
         )

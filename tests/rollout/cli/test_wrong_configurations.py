@@ -151,6 +151,18 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{W}.shared_memory_path", "/nowhere", "", "does not exist; mount a tmpfs there"),
     (f"{W}.shared_memory_path", "/dev/null", "", "is no folder"),
     (f"{W}.backend", "mpi", "", "'auto', 'gloo' or 'nccl'"),
+    (
+        f"{W}",
+        {"transport": "distributed", "backend": "nccl"},
+        f"{W}.backend",
+        "group main: its engines run on the CPU, and NCCL needs a GPU for each process",
+    ),
+    (
+        f"{E}",
+        {"kind": "sglang", "options": {"quantization": "fp8"}},
+        f"{E}.options.quantization",
+        "the first push would end the engine",
+    ),
     (f"{W}.store", "yes please", "", "must be a section"),
     (f"{W}.store", {"path": "/nowhere"}, f"{W}.store.path", "does not exist"),
     (f"{W}.store", {"replicas": 0}, f"{W}.store.replicas", "greater than or equal to 1"),

@@ -71,6 +71,52 @@ def test_a_user_may_name_a_group_like_a_setting() -> None:
         RolloutConfig.from_dict({"servers": {"a": {"model_path": "m", "groups": groups}}})
 
 
+def broadcasting(group: dict, **weights) -> RolloutConfig:
+    values = with_group(**group)
+    values["servers"]["policy"]["weights"] = {"transport": "distributed", **weights}
+    return RolloutConfig.from_dict(values)
+
+
+def sglang(**engine) -> dict:
+    return {"engine": {"kind": "sglang", **engine}}
+
+
+@pytest.mark.parametrize("name", ["pp", "pp_size", "--pp-size", "pipeline-parallel-size"])
+def test_pipeline_stages_take_no_broadcast(name: str) -> None:
+    with pytest.raises(ConfigError, match="2 pipeline stages with") as caught:
+        broadcasting(sglang(gpus=2, options={name: 2}))
+    assert caught.value.setting == "servers.policy.groups.main.engine.options"
+    broadcasting(sglang(gpus=2, options={"tp": 2, name: 1}))
+    broadcasting(sglang(gpus=2, options={name: 2}), transport="tensor")
+    broadcasting(sglang(gpus=2, options={name: 2}), update="frozen")
+
+
+@pytest.mark.parametrize(
+    "group",
+    [sglang(gpus=1), {"engine": {"kind": "attached", "urls": ["http://a:1"]}}],
+    ids=["launched", "attached"],
+)
+def test_nccl_is_refused_where_engines_share_the_trainers_gpus(group: dict) -> None:
+    with pytest.raises(ConfigError, match=r"group main: it offloads, so its .* share") as caught:
+        broadcasting(group, backend="nccl")
+    assert caught.value.setting == "servers.policy.weights.backend"
+    assert broadcasting(group).servers["policy"].why_no_nccl  # auto takes gloo
+    config = broadcasting(group | {"needs_offload": False}, backend="nccl")
+    assert config.servers["policy"].why_no_nccl == ""
+
+
+def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> None:
+    values = with_group(**sglang())
+    values["servers"]["policy"]["groups"] |= {
+        "own": sglang(env={"NCCL_CUMEM_ENABLE": "1"}),
+        "symmetric": sglang(options={"enable-symm-mem": True}),
+        "attached": {"engine": {"kind": "attached", "urls": ["http://a:1"]}},
+        "embedded": {},
+    }
+    found = RolloutConfig.from_dict(values).servers["policy"].nccl_cumem
+    assert found == {"main": "0", "own": "1", "symmetric": "1", "attached": None}
+
+
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])
 def test_a_file_gives_the_same_config_as_its_values(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(json.dumps(MINIMAL))

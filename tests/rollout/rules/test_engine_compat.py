@@ -9,8 +9,8 @@ import pytest
 
 from engines.protocol import WorkerType
 from engines.protocol.features import Features
-from rollout.config import Drain, GroupConfig, WeightUpdate
-from rollout.rules.engine_compat import why_incompatible
+from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
+from rollout.rules.engine_compat import why_incompatible, why_quantised_online
 
 GOOD = Features(
     engine="sglang",
@@ -21,6 +21,7 @@ GOOD = Features(
     has_memory_saver=True,
     has_weights_cpu_backup=True,
     num_payloads=1,
+    num_stages=1,
     takes_tensors=True,
     takes_flat_broadcast=True,
     streams_are_cumulative=True,
@@ -89,3 +90,48 @@ def test_requests_are_retracted_only_where_the_engine_survives_that(drain: Drain
     else:
         assert reason == ""
     assert why(drain=drain) == ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "update", "is_refused"),
+    [
+        (Transport.DISTRIBUTED, WeightUpdate.FULL, True),
+        (Transport.DISTRIBUTED, WeightUpdate.PARTIAL, True),
+        (Transport.DISTRIBUTED, WeightUpdate.FROZEN, False),
+        (Transport.SHARED_MEMORY, WeightUpdate.FULL, False),
+    ],
+)
+def test_pipeline_stages_take_no_broadcast(
+    transport: Transport, update: WeightUpdate, is_refused: bool
+) -> None:
+    said = why_incompatible(
+        replace(GOOD, num_stages=2),
+        GroupConfig(),
+        update,
+        Drain.ABORT,
+        memory_saver=True,
+        weights_cpu_backup=True,
+        transport=transport,
+    )
+    assert ("{engine} has 2 pipeline stages" in said) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "is_quantised", "is_refused"),
+    [
+        ({"quantization": "fp8"}, WeightUpdate.FULL, False, True),
+        ({"--quantization": "w8a8_int8"}, WeightUpdate.PARTIAL, False, True),
+        ({"quantization": "fp8"}, WeightUpdate.FULL, True, False),
+        ({"quantization": "fp8"}, WeightUpdate.FROZEN, False, False),
+        ({"quantization": "fp8"}, WeightUpdate.LORA, False, False),
+        ({"quantization": "fp8", "load-format": "flash_rl"}, WeightUpdate.FULL, False, False),
+        ({"quantization": None}, WeightUpdate.FULL, False, False),
+        ({}, WeightUpdate.FULL, False, False),
+    ],
+)
+def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
+    options: dict[str, Any], update: WeightUpdate, is_quantised: bool, is_refused: bool
+) -> None:
+    said = why_quantised_online(options, update, is_quantised=is_quantised)
+    assert ("rollout.weights.tensors.fp8_block_quantiser" in said) is is_refused
+    assert bool(said) is is_refused

@@ -33,6 +33,18 @@ def test_a_slot_that_was_given_back_is_taken_again_with_its_memory(tmp_path: Pat
     pool.close()
 
 
+def test_buffers_are_joined_in_a_folder_of_links_that_goes_with_the_pool(tmp_path: Path) -> None:
+    pool = ShmBufferPool(tmp_path)
+    slots = [pool.take(5000) for _ in range(2)]
+    slots[1].view[:3] = b"abc"
+    folder = pool.join(slots)
+    first, second = sorted(folder.glob("*.safetensors"))
+    assert (first.resolve(), second.resolve()) == tuple(one.folder / FILE_NAME for one in slots)
+    assert second.read_bytes()[:3] == b"abc"
+    pool.close()
+    assert not folder.exists()
+
+
 def test_its_file_is_as_long_as_asked_and_its_space_is_taken(tmp_path: Path) -> None:
     pool = ShmBufferPool(tmp_path)
     slot = pool.take(1 << 20)

@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 
 from rollout.config import WeightsConfig
+from rollout.core.errors import ConfigError
 from rollout.weights.push.stream_server import StreamedBucket
 from rollout.weights.transports.broadcast_group import BroadcastMember
 
 torch = pytest.importorskip("torch")
 from rollout.weights.tensors import TrainerWeights  # noqa: E402  only where there is torch
-from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup  # noqa: E402
+from rollout.weights.tensors.broadcast_sender import (  # noqa: E402
+    BroadcastPush,
+    KeptGroup,
+    NcclTerms,
+)
 
 pytestmark = pytest.mark.embedded
 ENGINES = (
@@ -57,6 +62,30 @@ def holding(
     name: str, members: tuple[BroadcastMember, ...] = ENGINES
 ) -> tuple[BroadcastMember, ...]:
     return tuple(replace(member, held=name) for member in members)
+
+
+def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = TrainerWeights({"x": torch.ones(2)}, bucket_bytes=8)
+    settings = WeightsConfig(backend="nccl")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set in the trainer, and the"):
+        BroadcastPush(weights, 1, settings, "127.0.0.1", None, NcclTerms(cumem={"main": "0"}))
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    BroadcastPush(weights, 1, settings, "127.0.0.1", None, NcclTerms(cumem={"main": "0"}))
+
+
+def test_auto_says_why_tensors_on_a_gpu_go_by_gloo(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TrainerWeights, "is_on_cuda", True)
+    weights = TrainerWeights({"x": torch.ones(2)}, bucket_bytes=8)
+    nccl = NcclTerms("group main: it offloads", {"main": "0"})
+    push = BroadcastPush(weights, 1, WeightsConfig(), "127.0.0.1", None, nccl)
+    assert push.terms(ENGINES)["backend"] == "gloo"
+    push.ended(is_kept=False)
+    assert "by gloo, through host memory: group main: it offloads" in caplog.text
 
 
 def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) -> None:
