@@ -176,3 +176,31 @@ async def test_an_engine_that_started_with_dummy_weights_loads_from_a_folder(
         expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
         assert list(reply.output_ids) == list(expected)
         assert await bench.engine.weight_version() == "1"
+
+
+async def test_a_push_by_path_is_one_load_of_linked_files_and_may_lack_what_is_not_pushed(
+    contract_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = "rollout.runtime.handle.push_builder"
+    monkeypatch.setattr(f"{builder}.why_loads_cost", lambda kinds, config: "it packs")
+    weights = {
+        "transport": "shared_memory",
+        "shared_memory_path": str(tmp_path),
+        "bucket_bytes": 100_000,
+        "not_pushed": ["model.norm.*"],  # ones in both checkpoints
+    }
+    async with launched(spec(contract_models, tmp_path), contract_models) as bench:
+        values = config(bench.url, contract_models.first, tmp_path, needs_offload=False)
+        changed = values.model_dump(mode="json")
+        changed["servers"]["policy"]["weights"] |= weights
+        pushed = bench.tensors("second")
+        del pushed["model.norm.weight"]
+
+        def drive() -> None:
+            with rollout.launch(rollout.RolloutConfig.from_dict(changed), backend="local") as one:
+                one["policy"].sync_weights(pushed, version=3).result()
+
+        await asyncio.to_thread(drive)
+        assert (await bench.running.log_tail(400)).count("online from disk begin") == 1
+        expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
+        assert await bench.greedy() == tuple(expected)
