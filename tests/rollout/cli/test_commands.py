@@ -22,6 +22,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until
 from tests.support.processes import program
 from tests.support.served_fakes import config, engines_of, launched
@@ -215,6 +216,43 @@ def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> 
     assert plan["groups"][2]["weights_from"] == "CPU backup, then the push"
     assert "refused" in run_command("plan", str(file), status=2)
     assert run_command("validate", str(file), status=2).count("set weights_cpu_backup to true") == 2
+
+
+def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    model = tmp_path / "model"
+    values["servers"]["policy"] |= {
+        "model_path": str(write_checkpoint(model)),
+        "groups": {"main": {"num_engines": 2}},
+        "weights": {"not_pushed": ["lm_head.*"]},
+    }
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (group,) = json_of("plan", str(file))["groups"]
+    assert group["weights_from"] == "CPU backup, then the push"
+    assert group["host_bytes"] == 2 * (model / "model.safetensors").stat().st_size
+
+
+def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    model = Path(write_checkpoint(tmp_path / "model"))
+    (model / "config.json").write_text('{"num_experts": 8}')
+    attached = {"kind": "attached", "urls": ["http://127.0.0.1:1"]}
+    values["servers"]["policy"] |= {
+        "model_path": str(model),
+        "groups": {"main": {"engine": attached}},
+    }
+    file = tmp_path / "rollout.json"
+    notes = {}
+    for update, stream in (("full", False), ("full", True), ("frozen", True)):
+        weights = {"update": update, "stream": stream}
+        weights |= {"transport": "shared_memory"} if stream else {}
+        values["servers"]["policy"]["weights"] = weights
+        file.write_text(json.dumps(values))
+        notes[update, stream] = " ".join(json_of("plan", str(file))["notes"])
+    assert "a push by shared memory is loaded in one call: at each load" in notes["full", False]
+    assert "so once for each bucket; leave weights.stream out" in notes["full", True]
+    assert "at each load" not in notes["frozen", True]
 
 
 def test_a_plan_without_refusals_succeeds(tmp_path: Path) -> None:

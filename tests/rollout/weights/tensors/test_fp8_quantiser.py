@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.fake import FakeEngine, FakeLauncher
+from engines.protocol import Endpoint, TensorInfo
+from engines.protocol.spec import EngineSpec
 from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import check_push, read_checkpoint_manifest
+from rollout.weights.push.weight_push import check_fits
+from tests.support.builders import started_group
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -21,7 +27,9 @@ from rollout.weights.tensors import (  # noqa: E402
     PushPlanCache,
     PushSender,
     TrainerWeights,
+    bytes_fingerprint,
     fp8_block_quantiser,
+    make_push,
 )
 from rollout.weights.tensors.fp8_quantiser import quantised  # noqa: E402
 
@@ -214,6 +222,39 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
     for name, tensor in wanted.items():
         assert found[name].dtype is tensor.dtype
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+async def test_engines_with_the_checkpoint_hold_and_verify_what_was_quantised(
+    tmp_path: Path,
+) -> None:
+    folder = write_fp8_checkpoint(tmp_path)
+    expected = read_checkpoint_manifest(folder)
+    assert expected is not None
+    held = [TensorInfo(one.name, one.dtype, one.shape) for one in expected.tensors.values()]
+
+    def holding(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        return FakeEngine(spec.engine_id, endpoint=endpoint, tensors=held, reports_manifest=True)
+
+    group, engines = await started_group(
+        2, needs_offload=False, launcher=FakeLauncher(holding), model_path=str(folder)
+    )
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    as_trained = make_push(trained(1), version=1, bucket_bytes=70_000)
+    with pytest.raises(WeightMismatch, match=r"push with name_map=.*fp8_block_quantiser"):
+        check_fits(as_trained, "policy", WeightsConfig(), "", expected)
+    push = make_push(
+        trained(1), version=1, bucket_bytes=70_000, name_map=fp8_block_quantiser(folder)
+    )
+    check_fits(push, "policy", WeightsConfig(), "", expected)
+    await group.run(Command.UPDATE_WEIGHTS, push=push)
+    assert not (await group.run(Command.VERIFY, version=1)).failures
+    values, scales = reference(trained(1)[PROJ], BLOCK)
+    for engine in engines:
+        assert engine.weights.digests[PROJ] == bytes_fingerprint(PROJ, values)
+        scale_name = f"{PROJ}_scale_inv"
+        assert engine.weights.digests[scale_name] == bytes_fingerprint(scale_name, scales)
+    await group.stop()
 
 
 @pytest.mark.parametrize(
