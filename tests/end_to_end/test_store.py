@@ -5,6 +5,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,25 @@ def weights(model_path: Path) -> dict[str, Any]:
 def deployment(
     model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:
+    with launched(model_path, tmp_path_factory.mktemp("logs")) as handle:
+        yield handle
+
+
+@contextmanager
+def launched(model_path: Path, folder: Path, **weights: Any) -> Iterator[DeploymentHandle]:
+    """One engine and a store; both are gone afterwards."""
     health = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
     run_id = f"store-{uuid.uuid4().hex[:8]}"
     config = RolloutConfig.from_dict(
         {
             "run_id": run_id,
-            "log_dir": str(tmp_path_factory.mktemp("logs")),
+            "log_dir": str(folder),
             "servers": {
                 "policy": {
                     "model_path": str(model_path),
                     "groups": {"main": {"num_engines": 1, "engine": {"cpus": 0.5}}},
                     "health": health,
-                    "weights": {"store": {"spare_bytes": 0, "unit_bytes": 20_000}},
+                    "weights": {"store": {"spare_bytes": 0, "unit_bytes": 20_000}, **weights},
                 }
             },
         }
@@ -106,3 +114,29 @@ def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
     assert wait_until(lambda: is_back(policy, before), 60)
     record_property("figures", f"serves again after {time.monotonic() - killed:.2f} s")
     assert greedy(policy) == pushed
+
+
+@pytest.mark.slow
+def test_what_is_not_pushed_survives_an_offload_and_a_kill_without_the_trainer(
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import load_file
+
+    from engines.embedded.tiny_model import make_tiny_model
+
+    model_path = make_tiny_model(tmp_path / "model", "llama")
+    pushed = load_file(model_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    del pushed[name]
+    with launched(model_path, tmp_path, not_pushed=["model.layers.0.mlp.up*"]) as deployment:
+        policy = deployment["policy"]
+        at_start = greedy(policy)
+        with policy.offloaded(lambda: pushed):
+            pass
+        assert greedy(policy) == at_start  # all weights are those of the checkpoint
+        assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
+        before = the_engine(policy)
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGKILL)
+        assert wait_until(lambda: is_back(policy, before), 60)
+        assert greedy(policy) == at_start
