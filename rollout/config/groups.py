@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from engines.protocol import Endpoint, WorkerType
+from engines.protocol.spec import spelled
 from rollout.config.base import ConfigSection, Seconds
 
 
@@ -55,8 +56,8 @@ class EngineConfig(ConfigSection):
         """``NCCL_CUMEM_ENABLE`` of an SGLang engine; None if only its owner knows."""
         if self.kind is EngineKind.ATTACHED:
             return None
-        is_symmetric = {"enable-symm-mem", "enable_symm_mem"} & self.options.keys()
-        return "1" if is_symmetric else self.env.get("NCCL_CUMEM_ENABLE", "0")
+        named = {spelled(name): value for name, value in self.options.items()}
+        return "1" if named.get("enable_symm_mem") else self.env.get("NCCL_CUMEM_ENABLE", "0")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.kind is EngineKind.ATTACHED:

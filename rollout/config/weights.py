@@ -91,7 +91,8 @@ class WeightsConfig(ConfigSection):
     casts: Casts = Casts.NARROW
     """Which tensors of another float type than the checkpoint's are accepted. ``narrow``: wider
     ones, such as float32 for a bfloat16 model, which the engine rounds. ``any``: also bfloat16 or
-    float16 for a float32 model, whose lower bits were lost before. ``none``: no others."""
+    float16 for a float32 model, whose lower bits were lost before. ``none``: no others. A float8
+    tensor needs scales, so it is never cast."""
     stream: bool = False
     """Prepare a bucket while the engines load the previous one: faster, and never needs a whole
     copy of the model, but the tensors must not change until the push has ended."""

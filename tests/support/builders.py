@@ -11,7 +11,7 @@ from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.protocol import Endpoint, TensorInfo
-from rollout.config import LifecycleConfig, ServerConfig, WeightUpdate
+from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import PhaseTimeout
@@ -65,7 +65,7 @@ def make_group(
     lifecycle: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
     model_path: str = "/nowhere",
-    not_pushed: Sequence[str] = (),
+    transport: str = "auto",
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
@@ -79,7 +79,7 @@ def make_group(
         group=config.groups[name],
         update=WeightUpdate(update),
         lifecycle=LifecycleConfig.model_validate(lifecycle or {}),
-        not_pushed=tuple(not_pushed),
+        transport=Transport(transport),
     )
     gpus = settings.group.engine.gpus
     made = ServerGroup(settings, slots(name, num_engines, gpus), launcher, launcher.connect)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import RolloutConfig, check_paths
+from rollout.config import RolloutConfig, Transport, check_paths
 from rollout.core.errors import ConfigError
+from rollout.runtime.local import group_settings
 
 MINIMAL = {"servers": {"policy": {"model_path": "model", "groups": {"main": {}}}}}
 
@@ -110,11 +111,24 @@ def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> Non
     values["servers"]["policy"]["groups"] |= {
         "own": sglang(env={"NCCL_CUMEM_ENABLE": "1"}),
         "symmetric": sglang(options={"enable-symm-mem": True}),
+        "plain": sglang(options={"enable_symm_mem": False}),
         "attached": {"engine": {"kind": "attached", "urls": ["http://a:1"]}},
         "embedded": {},
     }
     found = RolloutConfig.from_dict(values).servers["policy"].nccl_cumem
-    assert found == {"main": "0", "own": "1", "symmetric": "1", "attached": None}
+    assert found == {
+        "main": "0",
+        "own": "1",
+        "symmetric": "1",
+        "plain": "0",
+        "attached": None,
+    }
+
+
+def test_a_group_knows_how_it_is_pushed_to_and_what_is_not_pushed() -> None:
+    config = broadcasting({}, not_pushed=["mtp.*"])
+    settings = group_settings(config, "policy", "main")
+    assert (settings.transport, settings.not_pushed) == (Transport.DISTRIBUTED, ("mtp.*",))
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])

@@ -538,6 +538,26 @@ async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
     assert (await pausing).phase == await phase_of(group) == "paused"
 
 
+class TwoStages(FakeEngine):
+    """Has its layers on two pipeline stages."""
+
+    async def server_info(self) -> ServerInfo:
+        return replace(await super().server_info(), raw={"pp_size": 2})
+
+
+def in_two_stages(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return TwoStages(spec.engine_id, endpoint=endpoint)
+
+
+async def test_an_engine_with_pipeline_stages_is_not_in_a_group_of_broadcasts() -> None:
+    group, _ = make_group(1, transport="distributed", launcher=FakeLauncher(in_two_stages))
+    with pytest.raises(PhaseFailed, match="engine main-0 has 2 pipeline stages"):
+        await group.start()
+    group, _ = make_group(1, launcher=FakeLauncher(in_two_stages))
+    await group.start()
+    await group.stop()
+
+
 # -- fingerprints -------------------------------------------------------------------------------
 
 
