@@ -51,6 +51,7 @@ class Features:
         takes_flat_broadcast: a broadcast may bring many tensors as one.
         takes_tensors: weights can be pushed as tensors; data-parallel replicas refuse them.
         streams_are_cumulative: each event of a stream holds all tokens so far.
+        moves_experts: it places its experts by their load (EPLB), other than other engines do.
         undrivable: why this library cannot drive it; empty if it can.
     """
 
@@ -66,6 +67,7 @@ class Features:
     takes_flat_broadcast: bool
     takes_tensors: bool
     streams_are_cumulative: bool
+    moves_experts: bool
     undrivable: str
 
 
@@ -92,6 +94,7 @@ def read_features(info: ServerInfo, paths: Set[str]) -> Features:
         takes_flat_broadcast=version >= _FLAT_BROADCAST,
         takes_tensors=int(raw.get("dp_size") or 1) == 1,
         streams_are_cumulative=not raw.get("incremental_streaming_output"),
+        moves_experts=bool(raw.get("enable_eplb")),
         undrivable=_why_not(info, paths),
     )
 

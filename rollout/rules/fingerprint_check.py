@@ -4,13 +4,15 @@ Always true: an engine passes only after a comparison.  Tensors that must not ha
 compared with the engine's last verified fingerprints; only this detects weights that are corrupt
 after a release.  Changed tensors are compared with the other engines of the group, which received
 the same push.  Where the engines differ and there is no majority, none of them passes.
+What has no comparable fingerprint needs the log-prob check.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 
 from engines.protocol import WeightsReport
 from rollout.rules.canary import CanaryLogprobs
@@ -19,6 +21,8 @@ ADAPTER_PREFIX = "lora:"
 """Prefix of the names of adapter tensors; no base tensor has it."""
 ALL_TENSORS = frozenset({"*"})
 """The value of ``changed`` after a full push."""
+# In the names of SGLang and of checkpoints; shared experts have another one, and never move.
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class EngineFingerprints:
         sent: the trainer's fingerprints of pushed tensors; only of tensors that the engine keeps
             in the same form and under the same name.
         adapter: name of the pushed adapter; empty if there is none.
+        moves_experts: the engine places its experts by their load, so they are left out.
     """
 
     report: WeightsReport
@@ -39,6 +44,7 @@ class EngineFingerprints:
     changed: frozenset[str] = frozenset()
     sent: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
+    moves_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,8 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     Args:
         num_others: other engines that passed, which received the same push.
     """
+    if engine.moves_experts:
+        return "it moves its experts (enable-eplb), so they have no comparable fingerprints"
     reported = frozenset(name for rank in engine.report.tensors for name in rank)
     if engine.adapter and not reports_adapter(engine.adapter, engine.report):
         return f"it does not report fingerprints of adapter {engine.adapter!r}"
@@ -83,6 +91,27 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     if alone := sorted(name for name in pushed if not _has_reference(name, engine)):
         return f"there is no reference fingerprint of its tensor {alone[0]!r}"
     return ""
+
+
+def is_checker_refusal(status: int, *, has_reported: bool) -> bool:
+    """Whether an engine's checker does not know the kind of its weights, and so reports none.
+
+    SGLang answers 400 for some quantisations.  A checker that reported these weights before knows
+    them, so its 400 is a failure.
+
+    Args:
+        status: the HTTP status of its answer.
+    """
+    return status == HTTPStatus.BAD_REQUEST and not has_reported
+
+
+def without_experts(report: WeightsReport) -> WeightsReport:
+    """The fingerprints without those of routed experts, and without the checksum of all."""
+    tensors = tuple(
+        {name: text for name, text in rank.items() if _EXPERTS not in name}
+        for rank in report.tensors
+    )
+    return replace(report, checksum=None, tensors=tensors)
 
 
 def reports_adapter(adapter: str, report: WeightsReport) -> bool:

@@ -126,7 +126,7 @@ def _why_inconclusive(
         WeightMismatch: the fingerprints show other weights.
     """
     if report is None:
-        return "engine does not report fingerprints"
+        return member.why_no_fingerprints
     tensor = "" if expected is None else first_difference(expected, report)
     if tensor:
         raise WeightMismatch(
@@ -137,7 +137,12 @@ def _why_inconclusive(
         )
     # Without another engine to compare with, the pushed fingerprints are the reference.
     fingerprints = EngineFingerprints(
-        report, None, ALL_TENSORS, member.comparable_fingerprints(), member.adapter
+        report,
+        None,
+        ALL_TENSORS,
+        member.comparable_fingerprints(),
+        member.adapter,
+        member.moves_experts,
     )
     if wrong := find_mismatches({member.engine_id: fingerprints}):
         raise WeightMismatch(

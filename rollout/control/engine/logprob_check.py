@@ -58,7 +58,7 @@ class LogprobCheck:
 
     def is_only_check_for(self, member: EngineState) -> bool:
         """Whether some of this engine's weights can be verified only by log-probs."""
-        has_fingerprints = member.has_checker and (
+        has_fingerprints = member.has_all_fingerprints and (
             not member.adapter or (member.record and reports_adapter(member.adapter, member.record))
         )
         return bool(self.prompts) and not has_fingerprints

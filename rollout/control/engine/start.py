@@ -14,7 +14,7 @@ from engines.http.client import EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine
 from engines.protocol.features import read_features
-from rollout.config import GroupConfig, HealthConfig, LifecycleConfig
+from rollout.config import Drain, GroupConfig, HealthConfig, LifecycleConfig
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.state import EngineState
@@ -134,17 +134,21 @@ class Starter:
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
+            moves_experts=features.moves_experts,
             reports_memory=bool(info.resident_bytes),
             reports_groups=info.update_groups is not None,
             tensors=tuple(await engine.weights_manifest())
             if "/weights_manifest" in endpoints
             else (),
         )
-        if self._weights_cpu_backup:
-            # Some weights must survive a release: the current ones are the reference.
+        is_retracting = self._settings.lifecycle.drain is Drain.RETRACT
+        if self._weights_cpu_backup or is_retracting:
+            # Some weights must survive a release: the current ones are the reference.  A drain by
+            # retracting must know before the first pause whether the checker refuses.
             member.record = await member.fingerprints()
-            if self._logprob_check.is_only_check_for(member):  # it has no adapter yet
-                record_logprobs(member, await self._logprob_check.query(member))
+        # It has no adapter yet.
+        if self._weights_cpu_backup and self._logprob_check.is_only_check_for(member):
+            record_logprobs(member, await self._logprob_check.query(member))
         return member
 
     def _spec(self, slot: EngineSlot) -> EngineSpec:

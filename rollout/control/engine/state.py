@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from engines.launch import RunningEngine
 from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
+from engines.protocol.errors import EngineRejected
 from rollout.core.types import EngineSlot, EngineStatus
 from rollout.rules.canary import CanaryLogprobs
-from rollout.rules.fingerprint_check import ADAPTER_PREFIX
+from rollout.rules.fingerprint_check import ADAPTER_PREFIX, is_checker_refusal, without_experts
 from rollout.weights.format.manifest import Manifest, TensorSpec
+
+_NO_CHECKER = "it does not report fingerprints"
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class EngineState:
         record: its fingerprints at its last verification; None if there were none.
         changed: names of the tensors that were pushed since the record.
         has_checker: it reports fingerprints of its weights, and the settings use them.
+        checker_refusal: why its checker cannot report these weights; empty if it can.
+        moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
         released_bytes: what each tag held when it was released, as far as it reported that.
         reports_groups: it reports its broadcast groups.
@@ -57,6 +62,8 @@ class EngineState:
     is_verified: bool = True
     fence_reason: str = ""
     has_checker: bool = False
+    checker_refusal: str = ""
+    moves_experts: bool = False
     reports_memory: bool = False
     reports_groups: bool = False
     record: WeightsReport | None = None
@@ -110,9 +117,30 @@ class EngineState:
             if name.startswith(ADAPTER_PREFIX) or own.get(name) == self.pushed_dtypes.get(name)
         }
 
+    @property
+    def has_all_fingerprints(self) -> bool:
+        """Whether it reports comparable fingerprints of all base weights, as far as is known."""
+        return self.has_checker and not self.checker_refusal and not self.moves_experts
+
+    @property
+    def why_no_fingerprints(self) -> str:
+        """Why ``fingerprints`` returned None."""
+        refusal = self.checker_refusal
+        return f"its weights checker refuses: {refusal}" if refusal else _NO_CHECKER
+
     async def fingerprints(self) -> WeightsReport | None:
         """Fingerprints of its current weights; None if it does not report them."""
-        return await self.engine.weights_checker() if self.has_checker else None
+        if not self.has_checker:
+            return None
+        try:
+            report = await self.engine.weights_checker()
+        except EngineRejected as error:
+            if not is_checker_refusal(error.status, has_reported=self.record is not None):
+                raise
+            self.checker_refusal = str(error)
+            return None
+        self.checker_refusal = ""
+        return without_experts(report) if self.moves_experts else report
 
     async def gpu_memory(self) -> Sequence[GpuMemory]:
         """Memory of its GPUs, in order of rank; empty if it has none, or if not measured."""

@@ -21,8 +21,6 @@ from rollout.rules.fingerprint_check import (
     why_inconclusive,
 )
 
-_NO_FINGERPRINTS = "engine does not report fingerprints"
-
 
 async def collect_fingerprints(member: EngineState, version: int | None) -> Verification | None:
     """Check an engine's weight version, and collect its fingerprints if it reports them.
@@ -66,6 +64,7 @@ def verify_group(
             engines[name].changed,
             engines[name].comparable_fingerprints(),
             engines[name].adapter,
+            engines[name].moves_experts,
         )
         for name, report in reports.items()
         if report is not None
@@ -80,7 +79,7 @@ def verify_group(
             reason = (
                 why_inconclusive(passed[name], len(passed) - 1)
                 if name in passed
-                else _NO_FINGERPRINTS
+                else engines[name].why_no_fingerprints
             )
             if engines[name].expected:
                 reason = reason or "the trainer gave expected log-probs"

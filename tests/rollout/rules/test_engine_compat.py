@@ -25,6 +25,7 @@ GOOD = Features(
     takes_tensors=True,
     takes_flat_broadcast=True,
     streams_are_cumulative=True,
+    moves_experts=False,
     undrivable="",
 )
 

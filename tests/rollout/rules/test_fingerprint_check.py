@@ -10,7 +10,9 @@ from rollout.rules.fingerprint_check import (
     EngineFingerprints,
     find_mismatches,
     first_difference,
+    is_checker_refusal,
     why_inconclusive,
+    without_experts,
 )
 
 
@@ -117,3 +119,48 @@ def test_an_adapter_without_fingerprints_is_inconclusive_with_or_without_a_push(
     assert "adapter 'other'" in why_inconclusive(
         EngineFingerprints(known, known, adapter="other"), 1
     )
+
+
+# -- what has no comparable fingerprint ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "has_reported", "is_refusal"),
+    [(400, False, True), (400, True, False), (500, False, False), (200, False, False)],
+)
+def test_only_a_400_of_a_checker_that_never_reported_counts_as_reporting_none(
+    status: int, has_reported: bool, is_refusal: bool
+) -> None:
+    assert is_checker_refusal(status, has_reported=has_reported) is is_refusal
+
+
+def placed(expert: str, shared: str = "s") -> WeightsReport:
+    """An engine whose placement of experts gives this digest."""
+    tensors = {
+        "model.layers.0.mlp.experts.w13_weight": expert,
+        "model.layers.0.mlp.shared_experts.gate_up_proj.weight": shared,
+        "model.layers.0.mlp.gate.weight": "g",
+    }
+    return WeightsReport(f"all of {expert}", (tensors,))
+
+
+def test_experts_that_lie_differently_make_no_difference_and_all_else_does() -> None:
+    def found(*reports: WeightsReport) -> dict[str, str]:
+        return find_mismatches(
+            {
+                f"e-{number}": EngineFingerprints(
+                    without_experts(one), None, ALL_TENSORS, moves_experts=True
+                )
+                for number, one in enumerate(reports)
+            }
+        )
+
+    assert found(placed("1"), placed("2")) == {}
+    assert "shared_experts" in found(placed("1"), placed("2", "other"))["e-1"]
+
+
+@pytest.mark.parametrize("changed", [ALL_TENSORS, frozenset()])
+def test_experts_that_were_left_out_are_inconclusive_with_or_without_a_push(changed) -> None:
+    report = without_experts(placed("1"))
+    engine = EngineFingerprints(report, report, changed, moves_experts=True)
+    assert "enable-eplb" in why_inconclusive(engine, 3)
