@@ -27,6 +27,7 @@ from benchmarks.weights.clock import Row, memcpy, rate
 from engines.embedded.command import MEMORY
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
+from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightsConfig
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.shm_buffers import ShmBufferPool
@@ -119,14 +120,20 @@ class Pushing:
         settings = WeightsConfig(
             transport=transport,
             stream=stream,
-            fingerprint=fingerprint,
             disk_path=str(self._folder / "{version}"),
         )
         weights = TrainerWeights(
             self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans
         )
         folder = str(self._folder)
-        sender = PushSender(settings, self._pool, timeout_s=120, model_path=folder, kept=self._kept)
+        sender = PushSender(
+            settings,
+            self._pool,
+            timeout_s=120,
+            model_path=folder,
+            kept=self._kept,
+            fingerprints=BYTES if fingerprint else "",
+        )
         outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
         try:
             self._runner.run(self._send(outgoing.push))

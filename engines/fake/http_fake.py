@@ -185,6 +185,7 @@ class FakeHttpApp:
             "weights_update_groups": None
             if info.update_groups is None
             else sorted(info.update_groups),
+            "fingerprints": info.fingerprints,
         }
 
     async def _loads(self, body: Mapping[str, Any]) -> Any:

@@ -128,6 +128,7 @@ def read_server_info(answer: Any) -> ServerInfo:
         resident_bytes=_memory_by_tag(answer),
         released=_tags(answer, "released_tags"),
         update_groups=_tags(answer, "weights_update_groups"),
+        fingerprints=str(answer.get("fingerprints") or ""),
         raw=answer,
     )
 

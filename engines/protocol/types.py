@@ -264,6 +264,8 @@ class ServerInfo:
         resident_bytes: memory of each tag now; empty where the engine does not report it.
         released: tags that are released now; None where the engine does not report it.
         update_groups: groups for broadcasts that it is in; None where it does not report it.
+        fingerprints: the method of the fingerprints of its weights, ``xxh3`` or ``sums``; empty
+            where a trainer cannot make the same ones.
     """
 
     version: str
@@ -273,6 +275,7 @@ class ServerInfo:
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
     released: frozenset[str] | None = None
     update_groups: frozenset[str] | None = None
+    fingerprints: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

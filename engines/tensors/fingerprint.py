@@ -18,6 +18,9 @@ from functools import lru_cache
 
 from xxhash import xxh3_128
 
+BYTES, SUMS = "xxh3", "sums"
+"""The methods, as the text of a fingerprint begins."""
+
 Buffer = bytes | bytearray | memoryview
 Hasher = xxh3_128
 """A hash that is fed piece by piece; see ``start``."""
@@ -49,7 +52,7 @@ def host_fingerprint_of(hasher: Hasher) -> str:
 
 def text_of(digest: bytes) -> str:
     """The same, of one that was made elsewhere: 16 bytes, as XXH3 writes them."""
-    return f"xxh3:{digest.hex()}"
+    return f"{BYTES}:{digest.hex()}"
 
 
 def host_fingerprint(name: str, dtype: str, shape: Sequence[int], *pieces: Buffer) -> str:
@@ -72,7 +75,7 @@ def sums_fingerprint(
     for part, data in sums:
         hasher.update(f"{part} {memoryview(data).nbytes} ".encode())
         hasher.update(data)
-    return f"sums:{hasher.hexdigest()}"
+    return f"{SUMS}:{hasher.hexdigest()}"
 
 
 def whole_fingerprint(fingerprints: Mapping[str, str]) -> str:
@@ -94,7 +97,7 @@ def way_of(fingerprints: Mapping[str, str]) -> str:
     ways: dict[str, str] = {}
     for name, text in fingerprints.items():
         way, separator, _ = text.partition(":")
-        if not separator or way not in ("xxh3", "sums"):
+        if not separator or way not in (BYTES, SUMS):
             raise ValueError(f"{text!r} of tensor {name!r} is no fingerprint")
         ways.setdefault(way, name)
     if len(ways) > 1:

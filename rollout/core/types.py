@@ -163,6 +163,8 @@ class EngineStatus:
         resident_bytes: host memory of its processes; None if not measured.
         gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
         processes: its processes, one for each of its nodes; empty for an attached engine.
+        fingerprints: the method of its fingerprints; empty if they are not compared with pushed
+            ones.
     """
 
     engine_id: str
@@ -178,6 +180,7 @@ class EngineStatus:
     is_verified: bool = True
     processes: tuple[ProcessIdentity, ...] = ()
     gpus: tuple[GpuMemory, ...] = ()
+    fingerprints: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ What has no comparable fingerprint needs the log-prob check.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 from engines.protocol import WeightsReport
+from engines.tensors.fingerprint import BYTES, SUMS
 from rollout.rules.canary import CanaryLogprobs
 
 ADAPTER_PREFIX = "lora:"
@@ -91,6 +92,18 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     if alone := sorted(name for name in pushed if not _has_reference(name, engine)):
         return f"there is no reference fingerprint of its tensor {alone[0]!r}"
     return ""
+
+
+def method_of_push(methods: Collection[str], *, has_store: bool) -> str:
+    """How to make the fingerprints of a push; empty if nothing would be compared with them.
+
+    Args:
+        methods: those of the engines.
+        has_store: the weight store keeps the push, and verifies its bytes.
+    """
+    if has_store or BYTES in methods:
+        return BYTES
+    return SUMS if SUMS in methods else ""
 
 
 def is_checker_refusal(status: int, *, has_reported: bool) -> bool:

@@ -17,7 +17,7 @@ from engines.embedded.core.errors import Invalid
 from engines.embedded.memory.regions import Memory
 from engines.embedded.weights.torch_fingerprint import dtype_name, fingerprints
 from engines.protocol import MemoryTag
-from engines.tensors.fingerprint import whole_fingerprint
+from engines.tensors.fingerprint import BYTES, whole_fingerprint
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 
@@ -128,6 +128,11 @@ class ModelWeights:
         digests = fingerprints(self._tensors)
         digests |= self._adapter_fingerprints()
         return digests, whole_fingerprint(digests)
+
+    @property
+    def fingerprint_method(self) -> str:
+        """How ``checksum`` makes fingerprints."""
+        return BYTES
 
     @property
     def num_bytes(self) -> int:

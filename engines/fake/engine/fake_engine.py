@@ -30,6 +30,7 @@ from engines.protocol import (
     ServerInfo,
 )
 from engines.protocol.types import DEFAULT_SAMPLING, GenerateArguments
+from engines.tensors.fingerprint import BYTES
 
 _NOWHERE = Endpoint("127.0.0.1", 1)
 _NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
@@ -50,6 +51,7 @@ class FakeEngine(FakeEngineState):
             does and SGLang does not.
         reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
         reports_memory: it reports the memory of each tag, as engines on a GPU do.
+        fingerprints: the method of its fingerprints; empty as SGLang's, which no trainer makes.
         state: as ``FakeEngineState`` takes it.
 
     Attributes, besides those of ``FakeEngineState`` and ``CallHandler``:
@@ -69,6 +71,7 @@ class FakeEngine(FakeEngineState):
         reports_manifest: bool = False,
         reports_released: bool = False,
         reports_memory: bool = False,
+        fingerprints: str = BYTES,
         **state: Any,
     ) -> None:
         super().__init__(engine_id, **state)
@@ -82,6 +85,7 @@ class FakeEngine(FakeEngineState):
         self._reports_manifest = reports_manifest
         self._reports_released = reports_released
         self._reports_memory = reports_memory
+        self._fingerprints = fingerprints
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
         self._is_marked_unhealthy = False
@@ -139,7 +143,14 @@ class FakeEngine(FakeEngineState):
     async def server_info(self) -> ServerInfo:
         async with self._call("server_info"):
             by_tag = self.bytes_by_tag() if self._reports_memory else {}
-            info = ServerInfo("0.5.23", "fake", self._memory_saver, self._backup, by_tag)
+            info = ServerInfo(
+                "0.5.23",
+                "fake",
+                self._memory_saver,
+                self._backup,
+                by_tag,
+                fingerprints=self._fingerprints,
+            )
             if not self._reports_released:
                 return info
             released = frozenset(self.released)

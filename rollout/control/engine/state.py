@@ -32,6 +32,7 @@ class EngineState:
         record: its fingerprints at its last verification; None if there were none.
         changed: names of the tensors that were pushed since the record.
         has_checker: it reports fingerprints of its weights, and the settings use them.
+        fingerprint_method: how it makes fingerprints; empty if a trainer cannot make the same ones.
         checker_refusal: why its checker cannot report these weights; empty if it can.
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
@@ -62,6 +63,7 @@ class EngineState:
     is_verified: bool = True
     fence_reason: str = ""
     has_checker: bool = False
+    fingerprint_method: str = ""
     checker_refusal: str = ""
     moves_experts: bool = False
     reports_memory: bool = False
@@ -194,6 +196,7 @@ class EngineState:
             is_verified=self.is_verified and not self.needs_logprob_check,
             processes=tuple(self.process.processes),
             gpus=tuple(await self.gpu_memory()),
+            fingerprints=self.fingerprint_method if self.has_checker else "",
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

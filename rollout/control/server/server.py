@@ -382,6 +382,11 @@ class RolloutServer:
         """The tensors a full push must contain; None if the checkpoint has no list."""
         return self._expected
 
+    async def fingerprint_methods(self) -> frozenset[str]:
+        """The methods of the engines' fingerprints, as last known; calls no engine."""
+        statuses = self._registry.all_last_known()
+        return frozenset(one.fingerprints for status in statuses for one in status.engines)
+
     async def _update_weights(self, push: WeightPush) -> StepReport:
         await self._check_push(push)
         return await self._phase_runner.update_weights(push)

@@ -20,6 +20,7 @@ from rollout.core.optional_deps import optional_import
 from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
+from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.lora_check import check_adapter, completed_config
@@ -225,7 +226,14 @@ class PushBuilder:
             model_path=self._config.model_path,
             kept=self._kept,
             nccl=NcclTerms(self._config.why_no_nccl, self._config.nccl_cumem),
+            fingerprints=self._fingerprint_method(),
         )
+
+    def _fingerprint_method(self) -> str:
+        if not self._config.weights.fingerprint:
+            return ""
+        methods = self._caller.call(RolloutServer.fingerprint_methods).result()
+        return method_of_push(methods, has_store=self._config.weights.store is not None)
 
     # -- end --------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from engines.tensors.fingerprint import BYTES
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import WeightsConfig
 from rollout.core.errors import ConfigError
@@ -122,6 +123,7 @@ class BroadcastPush:
     Args:
         host: address of this machine for the engines.
         kept: keeps the group for the next push; None closes it.
+        fingerprints: the method of the fingerprints that are taken; empty takes none.
 
     Raises:
         ConfigError: NCCL would fail; nothing was sent.
@@ -135,12 +137,14 @@ class BroadcastPush:
         host: str,
         kept: KeptGroup | None,
         nccl: NcclTerms | None = None,
+        fingerprints: str = BYTES,
     ) -> None:
         self._weights = weights
         self._version = version
         self._settings = settings
         self._host = host
         self._kept = kept
+        self._fingerprints = fingerprints
         self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
         self._group: _Group | None = None
         self._must_join = True
@@ -215,14 +219,13 @@ class BroadcastPush:
         parts = split_bucket(pairs, device)
         del pairs
         while parts:
-            hashed = self._settings.fingerprint
-            flat = self._flattener.flatten(parts.pop(0), device, fingerprint=hashed)
+            flat = self._flattener.flatten(parts.pop(0), device, method=self._fingerprints)
             payload = {**flat.description, "group_name": root.name, "load_format": FLATTENED_BUCKET}
             send = partial(root.send, [flat.tensor])
             yield StreamedBucket(payload, is_last and not parts, flat.fingerprints, send)
 
     def _one_by_one(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> StreamedBucket:
-        found = fingerprints_of(pairs) if self._settings.fingerprint else {}
+        found = fingerprints_of(pairs, self._fingerprints)
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
         return StreamedBucket(payload, is_last, found, partial(root.send, pairs.tensors))
 

@@ -18,8 +18,14 @@ from typing import Any
 
 import torch
 
-from engines.embedded.weights.torch_fingerprint import as_bytes, bytes_fingerprint, is_in_memory
+from engines.embedded.weights.torch_fingerprint import (
+    as_bytes,
+    bytes_fingerprint,
+    device_fingerprint,
+    is_in_memory,
+)
 from engines.tensors import bulk_copy
+from engines.tensors.fingerprint import BYTES
 from rollout.weights.format.bucket_layout import FileLayout, lay_out, split_by_size
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
@@ -34,16 +40,14 @@ _LARGE_BYTES = 1 << 20
 
 
 def write_shm_buffer(
-    pairs: Pairs, pool: ShmBufferPool, *, fingerprint: bool
+    pairs: Pairs, pool: ShmBufferPool, *, method: str
 ) -> tuple[ShmBuffer, Mapping[str, str]]:
-    """Write a bucket into a buffer of the pool; returns it with the fingerprints of its bytes."""
+    """Write a bucket into a buffer of the pool; returns it with its fingerprints."""
     layout = pool.layouts.of(pairs.specs)
     buffer = pool.take(layout.num_bytes)
     try:
         buffer.write_header(layout.header)
-        return buffer, copy_tensors(
-            buffer.view, layout, pairs.specs, pairs.tensors, fingerprint=fingerprint
-        )
+        return buffer, copy_tensors(buffer.view, layout, pairs.specs, pairs.tensors, method=method)
     except BaseException:
         pool.give(buffer)
         raise
@@ -55,10 +59,10 @@ def copy_tensors(
     specs: Sequence[TensorSpec],
     tensors: Sequence[torch.Tensor],
     *,
-    fingerprint: bool,
+    method: str,
 ) -> Mapping[str, str]:
-    """Copy and hash all in one pass; returns fingerprints by name, if wanted. Only the ranges of
-    the layout are written."""
+    """Copy and hash all in one pass; returns fingerprints by name, made by ``method``. Only the
+    ranges of the layout are written."""
     flat = torch.frombuffer(view, dtype=torch.uint8)  # keeps the mapping during the copies
     batches = split_by_size(layout.sizes, _BATCH_BYTES)
     num_threads = min(_MOST_THREADS, len(batches), len(os.sched_getaffinity(0)))
@@ -66,15 +70,15 @@ def copy_tensors(
         num_threads = 1
 
     def copy(batch: slice) -> list[str]:
-        return _copied(flat, layout, tensors[batch], batch, is_hashed=fingerprint)
+        return _copied(flat, layout, tensors[batch], batch, is_hashed=method == BYTES)
 
     if num_threads < 2:
         found = [copy(batch) for batch in batches]
     else:
         with ThreadPoolExecutor(num_threads, "copy") as threads:
             found = list(threads.map(copy, batches))
-    if not fingerprint:
-        return {}
+    if method != BYTES:
+        return fingerprints_of(zip((spec.name for spec in specs), tensors, strict=True), method)
     digests = chain.from_iterable(found)
     return dict(zip((spec.name for spec in specs), digests, strict=True))
 
@@ -104,9 +108,12 @@ def _copied(
     return []
 
 
-def fingerprints_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Fingerprints of tensors on any device, from their bytes."""
-    return {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
+def fingerprints_of(pairs: Iterable[tuple[str, torch.Tensor]], method: str) -> dict[str, str]:
+    """Fingerprints of tensors on any device; none if ``method`` is empty."""
+    if not method:
+        return {}
+    fingerprint = bytes_fingerprint if method == BYTES else device_fingerprint
+    return {name: fingerprint(name, tensor) for name, tensor in pairs}
 
 
 class CheckpointWriter:

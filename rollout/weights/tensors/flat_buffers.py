@@ -85,7 +85,7 @@ class Flattener:
         self._host: mmap.mmap | None = None
         self._on_device: dict[torch.device, BucketBuffers] = {}
 
-    def flatten(self, pairs: Pairs, device: torch.device, *, fingerprint: bool) -> FlatBucket:
+    def flatten(self, pairs: Pairs, device: torch.device, *, method: str) -> FlatBucket:
         """Copy these tensors, from any device, into one on ``device``."""
         layout = self._layouts.of(pairs.specs)
         tensors = [pairs.tensors[index] for index in layout.indices]
@@ -95,12 +95,12 @@ class Flattener:
                 self._host = None  # free it before allocating more
                 self._host = host_memory(size)
             view = self._host
-            found = copy_tensors(view, layout.file, layout.specs, tensors, fingerprint=fingerprint)
+            found = copy_tensors(view, layout.file, layout.specs, tensors, method=method)
             return FlatBucket(
                 layout.description, torch.frombuffer(view, dtype=torch.uint8)[:size], found
             )
         tensor = self._concatenate(tensors, size, device)
-        return FlatBucket(layout.description, tensor, fingerprints_of(pairs) if fingerprint else {})
+        return FlatBucket(layout.description, tensor, fingerprints_of(pairs, method))
 
     def free(self) -> None:
         """Free the memory; the push has ended."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.format.manifest import Manifest
@@ -31,7 +32,7 @@ from rollout.weights.tensors.bucket_writer import (
     write_shm_buffer,
 )
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.tensor_sources import Pairs, TrainerWeights
+from rollout.weights.tensors.tensor_sources import TrainerWeights
 from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByBroadcast, ByPath, ByValue
 
 _CARRIERS = {
@@ -65,6 +66,7 @@ class PushSender:
         model_path: checkpoint that the engines started from.
         kept: keeps the broadcast group for the next push; None closes it.
         nccl: what NCCL needs to know of the engines.
+        fingerprints: the method of the fingerprints that are taken; empty takes none.
     """
 
     settings: WeightsConfig
@@ -74,6 +76,7 @@ class PushSender:
     model_path: str = ""
     kept: KeptGroup | None = None
     nccl: NcclTerms | None = None
+    fingerprints: str = BYTES
 
     def send(
         self,
@@ -118,7 +121,13 @@ class PushSender:
     ) -> OutgoingPush:
         if transport is Transport.DISTRIBUTED:
             broadcast = BroadcastPush(
-                weights, version, self.settings, self.host, self.kept, self.nccl
+                weights,
+                version,
+                self.settings,
+                self.host,
+                self.kept,
+                self.nccl,
+                self.fingerprints,
             )
             server = PushStreamServer(
                 broadcast.buckets(),
@@ -194,7 +203,7 @@ class PushSender:
         try:
             for pairs, _ in weights.gathered():
                 writer.add(pairs)
-                fingerprints |= self._fingerprints(pairs)
+                fingerprints |= fingerprints_of(pairs, self.fingerprints)
                 del pairs
             path = writer.finish()
         except BaseException:
@@ -204,17 +213,12 @@ class PushSender:
         push = WeightPush(version, manifest, [{"path": str(path)}], ByPath(), contents=contents)
         return OutgoingPush(push)
 
-    def _fingerprints(self, pairs: Pairs) -> dict[str, str]:
-        return fingerprints_of(pairs) if self.settings.fingerprint else {}
-
     # -- buckets ----------------------------------------------------------------------------
 
     def _written(self, weights: TrainerWeights, taken: list[ShmBuffer]) -> Iterator[StreamedBucket]:
         """Buckets in tmpfs; their buffers are added to ``taken``."""
         for pairs, is_last in weights.gathered():
-            buffer, found = write_shm_buffer(
-                pairs, self.pool, fingerprint=self.settings.fingerprint
-            )
+            buffer, found = write_shm_buffer(pairs, self.pool, method=self.fingerprints)
             taken.append(buffer)
             del pairs
             yield StreamedBucket({"path": str(buffer.folder)}, is_last, found)
@@ -233,7 +237,7 @@ class PushSender:
 
     def _values(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
         for pairs, is_last in weights.gathered(MOST_BUCKET_BYTES):
-            found = self._fingerprints(pairs)
+            found = fingerprints_of(pairs, self.fingerprints)
             payload = flattened_bucket(pairs)
             del pairs
             yield StreamedBucket(payload, is_last, found)
@@ -241,7 +245,7 @@ class PushSender:
     def _handles(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
         alive: list[torch.Tensor] = []
         for pairs, is_last in weights.gathered():
-            found = self._fingerprints(pairs)
+            found = fingerprints_of(pairs, self.fingerprints)
             payload, flat = ipc_bucket(pairs)
             alive = [*alive[-1:], flat]
             del pairs, flat

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from engines.tensors.fingerprint import BYTES, SUMS
 from engines.tensors.flattened_bucket import lay_out
 
 torch = pytest.importorskip("torch")
-from engines.embedded.weights.torch_fingerprint import as_bytes, bytes_fingerprint  # noqa: E402
+from engines.embedded.weights.torch_fingerprint import (  # noqa: E402
+    as_bytes,
+    bytes_fingerprint,
+    device_fingerprint,
+)
 from rollout.weights.tensors.flat_buffers import (  # noqa: E402  only where there is torch
     FlatLayoutCache,
     Flattener,
@@ -35,10 +40,10 @@ def odd_pairs() -> Pairs:
     return Pairs.of(tensors.items())
 
 
-@pytest.mark.parametrize("fingerprint", [True, False])
-def test_the_bytes_follow_one_another_wide_elements_first(fingerprint: bool) -> None:
+@pytest.mark.parametrize("method", [BYTES, SUMS, ""])
+def test_the_bytes_follow_one_another_wide_elements_first(method: str) -> None:
     pairs = odd_pairs()
-    found = Flattener(FlatLayoutCache()).flatten(pairs, CPU, fingerprint=fingerprint)
+    found = Flattener(FlatLayoutCache()).flatten(pairs, CPU, method=method)
     given = dict(pairs)
     names = found.description["names"]
     assert sorted(names) == sorted(given)
@@ -47,20 +52,18 @@ def test_the_bytes_follow_one_another_wide_elements_first(fingerprint: bool) -> 
     for name, (begin, end) in zip(names, places, strict=True):
         assert torch.equal(found.tensor[begin:end], as_bytes(given[name])), name
     assert found.tensor.numel() == places[-1][1]
-    if fingerprint:
-        assert found.fingerprints == {name: bytes_fingerprint(name, one) for name, one in pairs}
-    else:
-        assert not found.fingerprints
+    make = {BYTES: bytes_fingerprint, SUMS: device_fingerprint}.get(method)
+    assert found.fingerprints == {name: make(name, one) for name, one in pairs if make}
 
 
 def test_the_next_bucket_lies_where_the_one_before_did_until_there_is_rest() -> None:
     gatherer = Flattener(FlatLayoutCache())
-    first = gatherer.flatten(Pairs.of([("a", torch.ones(100))]), CPU, fingerprint=False)
+    first = gatherer.flatten(Pairs.of([("a", torch.ones(100))]), CPU, method="")
     address = first.tensor.data_ptr()
-    second = gatherer.flatten(Pairs.of([("b", torch.zeros(50))]), CPU, fingerprint=False)
+    second = gatherer.flatten(Pairs.of([("b", torch.zeros(50))]), CPU, method="")
     assert second.tensor.data_ptr() == address
     assert not second.tensor.any()
-    larger = gatherer.flatten(Pairs.of([("c", torch.ones(1 << 20))]), CPU, fingerprint=False)
+    larger = gatherer.flatten(Pairs.of([("c", torch.ones(1 << 20))]), CPU, method="")
     assert larger.tensor.numel() == 4 << 20
     gatherer.free()
     assert torch.equal(larger.tensor.view(torch.float32), torch.ones(1 << 20))
@@ -84,7 +87,7 @@ def test_a_bucket_of_the_same_names_that_changed_is_laid_out_anew() -> None:
     layouts = FlatLayoutCache()
     for dtype in (torch.float32, torch.float16, torch.float32):
         pairs = [("a", torch.ones(3, dtype=torch.float16)), ("b", torch.ones(2, dtype=dtype))]
-        found = Flattener(layouts).flatten(Pairs.of(pairs), CPU, fingerprint=False)
+        found = Flattener(layouts).flatten(Pairs.of(pairs), CPU, method="")
         wide = dtype is torch.float32
         assert found.description["names"] == (["b", "a"] if wide else ["a", "b"])
         assert found.tensor.numel() == 6 + 2 * dtype.itemsize
