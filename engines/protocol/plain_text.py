@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def describe(error: BaseException, *, with_type: bool = False) -> str:
     """An error as text; its type where it has no text, as with a bare ``TimeoutError``."""
@@ -32,3 +34,9 @@ def size_text(num_bytes: float | None) -> str:
             return f"{num_bytes:.0f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"
+
+
+def differing_text(names: Sequence[str], most: int = 8) -> str:
+    """What an engine says of weights that are not those of its snapshot."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"weights differ from the snapshot: {', '.join(names[:most])}{more}"

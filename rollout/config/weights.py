@@ -110,6 +110,10 @@ class WeightsConfig(ConfigSection):
     group_timeout_s: Seconds = 60.0
     """Deadline for all engines to join a broadcast, and for each of its buckets; after it, the
     broadcast is cancelled on all of them."""
+    prove_first_push: bool = False
+    """Make the first ``sync_weights`` a ``prove_push_path``. Its weights must be those of
+    ``model_path``, so not for a trainer that continues from another checkpoint. The engines keep a
+    copy of the model in host memory meanwhile."""
     adapter: str = "policy"
     """Name of pushed adapters with ``update: lora``; requests select it with ``lora_path``."""
     store: StoreConfig | None = None
@@ -129,6 +133,12 @@ class WeightsConfig(ConfigSection):
             )
         if self.store is not None:
             yield from self._conflicts_of_store()
+        if self.prove_first_push and self.update is not WeightUpdate.FULL:
+            yield (
+                "prove_first_push",
+                f"only full pushes can be checked this way, and weights.update is {self.update}; "
+                "leave out weights.prove_first_push",
+            )
         if self.transport is Transport.DISK and self.disk_path is None:
             yield "disk_path", "transport disk needs disk_path, for example /ckpt/{version}"
         if self.disk_path is not None and "{version}" not in self.disk_path:

@@ -42,6 +42,7 @@ class Command(StrEnum):
         FLUSH: wait until nothing is in flight, and drop the prefix caches.
         RELEASE: give the memory back, and measure that it came free.
         RESUME_WEIGHTS: take the memory of the weights back; its contents are not trusted yet.
+        SNAPSHOT: let every engine keep a copy of its weights, to compare with after a push.
         UPDATE_WEIGHTS: give every engine the new weights.
         VERIFY: check that every engine holds the published weight version.
         RESUME_KV: take the memory of KV caches and CUDA graphs back.
@@ -52,6 +53,7 @@ class Command(StrEnum):
     FLUSH = "flush"
     RELEASE = "release"
     RESUME_WEIGHTS = "resume_weights"
+    SNAPSHOT = "snapshot"
     UPDATE_WEIGHTS = "update_weights"
     VERIFY = "verify"
     RESUME_KV = "resume_kv"
@@ -96,6 +98,7 @@ TABLE: tuple[Transition, ...] = (
     Transition(_P.PAUSED, _C.FLUSH, _P.FLUSHED),
     Transition(_P.PAUSED, _C.CONTINUE, _P.SERVING),
     Transition(_P.FLUSHED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.FLUSHED, _C.SNAPSHOT, _P.FLUSHED),
     Transition(_P.FLUSHED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
     Transition(_P.FLUSHED, _C.CONTINUE, _P.SERVING),
     Transition(_P.OFFLOADED, _C.RESUME_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
@@ -116,12 +119,15 @@ OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
 SERVE = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
 TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
 
+# Each of these does something whenever it runs; both are for weights that change.
+_AFRESH = (Command.SNAPSHOT, Command.UPDATE_WEIGHTS)
+
 # The phase that each command ends in, to detect a repeated command.
 _ENDS_IN: dict[Command, Phase] = {row.command: row.target for row in TABLE}
 
 
 def _applies(row: Transition, traits: GroupTraits) -> bool:
-    if row.command is Command.UPDATE_WEIGHTS and traits.is_frozen:
+    if row.command in _AFRESH and traits.is_frozen:
         return False
     applies_to = {
         OFFLOADING: traits.needs_offload,
@@ -131,13 +137,21 @@ def _applies(row: Transition, traits: GroupTraits) -> bool:
     return row.only is None or applies_to[row.only]
 
 
-def budget_s(command: Command, budgets: LifecycleConfig) -> float:
-    """Seconds that every engine has for ``command``."""
+def budget_s(command: Command, budgets: LifecycleConfig, *, is_path_check: bool = False) -> float:
+    """Seconds that every engine has for ``command``.
+
+    Args:
+        is_path_check: it is a push whose path is checked: the weights are reset before it, and
+            compared after it.
+    """
+    if is_path_check:
+        return 3 * budgets.update_timeout_s
     return {
         Command.PAUSE: budgets.pause_timeout_s,
         Command.FLUSH: budgets.flush_timeout_s,
         Command.RELEASE: budgets.release_timeout_s,
         Command.RESUME_WEIGHTS: budgets.resume_timeout_s,
+        Command.SNAPSHOT: budgets.update_timeout_s,
         Command.UPDATE_WEIGHTS: budgets.update_timeout_s,
         Command.VERIFY: budgets.verify_timeout_s,
         Command.RESUME_KV: budgets.resume_timeout_s,
@@ -155,7 +169,7 @@ def is_repeat(phase: Phase, command: Command) -> bool:
 
     A second ``update_weights`` is never a repeat: it sends other weights.
     """
-    return _ENDS_IN[command] is phase and command is not Command.UPDATE_WEIGHTS
+    return _ENDS_IN[command] is phase and command not in _AFRESH
 
 
 def groups_that_need(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from engines.protocol import MemoryTag
-from engines.protocol.errors import EngineUnreachable
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine import memory
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import CallOutcome, EngineMemory
-from rollout.control.group import server_group
+from rollout.control.engine.state import EngineState
+from rollout.control.group import push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_set import EngineSet
 from rollout.control.group.scaling import EngineScaling
@@ -31,6 +33,7 @@ from rollout.rules import lifecycle
 from rollout.rules.lifecycle import Command, Phase
 from rollout.rules.routing import BackendState
 from rollout.weights.push.push_version import LastPush
+from rollout.weights.push.weight_push import WeightPush
 from tests.explore.plans import BY_CANARY, PHASES
 from tests.explore.search import Explorer, State
 from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
@@ -316,6 +319,18 @@ def _believe_the_canary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogprobCheck, "verify_replies", lambda self, answers, members: answers)
 
 
+def _believe_a_failed_comparison(patch: pytest.MonkeyPatch) -> None:
+    compare = push_path_check._compare
+
+    async def believe(member: EngineState, push: WeightPush) -> None:
+        with suppress(EngineRejected):
+            await compare(member, push)
+        await member.engine.update_weight_version(str(push.version))
+        member.weight_version = push.version
+
+    patch.setattr(push_path_check, "_compare", believe)
+
+
 def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogprobCheck, "any_pending", lambda self, members: False)
 
@@ -448,6 +463,13 @@ MUTATIONS = (
         "barrier",
         ("all offload",),
         frozen={"judge": {"num_engines": 2}},
+    ),
+    Mutation(
+        "believe a comparison that failed",
+        _believe_a_failed_comparison,
+        "I6: .* though it failed compare|goes on",
+        ("prove",),
+        deviations=0,
     ),
     Mutation("skip the barrier between groups", _skip_the_barrier, "barrier: flush_cache"),
     Mutation("continue in a finally", _continue_in_finally, "I2: the gate opens", ("update",)),

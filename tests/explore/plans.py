@@ -154,6 +154,24 @@ DEFAULT: tuple[Plan, ...] = (
     ),
     Plan("onload", "everything, any 1", _command("onload", begin=("offload",))),
     Plan("update", "everything, any 1", _command("update")),
+    Plan(
+        "prove",
+        "everything, any 1, of a push of what the engines have loaded",
+        _command("prove", begin=("alike",), groups={"shared": {"num_engines": 2}}),
+    ),
+    Plan(
+        "prove, other weights",
+        "four outcomes of every call, cancel, stop, two kills: any 1, of a push of other weights; "
+        "the engines come back with their checkpoint",
+        _command(
+            "prove",
+            "recover",
+            recover=True,
+            groups={"shared": {"num_engines": 2}},
+            injections=("cancel", "stop", "kill shared-0", "kill shared-1"),
+            **_FEW,
+        ),
+    ),
     Plan("cycle", "everything, any 1", _command("offload", "onload")),
     Plan(
         "cycle, raising",

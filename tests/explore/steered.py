@@ -16,7 +16,7 @@ from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag
-from engines.protocol.errors import EngineUnreachable
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine.logprob_check import RID_PREFIX
 from rollout.control.engine.state import EngineState
@@ -80,6 +80,13 @@ class SteeredEngine(FakeEngine):
                 f"I1: {self.engine_id} generates with weights that were not verified"
             )
         super()._admit(request)
+
+    def _compare(self) -> None:
+        try:
+            super()._compare()
+        except EngineRejected:
+            self._struck("compare")
+            raise
 
     def _struck(self, operation: str) -> None:
         self.struck_in = self.struck_in or operation

@@ -234,6 +234,8 @@ class World(Invariants):
             work = _OF_ALL[command](parts)
         elif command.startswith("kill "):
             work = self._kill(command.removeprefix("kill "))
+        elif command == "alike":
+            work = self._alike(version)
         elif command.startswith("lose "):
             work = self._lose(command.removeprefix("lose "))
         else:
@@ -284,6 +286,12 @@ class World(Invariants):
     async def _lose(self, engine_id: str) -> None:
         """Its weights have come back as garbage, without any report of it."""
         self.parts.launcher.processes[engine_id].engine.weights.lose()
+
+    async def _alike(self, version: int) -> None:
+        """The engines have loaded what will be pushed as ``version``."""
+        tensor = DEFAULT_TENSORS[-1]
+        for process in self.parts.launcher.processes.values():
+            process.engine.weights.write([(tensor.name, FakeTensor(tensor.shape, version))])
 
     # -- requests
 
@@ -367,7 +375,7 @@ class World(Invariants):
                     one.is_dead,
                     one.paused,
                     tuple(sorted(one.released)),
-                    _age(int(one._version), newest),
+                    _age(int(one._version) if one._version.isdigit() else None, newest),
                     bool(one.weights.lost),
                     one.is_updating,
                     bool(one.struck_in),
@@ -419,8 +427,9 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "onload": lambda server, push: server.onload(push),
     "update": lambda server, push: server.update_and_continue(push),
     "update_weights": lambda server, push: server.update_weights(push),
+    "prove": lambda server, push: server.prove_push_path(push),
 }
-_BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose"})
+_BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose", "alike"})
 
 
 def _onload_all(parts: Parts) -> Awaitable[Any]:

@@ -15,6 +15,7 @@ from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.lora_adapters import read_adapter
 from engines.embedded.weights.restricted_unpickler import NamedTensors, read_payload
 from engines.protocol import MemoryTag, PauseMode
+from engines.protocol.plain_text import differing_text
 
 
 def _ok(message: str, **more: Any) -> Response:
@@ -212,8 +213,8 @@ async def weights_checker(engine: EmbeddedEngine, request: Request) -> Response:
         return actions[action]()
 
     found = await engine.run(run)
-    if action == "compare" and found is not None:
-        raise Invalid(f"weight {found!r} differs from the snapshot")
+    if action == "compare" and found:
+        raise Invalid(differing_text(found))
     if action != "checksum":
         return _ok("Success.")
     digests, overall = found

@@ -143,15 +143,18 @@ class ModelWeights:
         """Keep a copy to ``compare`` with: a second copy of the weights, until the next one."""
         self._snapshot = {name: tensor.cpu().clone() for name, tensor in self._tensors.items()}
 
-    def compare(self) -> str | None:
-        """The first tensor that differs from the snapshot; None if none does."""
+    def compare(self) -> list[str]:
+        """The tensors that differ from the snapshot, which is dropped if none does."""
         if not self._snapshot:
             raise Invalid("no snapshot to compare with: use action snapshot first")
+        different = []
         for name, tensor in self._tensors.items():
             before = self._snapshot[name].view(-1).view(torch.uint8)
             if not torch.equal(before, tensor.cpu().reshape(-1).view(torch.uint8)):
-                return name
-        return None
+                different.append(name)
+        if not different:
+            self._snapshot = {}
+        return different
 
     def reset(self) -> None:
         """Fill every parameter with noise, as a release without backup would."""

@@ -13,6 +13,7 @@ from engines.fake.engine.calls import CallHandler
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeWeights, digest_of, unpack_tensors
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import MemoryTag, PauseMode, TensorInfo, WeightsReport
+from engines.protocol.plain_text import differing_text
 from engines.protocol.types import UpdateGroup
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET, lay_out
 
@@ -197,8 +198,7 @@ class FakeEngineState(CallHandler):
             if action == "snapshot":
                 self._snapshot = dict(self.weights.digests)
             elif action == "compare":
-                if self._snapshot != self.weights.digests:
-                    raise self._rejected("weights_checker", "weights differ from the snapshot")
+                self._compare()
             elif action == "reset_tensors":
                 self.weights.lose()
             elif action == "checksum":
@@ -206,6 +206,14 @@ class FakeEngineState(CallHandler):
             else:
                 raise self._rejected("weights_checker", f"unknown action {action!r}")
             return WeightsReport(None)
+
+    def _compare(self) -> None:
+        if not self._snapshot:
+            raise self._rejected("weights_checker", "no snapshot to compare with")
+        now = self.weights.digests
+        if different := [name for name in now if now[name] != self._snapshot.get(name)]:
+            raise self._rejected("weights_checker", differing_text(different))
+        self._snapshot = {}
 
     async def weights_manifest(self) -> tuple[TensorInfo, ...]:
         async with self._call("weights_manifest"):

@@ -134,6 +134,7 @@ class Starter:
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
+            compares_weights="/weights_checker" in endpoints,
             fingerprint_method=info.fingerprints,
             moves_experts=features.moves_experts,
             reports_memory=bool(info.resident_bytes),

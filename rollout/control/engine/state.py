@@ -32,6 +32,7 @@ class EngineState:
         record: its fingerprints at its last verification; None if there were none.
         changed: names of the tensors that were pushed since the record.
         has_checker: it reports fingerprints of its weights, and the settings use them.
+        compares_weights: it can compare its weights with a copy that it made of them.
         fingerprint_method: how it makes fingerprints; empty if a trainer cannot make the same ones.
         checker_refusal: why its checker cannot report these weights; empty if it can.
         moves_experts: it places its experts by their load, so they are not compared.
@@ -63,6 +64,7 @@ class EngineState:
     is_verified: bool = True
     fence_reason: str = ""
     has_checker: bool = False
+    compares_weights: bool = False
     fingerprint_method: str = ""
     checker_refusal: str = ""
     moves_experts: bool = False

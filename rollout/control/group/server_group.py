@@ -34,6 +34,7 @@ from rollout.control.group.command_runner import CommandRunner, now
 from rollout.control.group.engine_recovery import EngineRecovery, adopt_running_engines
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import GroupProbe, probe_all
+from rollout.control.group.push_path_check import PushPathCheck, check_snapshots, take_snapshot
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
 from rollout.control.group.weight_update import WeightUpdater
@@ -97,6 +98,7 @@ class ServerGroup:
         self._commands = CommandRunner(settings, self._traits, self._engines, self.timeline)
         self._memory = EngineMemory(self._policy, settings.model_path)
         self._weight_updater = WeightUpdater(settings, self._engines)
+        self._path_check = PushPathCheck(settings, self._engines, self._weight_updater)
         self._recovery = EngineRecovery(
             self._engines,
             self._commands,
@@ -164,10 +166,11 @@ class ServerGroup:
         Args:
             order: number of the command; one older than the last is refused.
             push: the new weights, for ``update_weights``.
-            version: the weight version the engines must hold, for ``verify``.
+            version: the weight version the engines must hold, for ``verify`` and ``snapshot``.
 
         Raises:
-            LifecycleError: the command is not legal now; no engine was called.
+            LifecycleError: the command is not legal now, and no engine was called; or an engine
+                refuses a snapshot.
             PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``.
         """
         budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
@@ -198,6 +201,8 @@ class ServerGroup:
         match command:
             case Command.UPDATE_WEIGHTS:
                 return next(filter(None, (engine.why_cannot_update() for engine in engines)), "")
+            case Command.SNAPSHOT:
+                return self._path_check.why_not(version)
             case Command.VERIFY:
                 return why_no_engine_holds(version, self._engines)
             case Command.CONTINUE:
@@ -217,6 +222,7 @@ class ServerGroup:
             Command.FLUSH: self._flush,
             Command.RELEASE: self._memory.release,
             Command.RESUME_WEIGHTS: self._memory.resume_weights,
+            Command.SNAPSHOT: take_snapshot,
             Command.VERIFY: partial(collect_fingerprints, version=version),
             Command.RESUME_KV: self._memory.resume_kv,
             Command.CONTINUE: self._continue,
@@ -230,7 +236,9 @@ class ServerGroup:
             budget_s=budget_s,
         )
         if len(self._engines):  # it was not stopped meanwhile
-            if command is Command.VERIFY:
+            if command is Command.SNAPSHOT:
+                check_snapshots(answers, self.name)
+            elif command is Command.VERIFY:
                 answers = verify_group(answers, self._engines, self._logprob_check)
             elif command is Command.CONTINUE:
                 answers = self._logprob_check.verify_replies(answers, self._engines.members())
@@ -251,6 +259,8 @@ class ServerGroup:
     async def _update_weights(self, push: WeightPush) -> dict[str, EngineReply[None]]:
         if push.canary and self._logprob_check.prompts:
             check_expected(push.canary, self._logprob_check.prompts)
+        if push.checks_path:  # not cancellable: after half of it the weights are random
+            return await run_to_completion(self._path_check.run(push))
         return await self._weight_updater.push(push)
 
     async def _continue(self, member: EngineState) -> Verification | None:

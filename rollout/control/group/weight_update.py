@@ -46,18 +46,8 @@ class WeightUpdater:
         """
         members = self._engines.unfenced()
         contents = push.contents_under(self._settings.update)
-        for member in members:
-            _check(push, contents, member, self._settings.not_pushed)
+        self.check(push)
         sent: dict[str, str] = {}
-        has_all = contents is WeightUpdate.FULL and not self._settings.not_pushed
-        changed = ALL_TENSORS if has_all else frozenset(push.manifest.tensors)
-
-        def mark_changed() -> None:
-            for member in members:
-                member.weight_version = None
-                member.is_verified = False
-                member.changed |= changed
-
         held = {member.engine_id: member.update_group for member in members}
         targets = {member.engine_id: _target(member) for member in members}
         before = [(member.weight_version, member.is_verified, member.changed) for member in members]
@@ -67,7 +57,7 @@ class WeightUpdater:
                 targets,
                 budget_s=self._settings.lifecycle.update_timeout_s,
                 reader=self._settings.name,
-                on_begin=mark_changed,
+                on_begin=lambda: self.mark_changed(push),
                 fingerprints=sent,
                 held=held,
             )
@@ -85,6 +75,26 @@ class WeightUpdater:
             if answers[member.engine_id].failure is None:
                 self._record_push(member, push, contents, sent)
         return answers
+
+    def check(self, push: WeightPush) -> None:
+        """Check a push against the engines' own lists of tensors.
+
+        Raises:
+            WeightMismatch: an engine has no such tensors.
+        """
+        for member in self._engines.unfenced():
+            contents = push.contents_under(self._settings.update)
+            _check(push, contents, member, self._settings.not_pushed)
+
+    def mark_changed(self, push: WeightPush) -> None:
+        """From now on the engines have no version and are not verified."""
+        is_full = push.contents_under(self._settings.update) is WeightUpdate.FULL
+        has_all = is_full and not self._settings.not_pushed
+        changed = ALL_TENSORS if has_all else frozenset(push.manifest.tensors)
+        for member in self._engines.unfenced():
+            member.weight_version = None
+            member.is_verified = False
+            member.changed |= changed
 
     async def _why_adapter_refused(
         self,

@@ -76,6 +76,11 @@ class PhaseRunner:
         """The engines hold this version from the start."""
         self._last_push = LastPush(version)
 
+    @property
+    def has_pushed(self) -> bool:
+        """Whether the engines were given a push; before, they hold what they loaded."""
+        return self._last_push.manifest is not None
+
     # -- several commands -------------------------------------------------------------------
 
     async def advance(self, *commands: Command) -> StepReport:
@@ -173,7 +178,8 @@ class PhaseRunner:
         self, command: Command, names: Sequence[str], push: WeightPush | None
     ) -> dict[str, PhaseReport]:
         version = self.weight_version if push is None else push.version
-        budget_s = lifecycle.budget_s(command, self._budgets)
+        is_path_check = push is not None and push.checks_path
+        budget_s = lifecycle.budget_s(command, self._budgets, is_path_check=is_path_check)
         await self.write_journal(durable=False)
         with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
             span.weight_version = version

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from engines.protocol.plain_text import describe
@@ -30,7 +31,7 @@ from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import WeightMismatch
+from rollout.core.errors import LifecycleError, WeightMismatch
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
@@ -38,6 +39,7 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.router.host import RouterHost
 from rollout.rules.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.weights.format.manifest import Manifest, read_checkpoint_manifest
+from rollout.weights.push.push_version import why_no_path_check
 from rollout.weights.push.weight_push import WeightPush, check_fits
 from rollout.weights.store.store import WeightStore
 
@@ -216,10 +218,29 @@ class RolloutServer:
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights without an offload: pause, flush, update, verify, continue."""
         async with self._lock.held("update_and_continue"):
+            if self._config.weights.prove_first_push and not self._phase_runner.has_pushed:
+                return await self._prove(push)
             await self._check_push(push)
             report = await self._phase_runner.flush_for_update()
             report = report.merged(await self._update_weights(push))
             return report.merged(await self._phase_runner.advance(*SERVE))
+
+    async def prove_push_path(self, push: WeightPush) -> StepReport:
+        """Check that a push gives the engines the weights that they loaded from the checkpoint.
+
+        They copy their weights, overwrite them with noise, get the push, and compare.  Before the
+        comparison has passed they do not serve; an engine whose weights differ is fenced.
+
+        Args:
+            push: the same weights as the checkpoint's, under a newer version.
+
+        Raises:
+            LifecycleError: an engine cannot; nothing was changed, and the engines serve if they
+                did before.
+            PhaseFailed: weights differ; the message names them.
+        """
+        async with self._lock.held("prove_push_path"):
+            return await self._prove(push)
 
     async def advance(self, command: Command) -> StepReport:
         """Run one command on the groups that still need it.
@@ -391,6 +412,32 @@ class RolloutServer:
         await self._check_push(push)
         return await self._phase_runner.update_weights(push)
 
+    async def _prove(self, push: WeightPush) -> StepReport:
+        push = replace(push, checks_path=True)
+        await self._check_push(push)
+        if why := why_no_path_check(self._config.weights.update, self._last_pushed_version()):
+            raise LifecycleError(f"cannot check the push path: {why}", command="prove_push_path")
+        runner, was_open = self._phase_runner, self._gate.state == "open"
+        report = await runner.flush_for_update()
+        try:
+            report = report.merged(await runner.run(Command.SNAPSHOT, self._registry.groups))
+        except LifecycleError:  # nothing was changed
+            if was_open:
+                await runner.advance(Command.CONTINUE)
+            raise
+        report = report.merged(await runner.update_weights(push))
+        return report.merged(await runner.advance(*SERVE))
+
+    def _last_pushed_version(self) -> int | None:
+        return self.weight_version if self._phase_runner.has_pushed else None
+
     async def _check_push(self, push: WeightPush) -> None:
+        must_prove = self._config.weights.prove_first_push and not self._phase_runner.has_pushed
+        if must_prove and not push.checks_path:
+            raise WeightMismatch(
+                "weights.prove_first_push is true, and released weights cannot be compared: before "
+                "the first offload, call prove_push_path or sync_weights with the weights of "
+                "model_path, or set it to false"
+            )
         why_not_newer = await self._phase_runner.why_not_newer(push)
         check_fits(push, self.name, self._config.weights, why_not_newer, self._expected)

@@ -117,6 +117,29 @@ class ServerHandle:
         push = self._made(named_tensors, version, name_map)
         return self._sent(RolloutServer.update_and_continue, push)
 
+    def prove_push_path(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        """Before the first push: check that a push arrives as the checkpoint does.
+
+        The engines copy their weights in host memory, overwrite them with noise, get this push as
+        any other, and compare.  An engine whose weights differ is fenced.
+
+        Args:
+            named_tensors: the weights of ``model_path``, as the trainer holds them.
+            version: the version of this push; by default one more than the last.
+
+        Raises:
+            LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
+            PhaseFailed: weights differ; the message names them.
+        """
+        push = self._made(named_tensors, version, name_map)
+        return self._sent(RolloutServer.prove_push_path, push)
+
     def sync_base(
         self, named_tensors: NamedTensors, *, version: int | None = None
     ) -> Pending[StepReport] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.core.types import EngineStatus
 from rollout.weights.format.manifest import Manifest
@@ -84,6 +85,23 @@ def why_not_newer(
         f"{old} last: {', '.join(holders[:8])} got it, and it is unknown whether this push has the "
         f"same contents; push it as version {version + 1}, or go on without a push"
     )
+
+
+def why_no_path_check(update: WeightUpdate, pushed: int | None) -> str:
+    """Why ``prove_push_path`` cannot check the push path; empty if it can.
+
+    Args:
+        pushed: the version pushed last; None if the engines hold what they loaded.
+    """
+    if update is not WeightUpdate.FULL:
+        return f"it needs pushes of all weights, and weights.update is {update}"
+    if pushed is not None:
+        # The same path twice gives the same weights, also when it is wrong.
+        return (
+            f"the engines hold pushed weights, version {pushed}, and a comparison with those shows "
+            "nothing; call prove_push_path before the first push"
+        )
+    return ""
 
 
 def _is_complete(manifest: Manifest) -> bool:

@@ -50,6 +50,7 @@ class WeightPush:
             ``weights.update``; with ``lora`` it means some of the base's tensors.
         canary: log-probs of the canary prompts from the trainer's own model; empty if it did not
             compute them.
+        checks_path: the engines compare what they hold after the push with what they held before.
     """
 
     version: int
@@ -59,6 +60,7 @@ class WeightPush:
     stream: PushStreamAddress | None = None
     contents: WeightUpdate | None = None
     canary: tuple[tuple[float, ...], ...] = ()
+    checks_path: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", checked_version(self.version))
@@ -273,7 +275,7 @@ class _PushRun:
                 if not self._active():
                     break
                 packed = await self._pack(payload)
-                stage = Stage(self._push.version, is_last)
+                stage = Stage(self._push.version, is_last, self._push.checks_path)
                 send = self._each(self._active(), self._push.carrier.send, packed, stage)
                 await self._call("update_weights", send)
                 source.keeps = bool(source.terms.get("keeps")) and self._is_whole()

@@ -48,17 +48,31 @@ class PushTarget:
     reports_groups: bool = False
 
 
+def unverified_text(version: int) -> str:
+    """What an engine reports as its version while the path of that push is checked.
+
+    It is no number, so no launch and no recovery takes the engine's weights for a version.
+    """
+    return f"unverified-{version}"
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The position of a bucket in its push."""
+    """The position of a bucket in its push.
+
+    Attributes:
+        is_path_check: the engine has not yet shown that it holds the pushed weights.
+    """
 
     version: int
     is_last: bool = True
+    is_path_check: bool = False
 
     @property
     def weight_version(self) -> str | None:
         """The version that the engine reports from now on; None before the last bucket."""
-        return str(self.version) if self.is_last else None
+        text = unverified_text(self.version) if self.is_path_check else str(self.version)
+        return text if self.is_last else None
 
 
 class Carrier:

@@ -394,6 +394,9 @@ async def test_the_checker_tells_whether_weights_are_what_they_were() -> None:
     first = await engine.weights_checker()
     await engine.weights_checker("snapshot")
     await engine.weights_checker("compare")
+    with pytest.raises(EngineRejected, match="no snapshot"):
+        await engine.weights_checker("compare")
+    await engine.weights_checker("snapshot")
     await engine.weights_checker("reset_tensors")
     with pytest.raises(EngineRejected, match="differ from the snapshot"):
         await engine.weights_checker("compare")

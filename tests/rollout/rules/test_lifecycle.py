@@ -32,6 +32,7 @@ LEGAL = {
     ("paused", "flush"): ("flushed", ALL),
     ("paused", "continue"): ("serving", ALL),
     ("flushed", "release"): ("offloaded", OFFLOADING),
+    ("flushed", "snapshot"): ("flushed", ALL - {"frozen", "frozen_keeps"}),
     ("flushed", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
     ("flushed", "continue"): ("serving", ALL),
     ("offloaded", "resume_weights"): ("weights_onloaded", OFFLOADING),
@@ -90,7 +91,7 @@ def test_from_wherever_a_group_can_get_to_it_can_serve_again(kind: str) -> None:
 @pytest.mark.parametrize(("phase", "command"), list(product(Phase, Command)))
 def test_a_repeat_is_the_command_that_led_here(phase: Phase, command: Command) -> None:
     led_here = {command for (_, command), (target, _) in LEGAL.items() if target == phase.value}
-    expected = command.value in led_here - {"update_weights"}
+    expected = command.value in led_here - {"snapshot", "update_weights"}
     assert lifecycle.is_repeat(phase, command) == expected
 
 

@@ -207,9 +207,11 @@ async def test_the_checker_sees_lost_weights(engine: Asker) -> None:
     assert "snapshot" in await engine.refused(400, "/weights_checker", action="compare")
     await engine.post("/weights_checker", action="snapshot")
     await engine.post("/weights_checker", action="compare")
+    assert "no snapshot" in await engine.refused(400, "/weights_checker", action="compare")
+    await engine.post("/weights_checker", action="snapshot")
     checksums = (await engine.post("/weights_checker"))["ranks"][0]["checksums"]
     await engine.post("/weights_checker", action="reset_tensors")
-    assert "differs" in await engine.refused(400, "/weights_checker", action="compare")
+    assert "differ from" in await engine.refused(400, "/weights_checker", action="compare")
     assert (await engine.post("/weights_checker"))["ranks"][0]["checksums"] != checksums
     await engine.post("/update_weight_version", new_version="6")
 
