@@ -409,6 +409,19 @@ DEEP: tuple[Plan, ...] = (
             num_requests=0,
         ),
     ),
+    Plan(
+        "prove, other weights",
+        "four outcomes of every call, cancel, stop, two kills: any 2, of a push of other weights",
+        _command(
+            "prove",
+            "recover",
+            deviations=2,
+            recover=True,
+            groups={"shared": {"num_engines": 2}},
+            injections=("cancel", "stop", "kill shared-0", "kill shared-1"),
+            **_FEW,
+        ),
+    ),
     Plan("onload", "everything, any 2", _command("onload", begin=("offload",), deviations=2)),
     Plan("update", "everything, any 2", _command("update", deviations=2)),
     Plan(

@@ -118,6 +118,19 @@ async def test_a_push_that_breaks_off_after_the_reset_fences_all(tmp_path: Path)
     await bench.server.stop()
 
 
+async def test_after_a_failed_check_the_engines_come_back_with_their_checkpoint(
+    tmp_path: Path,
+) -> None:
+    bench = await started_server(tmp_path, ONE, health={"backoff_s": 1e-6})
+    with pytest.raises(PhaseFailed):
+        await bench.server.prove_push_path(SWAPPED)
+    await bench.server._recovery.probe_once()
+    await bench.server._recovery.recover()
+    await bench.server.prove_push_path(same())
+    assert (bench.router.gate, bench.server.weight_version) == ("open", 1)
+    await bench.server.stop()
+
+
 async def test_a_cancelled_proof_comes_to_its_end(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE)
     gate = bench["main-0"].hold("update_weights_from_tensor")

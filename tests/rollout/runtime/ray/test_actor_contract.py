@@ -99,6 +99,18 @@ def test_every_verb_returns_its_object_ref_before_its_work_is_done(
     assert policy.status().result(TIMEOUT_S).phase == "serving"
 
 
+def test_a_push_that_differs_from_the_checkpoint_is_named_across_actors(
+    world: World, tmp_path: Path
+) -> None:
+    launch_ray = world.load("launch").launch_ray
+    with launched(launch_ray, tmp_path, ONE_ENGINE, health=UNWATCHED) as deployment:
+        policy = deployment["policy"]
+        sent = policy._caller.ship(push(1))
+        with pytest.raises(PhaseFailed, match=r"weights differ .*lm_head\.weight"):
+            policy._caller.call(RolloutServer.prove_push_path, sent).result(TIMEOUT_S)
+        assert policy.status().result(TIMEOUT_S).gate == "closed"
+
+
 def test_an_engine_leaves_and_comes_back_while_the_others_serve(
     policy: ServerHandle,
 ) -> None:
