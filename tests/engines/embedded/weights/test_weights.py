@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engines.embedded.weights.update_groups import join
 from engines.process.tcp_ports import reserve_port
+from engines.tensors.fingerprint import way_of
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, payload
 
@@ -201,6 +202,11 @@ async def test_the_manifest_lists_the_checkpoint_once_tied_or_not(
     assert own == expected
     assert [entry["name"] for entry in manifest if entry["is_tied"]] == ["lm_head.weight"]
     assert {entry["dtype"] for entry in manifest} == {"float32"}
+
+
+async def test_it_reports_the_method_of_its_fingerprints(engine: Asker) -> None:
+    checksums = (await engine.post("/weights_checker"))["ranks"][0]["checksums"]
+    assert (await engine.get("/server_info"))["fingerprints"] == way_of(checksums)
 
 
 async def test_the_checker_sees_lost_weights(engine: Asker) -> None:
