@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from engines import sglang_cpu
 from engines.process import gpu_memory
 
 DOUBLE = Path(__file__).parent / "nvml_double"
+SAVER = Path(sglang_cpu.__file__).parent / "shims"
+"""Where the memory saver is that writes what it holds for the double."""
 
 
 class NvmlDouble:
@@ -25,6 +28,11 @@ class NvmlDouble:
         gpu = self.folder / f"{index}_{uuid}"
         gpu.mkdir()
         (gpu / "total").write_text(str(total_bytes))
+
+    def used_bytes(self, index: int = 0) -> int:
+        """What NVML says is in use on a GPU."""
+        (gpu,) = gpu_memory.gpu_memory([index]) or ()
+        return gpu.used_bytes
 
     def hold(self, index: int, num_bytes: int, pid: int | None = None) -> None:
         """Let a process, this one by default, hold so much on a GPU."""
@@ -48,3 +56,17 @@ def nvml_double(folder: Path) -> Iterator[NvmlDouble]:
         finally:
             sys.modules.pop("pynvml", None)
             gpu_memory._nvml.cache_clear()
+
+
+@contextmanager
+def logical_gpus(folder: Path, num_gpus: int, total_bytes: int) -> Iterator[NvmlDouble]:
+    """GPUs that engines can be started on: what they release there stays in the host's memory.
+
+    SGLang's environment for CPUs has the memory saver; embedded engines find it by its path.
+    """
+    with nvml_double(folder) as double, pytest.MonkeyPatch.context() as patch:
+        for index in range(num_gpus):
+            double.add(index, f"GPU-{index:04d}", total_bytes)
+        patch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{SAVER}")
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+        yield double

@@ -1,12 +1,14 @@
 """Where weights and KV cache live, and how their memory is released and resumed, per tag.
 
 Always true: a tensor handed out by ``allocate`` keeps its address for the life of the process.
-On CPU a tag is a ``ReleasableMemory``.  On CUDA it is a region of ``torch_memory_saver``; that
-path follows its documentation and has not been run (there was no GPU).
+On CPU a tag is a ``ReleasableMemory``.  On a GPU it is a region of ``torch_memory_saver``.  That
+was not run on a GPU; tests run it over logical GPUs, with the saver of ``engines/sglang_cpu/shims``
+and a double of NVML.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -20,6 +22,8 @@ from engines.embedded.memory.releasable_memory import ReleasableMemory, aligned
 from engines.protocol import MemoryTag
 
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
+# Names the GPUs of a double of NVML; set by tests.
+_LOGICAL_GPUS = "NVML_DOUBLE"
 _POISON = 0xFF  # every byte 0xFF is a NaN in float32, bfloat16 and float16
 
 
@@ -61,13 +65,14 @@ def memory_saver() -> Any:
 
 
 class DeviceRegion:
-    """A tag on CUDA: allocations of torch_memory_saver, or without ``saver`` plain ones that are
-    never released.  Not run yet, see the module."""
+    """A tag on a GPU: allocations of torch_memory_saver, or without ``saver`` plain ones that are
+    never released."""
 
     def __init__(
         self, tag: MemoryTag, layout: Layout, device: torch.device, *, saver: bool, backup: bool
     ) -> None:
         self._tag = tag.value
+        self._device = device
         self._backup = backup
         self._is_released = False
         allocations: Any = nullcontext()
@@ -80,7 +85,8 @@ class DeviceRegion:
             ]
 
     def release(self) -> None:
-        torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
         self._saver.pause(self._tag)
         self._is_released = True
 
@@ -94,10 +100,20 @@ class DeviceRegion:
 
 
 class Memory:
-    """All regions of one engine.  ``command_rules`` decides which command is legal."""
+    """All regions of one engine.  ``command_rules`` decides which command is legal.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``meta``; with logical GPUs, ``cuda`` means the CPU's memory,
+            which then is allocated and released as on a GPU.
+
+    Attributes:
+        is_on_gpu: whether its memory counts as that of a GPU.
+    """
 
     def __init__(self, device: torch.device, *, saver: bool, weights_backup: bool) -> None:
-        self.device = device
+        self.is_on_gpu = device.type != "cpu"
+        has_logical_gpus = device.type == "cuda" and _LOGICAL_GPUS in os.environ
+        self.device = torch.device("cpu") if has_logical_gpus else device
         self._saver = saver
         self._weights_backup = weights_backup
         self._regions: dict[MemoryTag, HostRegion | DeviceRegion] = {}
@@ -107,7 +123,7 @@ class Memory:
         """Zeroed tensors of the given shapes and dtypes, which become the whole of ``tag``."""
         backup = self._weights_backup and tag is MemoryTag.WEIGHTS
         region: HostRegion | DeviceRegion
-        if self.device.type == "cpu":
+        if not self.is_on_gpu:
             # A KV pool is taken up front, as SGLang takes its: to run out of memory is then an
             # error of the start or of the onload, not of some request in the middle of a rollout.
             region = HostRegion(layout, backup=backup, populate=tag is MemoryTag.KV_CACHE)
@@ -130,7 +146,7 @@ class Memory:
             region = self._regions.get(tag)
             if region is not None and not region.resume():
                 byte = _POISON if tag is MemoryTag.WEIGHTS else 0
-                if byte or self.device.type != "cpu":  # host memory comes back as zero anyway
+                if byte or self.is_on_gpu:  # host memory comes back as zero anyway
                     for tensor in region.tensors:
                         tensor.view(-1).view(torch.uint8).fill_(byte)
             self.released.discard(tag)

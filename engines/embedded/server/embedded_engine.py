@@ -40,9 +40,12 @@ class EmbeddedEngine:
         self.text = text
         self.memory = memory
         self.adapters = Adapters(
-            model, is_enabled=config.enable_lora, max_rank=config.max_lora_rank
+            model,
+            is_enabled=config.enable_lora,
+            max_rank=config.max_lora_rank,
+            is_on_gpu=memory.is_on_gpu,
         )
-        self.weights = ModelWeights(model, self.adapters.fingerprints)
+        self.weights = ModelWeights(model, self.adapters.fingerprints, is_on_gpu=memory.is_on_gpu)
         self.mapped = MappedFiles()
         self.groups = UpdateGroups(memory.device)
         self.receiver = BroadcastReceiver(self.weights, memory.device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from engines.embedded.core.errors import Invalid, Unsupported
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
+from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)(\.\w+)?\.weight$")
@@ -68,9 +68,22 @@ class AdapterRows:
 
 
 class Adapters:
-    """All adapters of one model, by name."""
+    """All adapters of one model, by name.
 
-    def __init__(self, model: torch.nn.Module, *, is_enabled: bool, max_rank: int) -> None:
+    Args:
+        is_on_gpu: whether the model's fingerprints are made on a GPU.  An adapter's are then made
+            in the same way: fingerprints of two ways have no common checksum.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        is_enabled: bool,
+        max_rank: int,
+        is_on_gpu: bool = False,
+    ) -> None:
+        self._fingerprint = device_fingerprint if is_on_gpu else bytes_fingerprint
         head = getattr(model, "get_output_embeddings", lambda: None)()
         self._layers = {
             name: module
@@ -117,7 +130,7 @@ class Adapters:
         }
         if not pairs:
             raise Invalid("the adapter holds no tensors")
-        digests = {key: bytes_fingerprint(key, tensor) for key, tensor in tensors.items()}
+        digests = {key: self._fingerprint(key, tensor) for key, tensor in tensors.items()}
         adapter = Adapter(name, next(self._salts) % _NUM_SALTS, scale, pairs, digests)
         for module in pairs:
             if module not in self._hooked:

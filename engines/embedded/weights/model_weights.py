@@ -15,7 +15,11 @@ import torch
 
 from engines.embedded.core.errors import Invalid
 from engines.embedded.memory.regions import Memory
-from engines.embedded.weights.torch_fingerprint import dtype_name, fingerprints
+from engines.embedded.weights.torch_fingerprint import (
+    device_fingerprint,
+    dtype_name,
+    fingerprints,
+)
 from engines.protocol import MemoryTag
 from engines.tensors.fingerprint import BYTES, whole_fingerprint
 
@@ -51,13 +55,21 @@ def place(model: torch.nn.Module, memory: Memory) -> None:
 
 
 class ModelWeights:
-    """Parameters of one model under the names its checkpoint has for them."""
+    """Parameters of one model under the names its checkpoint has for them.
+
+    Args:
+        is_on_gpu: whether fingerprints are made where the parameters are: to copy them to the
+            host takes longer than a push.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
         adapter_fingerprints: Callable[[], dict[str, str]] = dict,
+        *,
+        is_on_gpu: bool = False,
     ) -> None:
+        self._is_on_gpu = is_on_gpu
         self._adapter_fingerprints = adapter_fingerprints
         # A tied tensor is listed under its first name, the one save_pretrained keeps.
         kind = getattr(getattr(model, "config", None), "model_type", "")
@@ -125,7 +137,10 @@ class ModelWeights:
 
     def checksum(self) -> tuple[dict[str, str], str]:
         """The fingerprint of each tensor, adapters' included, and of them all together."""
-        digests = fingerprints(self._tensors)
+        if self._is_on_gpu:
+            digests = {name: device_fingerprint(name, one) for name, one in self._tensors.items()}
+        else:
+            digests = fingerprints(self._tensors)
         digests |= self._adapter_fingerprints()
         return digests, whole_fingerprint(digests)
 
