@@ -8,6 +8,13 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
+# Of make test-gpu, for a machine without a network: a folder that make gpu-wheels has filled, and
+# the Python version of that machine where it is another one.
+WHEELS ?=
+GPU_PYTHON ?=
+GPU_VENV ?= build/gpu
+# The others cannot be imported with so few packages.
+GPU_TESTS := tests/gpu tests/engines/embedded tests/rollout/weights/tensors
 # Two processes, each test file in one of them: most tests wait for processes they started.  No
 # reordering: by default xdist runs the files with few tests last, and those are the slow ones.
 TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -33,7 +40,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help quickstart test check format bench workflows constraints clean \
-	test-fast test-pythons test-slow test-sglang test-chaos explore docs audit
+	test-fast test-pythons test-slow test-sglang test-chaos test-gpu gpu-wheels explore docs audit
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,7 +62,7 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 	done
 
 test-slow: $(DEV_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
@@ -80,6 +87,14 @@ bench: $(DEV_STAMP) ## run the benchmarks quickly; BENCH_ARGS= for real figures
 test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also real SGLang on CPU
 	$(BIN)/rollout sglang-cpu install
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+
+gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch into WHEELS= (20 MiB)
+	$(if $(WHEELS),,@echo "make gpu-wheels: name the folder: WHEELS=build/wheels" >&2; exit 2)
+	$(BIN)/python .ci/gpu.py download $(WHEELS) $(GPU_PYTHON)
+
+# Without WHEELS the usual environment must have torch with CUDA.
+test-gpu: $(if $(WHEELS),$(GPU_VENV)/.installed,$(DEV_STAMP)) ## run the tests that need a GPU; WHEELS= where there is no network
+	PYTHONPATH=. $(if $(WHEELS),SGLANG_SOURCES=$(WHEELS)/sglang $(GPU_VENV),$(VENV))/bin/python -m pytest -s -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
 
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)
@@ -119,6 +134,11 @@ $(DEV_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/py
 $(FAST_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(FAST_EXTRAS)] into $(VENV)"
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(FAST_EXTRAS)]'
+	@touch $@
+
+# Over the first interpreter, which has torch with CUDA there.
+$(GPU_VENV)/.installed: pyproject.toml
+	$(firstword $(PYTHON)) .ci/gpu.py environment $(WHEELS) $(GPU_VENV)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -277,3 +277,15 @@ async def test_a_timeout_in_the_clean_up_of_a_cancelled_task_is_a_timeout_error(
 def test_the_words_name_the_oldest_python_of_the_metadata(page: str) -> None:
     named = re.findall(r"Python (3[.\d]*\d) or newer", (ROOT / page).read_text())
     assert named == [supported()[0]]
+
+
+def test_without_its_wheels_the_environment_of_the_gpu_tests_is_not_made(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci/gpu.py"), "environment", str(tmp_path / "no"), "x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "no: no such folder; `make gpu-wheels WHEELS=" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -74,9 +74,8 @@ class GpuPolicy(RealPolicy):
 @contextmanager
 def gpu_policy(kind: str, folder: Path) -> Iterator[GpuPolicy]:
     models = plain_models(folder, 2)
-    options: dict[str, Any] = dict(CPU_OPTIONS[kind])
-    if kind == "embedded":
-        options["max-total-tokens"] = 65536
+    # A KV cache of tens of megabytes: what comes and goes on the host is small beside it.
+    options: dict[str, Any] = CPU_OPTIONS[kind] | {"max-total-tokens": 262144}
     engine = {
         "kind": kind,
         "gpus": 1,
@@ -117,7 +116,7 @@ def test_the_first_offload_frees_the_gpus_and_not_the_host(
     policy: GpuPolicy, whole: list[int]
 ) -> None:
     resident = [one.resident_bytes for one in policy.engines()]
-    assert min(whole) > 4 * MIB
+    assert min(whole) > 16 * MIB
     report = policy.handle.offload().result(TIMEOUT_S)
     assert report.freed_bytes == sum(whole)
     assert policy.used() == [0, 0]
@@ -149,22 +148,29 @@ def test_in_a_step_each_command_moves_what_it_names(policy: GpuPolicy, whole: li
     assert len(policy.tokens()) == 8
 
 
-def test_without_room_the_resume_is_refused_and_no_engine_dies(
+def test_without_room_for_the_kv_cache_the_resume_is_refused_and_no_engine_dies(
     policy: GpuPolicy, whole: list[int]
 ) -> None:
-    policy.handle.offload().result(TIMEOUT_S)
+    if policy.kind == "sglang":
+        pytest.skip("on a CPU SGLang's figures of its memory are the host's: nothing to compare")
+    handle = policy.handle
+    handle.offload().result(TIMEOUT_S)
+    handle.onload_weights().result(TIMEOUT_S)
+    handle.update_weights(policy.next_tensors()).result(TIMEOUT_S)
+    handle.verify().result(TIMEOUT_S)
     pids = [engine.pid for engine in policy.engines()]
-    policy.nvml.hold(1, TOTAL_BYTES - 1024)
+    policy.nvml.hold(1, TOTAL_BYTES - policy.used()[1] - 1024)
     try:
         with pytest.raises(LifecycleError) as caught:
-            policy.handle.onload_weights().result(TIMEOUT_S)
+            handle.onload_kv().result(TIMEOUT_S)
     finally:
         policy.nvml.hold(1, 0)
+        handle.onload_kv().result(TIMEOUT_S)
+        handle.continue_generation().result(TIMEOUT_S)
     said = str(caught.value)
-    assert "engine main-1: GPU GPU-0001 has 1 KiB free, weights need" in said
+    assert "engine main-1: GPU GPU-0001 has 1 KiB free, kv_cache" in said
     assert f"pid {os.getpid()}" in said
     assert [engine.pid for engine in policy.engines()] == pids
-    policy.handle.onload(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.used() == whole
 
 

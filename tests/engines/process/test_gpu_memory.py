@@ -53,8 +53,9 @@ def test_what_a_process_held_is_free_once_it_has_ended(nvml: NvmlDouble) -> None
     nvml.hold(0, 7 * GIB, process.pid)
     (before,) = gpu_memory([0]) or ()
     process.kill()
-    process.wait()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
     (after,) = gpu_memory([0]) or ()
+    process.wait()
     assert (before.used_bytes, after.used_bytes) == (7 * GIB, 0)
 
 

@@ -90,5 +90,14 @@ def _processes(gpu: Path) -> list[Process]:
     return [
         Process(int(file.name), int(file.read_text() or 0))
         for file in gpu.iterdir()
-        if file.name.isdigit() and Path("/proc", file.name).exists()
+        if file.name.isdigit() and _runs(file.name)
     ]
+
+
+def _runs(pid: str) -> bool:
+    """One that has ended holds nothing, also before its parent has asked for its status."""
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

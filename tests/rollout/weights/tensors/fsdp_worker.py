@@ -1,4 +1,7 @@
-"""One rank of a sharded trainer, for ``test_fsdp``: rank 0 writes a push, the other takes part."""
+"""One rank of a sharded trainer: rank 0 writes a push, the others take part.
+
+``fsdp_worker RANK FOLDER [DEVICE NUM_RANKS]``; all ranks of ``cuda`` share the first GPU.
+"""
 
 import json
 import sys
@@ -67,14 +70,15 @@ def push_tied(rank: int, shards: dict[str, DTensor], folder: Path) -> None:
         take_part(tied, bucket_bytes=BUCKET_BYTES, model_path=checkpoint)
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=num_ranks
     )
-    torch.manual_seed(0)  # the same model on both ranks, before it is cut
+    torch.manual_seed(0)  # the same model on all ranks, before it is cut
     model = torch.nn.Sequential(*(torch.nn.Linear(17, 17) for _ in range(8)))
     whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    mesh = init_device_mesh("cpu", (2,))
+    model.to(device)
+    mesh = init_device_mesh(device, (num_ranks,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -111,4 +115,4 @@ def main(rank: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4], *map(int, sys.argv[4:5]))

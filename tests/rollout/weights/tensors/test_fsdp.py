@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,17 @@ pytestmark = pytest.mark.embedded
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
-def test_shards_are_pushed_whole_with_one_bucket_of_them_alive(tmp_path: Path) -> None:
+def push_by_ranks(folder: Path, *arguments: str, num_ranks: int = 2) -> dict[str, Any]:
+    """What rank 0 says of a push that all ranks took part in."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(tmp_path)],
+            [sys.executable, str(WORKER), str(rank), str(folder), *arguments],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(num_ranks)
     ]
     try:
         for rank in ranks:
@@ -30,7 +32,12 @@ def test_shards_are_pushed_whole_with_one_bucket_of_them_alive(tmp_path: Path) -
     finally:
         for rank in ranks:
             rank.kill()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def test_shards_are_pushed_whole_with_one_bucket_of_them_alive(tmp_path: Path) -> None:
+    report = push_by_ranks(tmp_path)
     assert report["has_shards"]
     assert report["equal"], "what was gathered is not what was sharded"
     assert report["buckets"] > 3

@@ -1,0 +1,92 @@
+"""Wheels for ``make test-gpu`` on a machine without a network, and the environment made of them.
+
+    python .ci/gpu.py download FOLDER [PYTHON_VERSION]
+    python .ci/gpu.py environment FOLDER VENV
+
+The machine has torch with CUDA and transformers; they are too large to bring.  The environment has
+all packages of the interpreter that makes it, and what is missing comes from the folder.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_BYTES = 60 << 20
+TESTS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
+SAVER = "torch-memory-saver>=0.0.9"
+# Of SGLang, whose wheel is large: with these its own code opens our payloads.
+SGLANG_FILES = ("utils/common.py", "utils/patch_torch.py", "weight_sync/tensor_bucket.py")
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+
+
+def requirements() -> list[str]:
+    """What the tests import and the machine may lack."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_tests = [
+        one
+        for one in project["optional-dependencies"]["dev"]
+        if re.split(r"[<>=]", one)[0] in TESTS
+    ]
+    return [*project["dependencies"], *of_tests, SAVER]
+
+
+def download(folder: Path, python_version: str) -> int:
+    """Fill the folder; its size in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = ["download", "--only-binary=:all:"]
+    if python_version:
+        wanted += ["--python-version", python_version]
+    into = [*_PIP, *wanted, "-d", str(folder), "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*into, *requirements()], check=True)
+    pins = (ROOT / "engines/sglang_cpu/pins.txt").read_text()
+    (sglang,) = re.findall(r"^sglang==\S+", pins, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as aside:
+        subprocess.run([*_PIP, *wanted, "--no-deps", "-d", aside, sglang], check=True)
+        (wheel,) = Path(aside).glob("sglang-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for file in SGLANG_FILES:
+                path = folder / "sglang" / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(archive.read(f"sglang/srt/{file}"))
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def make_environment(wheels: Path, target: Path) -> None:
+    """An environment over this interpreter's packages, with what is missing from ``wheels``."""
+    if not wheels.is_dir():
+        sys.exit(f"{wheels}: no such folder; `make gpu-wheels WHEELS={wheels}` makes it")
+    # Without pip of its own: some interpreters have no ensurepip, and this one's pip can do it.
+    venv.create(target, system_site_packages=True, with_pip=False, symlinks=True)
+    python = target / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    found = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
+    # By name: this interpreter's packages may be in an environment of their own.
+    below = "\n".join(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    Path(found.stdout.strip(), "below.pth").write_text(below + "\n")
+    offline = ["install", "--no-index", "--find-links", str(wheels)]
+    command = [*_PIP, "--python", str(python), *offline, *requirements()]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    action, folder, *rest = sys.argv[1:]
+    if action == "environment":
+        make_environment(Path(folder), Path(rest[0]))
+        return
+    num_bytes = download(Path(folder), rest[0] if rest else "")
+    print(f"{folder}: {num_bytes / 2**20:.1f} MiB")
+    if num_bytes > MOST_BYTES:
+        sys.exit(f"{folder} has more than {MOST_BYTES >> 20} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""facts and memory: what the machine has, and that our figures of it are CUDA's."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from engines.process.gpu_memory import gpu_memory
+from tests.support.gpu.figures import record
+from tests.support.gpu.machine import Gpu, holder, timed
+
+pytestmark = pytest.mark.embedded
+SHARED_GIB = 1
+# A CUDA context, and what the driver keeps for a process.
+CONTEXT_GIB = 2.0
+
+
+def test_the_machine_is_described(gpu: Gpu) -> None:
+    by_uuid = gpu_memory([gpu.uuid])
+    assert by_uuid is not None
+    (found,) = by_uuid
+    assert 0 <= found.used_bytes < found.total_bytes
+    facts: dict[str, Any] = {"uuid": gpu.uuid, "total_bytes": found.total_bytes}
+    if gpu.is_real:
+        import pynvml
+
+        facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        facts["name"] = torch.cuda.get_device_name()
+        facts["torch"] = torch.__version__
+    facts["used_bytes"] = found.used_bytes
+    facts["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").free
+    record(f"facts {gpu.device}", **facts)
+
+
+def fill_with_three(tensor: torch.Tensor, is_done: Any) -> None:
+    tensor.add_(1)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    is_done.set()
+
+
+def test_a_tensor_is_shared_by_two_processes_and_not_copied(gpu: Gpu) -> None:
+    tensor = torch.full((gpu.need_free(SHARED_GIB),), 2, dtype=torch.uint8, device=gpu.device)
+    context: Any = torch.multiprocessing.get_context("spawn")
+    is_done = context.Event()
+    process = context.Process(target=fill_with_three, args=(tensor, is_done))
+
+    def give() -> None:
+        process.start()
+        assert is_done.wait(60)
+
+    seconds = timed(give)
+    process.join(60)
+    assert process.exitcode == 0
+    assert bool((tensor == 3).all())
+    record(f"ipc round trip {gpu.device}", seconds=seconds, num_bytes=tensor.nbytes)
+
+
+@pytest.mark.parametrize("spelling", ["index", "uuid"])
+def test_our_figure_is_that_of_a_process_that_sees_the_gpu_by(gpu: Gpu, spelling: str) -> None:
+    num_bytes = gpu.need_free(4 + CONTEXT_GIB) - int(CONTEXT_GIB * gpu.gib)
+    before = gpu.settle()
+    visible = gpu.uuid if spelling == "uuid" and gpu.is_real else str(gpu.gpu_id)
+    with holder(gpu, num_bytes, CUDA_VISIBLE_DEVICES=visible) as held:
+        used = gpu.used_bytes()
+        assert num_bytes <= used - before <= num_bytes + CONTEXT_GIB * gpu.gib
+        if gpu.is_real:
+            assert abs(used - held.report["used_bytes"]) < gpu.gib / 4
+        record(f"memory by {spelling} {gpu.device}", used_bytes=used, cuda=held.report)
+    assert gpu.settle() <= before + gpu.gib / 100

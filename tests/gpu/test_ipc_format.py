@@ -1,0 +1,49 @@
+"""ipc format: our payloads are opened by SGLang's own unpickler, in processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.embedded.weights.torch_fingerprint import device_fingerprint
+from rollout.weights.tensors.payload import Pairs, flattened_bucket, ipc_bucket
+from tests.support.gpu.figures import record
+from tests.support.gpu.machine import Gpu, need, timed
+from tests.support.gpu.payloads import opened
+
+pytestmark = pytest.mark.embedded
+NUM_CHILDREN = {"cpu": 2, "cuda": 8}
+
+
+def some_pairs(gpu: Gpu, seed: int) -> Pairs:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(33, 65, generator=generator)
+    named = {"wide": wide, "narrow": wide.to(torch.bfloat16)[:7], "odd": wide.view(-1)[:5] > 0}
+    return [(name, one.to(gpu.device)) for name, one in named.items()]
+
+
+def packed(gpu: Gpu, pairs: Pairs) -> tuple[bytes, object]:
+    """The payload, and what must be kept until it has been read."""
+    return ipc_bucket(pairs) if gpu.is_real else (flattened_bucket(pairs), None)
+
+
+def test_every_rank_opens_the_entry_that_is_its_own(gpu: Gpu) -> None:
+    need("pybase64", gpu)
+    shares = [some_pairs(gpu, seed) for seed in range(NUM_CHILDREN[gpu.device])]
+    payloads = [packed(gpu, share) for share in shares]
+    found: list[dict[str, object]] = []
+    seconds = timed(lambda: found.extend(opened([payload for payload, _ in payloads])))
+    for share, one in zip(shares, found, strict=True):
+        assert one["fingerprints"] == {name: device_fingerprint(name, pair) for name, pair in share}
+        assert str(one["device"]).startswith(gpu.device)
+    record(f"ipc format {gpu.device}", seconds=seconds, children=len(found))
+
+
+@pytest.mark.parametrize("spelling", ["index", "uuid"])
+def test_a_process_that_sees_the_gpu_by_index_or_uuid_opens_it(gpu: Gpu, spelling: str) -> None:
+    pairs = some_pairs(gpu, 1)
+    payload, kept = packed(gpu, pairs)
+    visible = gpu.uuid if spelling == "uuid" else str(gpu.gpu_id)
+    (found,) = opened([payload], CUDA_VISIBLE_DEVICES=visible)
+    del kept
+    assert found["fingerprints"] == {name: device_fingerprint(name, one) for name, one in pairs}

@@ -1,0 +1,95 @@
+"""The tests of this folder are collected on a machine with torch, without Ray and SGLang."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What such a machine has; the rest comes from the folder of wheels.
+OF_MACHINE = ("torch", "transformers", "pip", "setuptools")
+OF_TESTS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "torch-memory-saver")
+# What section 14 of the design asks for, by the beginnings of the tests' names.
+SECTIONS = {
+    "test_facts.py": ("the_machine", "a_tensor_is_shared", "our_figure"),
+    "test_saver.py": ("two_regions",),
+    "test_embedded.py": (
+        *("a_step_lends", "an_offload_frees", "weights_are_poisoned", "without_room"),
+        *("an_engine_killed_while_serving", "an_engine_killed_while_offloaded"),
+    ),
+    "test_push.py": ("the_engine_holds", "wider_floats", "many_pushes", "a_push_by_ipc", "nccl"),
+    "test_ipc_format.py": ("every_rank_opens", "a_process_that_sees"),
+    "test_ranks.py": ("shards_of_all_ranks",),
+    "test_fingerprint.py": ("cpu_and_gpu_agree", "it_reads_as_fast", "the_checksum"),
+    "test_environment.py": ("an_engine_comes_up", "a_killed_process"),
+}
+BLOCKER = """
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+
+def without_blocked(_, name, path=None, target=None):
+    return None if name.partition(".")[0] in {blocked!r} else find_spec(name, path, target)
+
+PathFinder.find_spec = classmethod(without_blocked)
+"""
+
+
+def needed() -> set[str]:
+    """Distributions that such a machine has, or gets from the wheels."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: set[str] = set()
+    left = [*OF_MACHINE, *OF_TESTS, *map(_name, project["dependencies"])]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requires = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue  # of another platform
+        left += [_name(one) for one in requires if "extra ==" not in one]
+    return found
+
+
+def _name(requirement: str) -> str:
+    (name,) = re.findall(r"^[\w.-]+", requirement)
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.embedded
+def test_collecting_imports_nothing_that_the_machine_lacks(tmp_path: Path) -> None:
+    has = needed()
+    assert not has & {"ray", "sglang", "accelerate"}
+    blocked = {
+        module
+        for module, owners in packages_distributions().items()
+        if not {_name(owner) for owner in owners} & has and module not in ("rollout", "engines")
+    }
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(blocked=blocked))
+    plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]  # the only ones there
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", *plugins),
+            *("-m", "gpu", "--collect-only", "tests/gpu"),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file, tests in SECTIONS.items():
+        for test in tests:
+            assert f"tests/gpu/{file}::test_{test}" in done.stdout
