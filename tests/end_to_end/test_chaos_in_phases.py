@@ -20,6 +20,7 @@ from tests.support.contract import CPU_OPTIONS
 from tests.support.fault_proxy import FAULTS, ProxiedLauncher, tree_of
 from tests.support.load import Load
 from tests.support.models import plain_models
+from tests.support.nvml import NvmlDouble, logical_gpus
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.real_sglang import RealPolicy, Sabotage
 from tests.support.referee import Referee
@@ -73,6 +74,25 @@ CASES = [
     }.items()
     for fault, phase in pairs
 ]
+# On logical GPUs: an engine that dies while its memory goes, comes back or is gone.
+ON_GPU = "-gpu"
+CASES += [
+    pytest.param(
+        kind + ON_GPU,
+        fault,
+        phase,
+        marks=[getattr(pytest.mark, kind), *marks],
+        id=f"{kind}{ON_GPU}-{fault}-{phase}",
+    )
+    for kind, fault, phase, *marks in [
+        ("embedded", "kill", "release", pytest.mark.slow),
+        ("embedded", "kill", "resume_kv", pytest.mark.slow),
+        ("embedded", "502", "release", pytest.mark.chaos),
+        ("embedded", "stop", "update", pytest.mark.chaos),
+        ("sglang", "kill", "release", pytest.mark.chaos),
+        ("sglang", "kill", "resume_kv", pytest.mark.chaos),
+    ]
+]
 BOTH = ["main-0", "main-1"]
 NUM_CLIENTS = 8
 PHASE_TIMEOUT_S = 12.0
@@ -90,16 +110,36 @@ def launcher(kind: str) -> ProxiedLauncher:
 
 
 @pytest.fixture(scope="module")
+def nvml(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NvmlDouble | None]:
+    """The logical GPUs, one for each engine; None where engines use the host's memory."""
+    if not kind.endswith(ON_GPU):
+        yield None
+        return
+    with logical_gpus(tmp_path_factory.mktemp("gpus"), len(BOTH), 8 << 30) as gpus:
+        yield gpus
+
+
+def used_on(nvml: NvmlDouble | None) -> list[int]:
+    """Bytes in use on each logical GPU; empty if there are none."""
+    return [] if nvml is None else [nvml.used_bytes(index) for index in range(len(BOTH))]
+
+
+@pytest.fixture(scope="module")
 def policy(
-    kind: str, launcher: ProxiedLauncher, tmp_path_factory: pytest.TempPathFactory
+    kind: str,
+    nvml: NvmlDouble | None,
+    launcher: ProxiedLauncher,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[RealPolicy]:
     folder = tmp_path_factory.mktemp(kind)
+    kind = kind.removesuffix(ON_GPU)
     models = plain_models(folder)
     engine = {
         "kind": kind,
         "python": "sglang-cpu" if kind == "sglang" else "",
         "options": CPU_OPTIONS[kind],
         "cpus": 0.5,
+        "gpus": 0 if nvml is None else 1,
     }
     server = {
         "model_path": str(models[0]),
@@ -161,9 +201,16 @@ async def step(policy: RealPolicy) -> None:
 
 @pytest.mark.parametrize(("kind", "fault", "phase"), CASES, indirect=["kind"], scope="module")
 async def test_a_step_goes_on_when_a_real_engine_fails_in_it(
-    policy: RealPolicy, launcher: ProxiedLauncher, kind: str, fault: str, phase: str
+    policy: RealPolicy,
+    nvml: NvmlDouble | None,
+    launcher: ProxiedLauncher,
+    kind: str,
+    fault: str,
+    phase: str,
 ) -> None:
+    kind = kind.removesuffix(ON_GPU)
     version = policy.handle.weight_version
+    used = used_on(nvml)
     proxy, victim = launcher.proxies["main-1"], policy.engines()[1]
     remains = Remains(victim)
     load = Load(policy.handle.url, NUM_CLIENTS, seed=version, lengths=(20, 60))
@@ -184,6 +231,7 @@ async def test_a_step_goes_on_when_a_real_engine_fails_in_it(
         await step(policy)
     assert serving(policy) == BOTH
     assert (policy.engines()[1].pid == victim.pid) is stays
+    assert used_on(nvml) == used
     load = Load(policy.handle.url, NUM_CLIENTS, seed=-1 - version, lengths=(4, 8))
     async with load.running():
         await load.reaches(2 * NUM_CLIENTS)

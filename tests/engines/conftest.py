@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,19 @@ import pytest
 
 from engines.launch import EngineSpec
 from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, pooled
+from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
 
 KINDS = [
     "fake",
     "fake-http",
     pytest.param("embedded", marks=pytest.mark.embedded),
     pytest.param("sglang", marks=pytest.mark.sglang),
+    # On a logical GPU, where a release leaves the host's memory as it is.
+    pytest.param("embedded-gpu", marks=[pytest.mark.embedded, pytest.mark.slow]),
+    pytest.param("sglang-gpu", marks=[pytest.mark.sglang, pytest.mark.chaos]),
 ]
+ON_GPU = "-gpu"
+_GPU_BYTES = 8 << 30
 
 
 @pytest.fixture(scope="session")
@@ -30,21 +36,34 @@ def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the logical GPU that contract engines are on."""
+    folder = tmp_path_factory.mktemp("contract-gpus")
+    NvmlDouble(folder).add(0, "GPU-0000", _GPU_BYTES)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def pools(
-    contract_models: Models, tmp_path_factory: pytest.TempPathFactory
+    contract_models: Models, gpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Pool]]:
     """Pools by kind of engine, made when first asked for."""
     logs = tmp_path_factory.mktemp("contract-logs")
-    made: dict[str, Pool] = _Pools(
-        lambda kind: EngineSpec(
+
+    def spec_of(label: str) -> EngineSpec:
+        kind = label.removesuffix(ON_GPU)
+        return EngineSpec(
             engine_id=kind,
             kind=kind,
             model_path=str(contract_models.first),
-            log_path=str(logs / f"{kind}-0.log"),
+            log_path=str(logs / f"{label}-0.log"),
             options=CPU_OPTIONS[kind],
             python="sglang-cpu" if kind == "sglang" else "",
+            gpu_ids=(0,) if label.endswith(ON_GPU) else (),
+            env=logical_gpu_environment(gpus) if label.endswith(ON_GPU) else {},
         )
-    )
+
+    made: dict[str, Pool] = _Pools(spec_of)
     yield made
     for pool in made.values():
         pool.close()
@@ -70,11 +89,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     """An engine of this kind, serving version 0 of the first model."""
     opened: AbstractAsyncContextManager[Bench]
-    if kind.startswith("fake"):
-        nowhere = Models(Path("/models/first"), Path("/models/second"))
-        opened = faked(nowhere, is_served=kind == "fake-http")
-    else:
-        pools = request.getfixturevalue("pools")
-        opened = pooled(pools[kind], request.getfixturevalue("contract_models"))
-    async with opened as one:
-        yield one
+    with ExitStack() as stack:
+        if kind.endswith(ON_GPU):
+            stack.enter_context(nvml_double(request.getfixturevalue("gpus")))
+        if kind.startswith("fake"):
+            nowhere = Models(Path("/models/first"), Path("/models/second"))
+            opened = faked(nowhere, is_served=kind == "fake-http")
+        else:
+            pools = request.getfixturevalue("pools")
+            opened = pooled(pools[kind], request.getfixturevalue("contract_models"))
+        async with opened as one:
+            yield one

@@ -162,6 +162,15 @@ class Bench:
         """There is no wire between the test and the engine."""
         return not isinstance(self.engine, EngineClient)
 
+    async def held_bytes(self) -> int:
+        """Memory that a release gives back: of its GPUs, or of the host if it has none."""
+        gpus = await self.running.gpu_memory()
+        if gpus:
+            return sum(gpu.used_bytes for gpu in gpus)
+        resident = await self.running.resident_bytes()
+        assert resident is not None
+        return resident
+
     @property
     def url(self) -> str:
         return self.running.endpoint.url

@@ -58,6 +58,12 @@ def nvml_double(folder: Path) -> Iterator[NvmlDouble]:
             gpu_memory._nvml.cache_clear()
 
 
+def logical_gpu_environment(folder: Path) -> dict[str, str]:
+    """What an engine needs to have its memory on the GPUs of this folder."""
+    paths = [str(DOUBLE), str(SAVER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"NVML_DOUBLE": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @contextmanager
 def logical_gpus(folder: Path, num_gpus: int, total_bytes: int) -> Iterator[NvmlDouble]:
     """GPUs that engines can be started on: what they release there stays in the host's memory.
@@ -67,6 +73,6 @@ def logical_gpus(folder: Path, num_gpus: int, total_bytes: int) -> Iterator[Nvml
     with nvml_double(folder) as double, pytest.MonkeyPatch.context() as patch:
         for index in range(num_gpus):
             double.add(index, f"GPU-{index:04d}", total_bytes)
-        patch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{SAVER}")
+        patch.setenv("PYTHONPATH", logical_gpu_environment(folder)["PYTHONPATH"])
         patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
         yield double

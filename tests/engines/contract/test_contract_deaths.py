@@ -189,10 +189,10 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def spare(kind: str, request: pytest.FixtureRequest) -> None:
     """Where a row ends the engine, the next one starts meanwhile; none after the last row."""
-    if kind == "sglang":
-        left = [item for item in request.session.items if "deaths" in item.nodeid]
-        mine = [item for item in left if "sglang" in item.nodeid]
-        pool: Pool = request.getfixturevalue("pools")["sglang"]
+    if kind.startswith("sglang"):
+        left: list[Any] = [item for item in request.session.items if "deaths" in item.nodeid]
+        mine = [item for item in left if item.callspec.params.get("kind") == kind]
+        pool: Pool = request.getfixturevalue("pools")[kind]
         pool.has_spare = bool(mine) and request.node is not mine[-1]
 
 
