@@ -106,6 +106,15 @@ def test_a_command_that_is_told_exists_with_its_options(line: str) -> None:
     assert {word for word in ours if word.startswith("-")} <= known | {"--help"}
 
 
+def test_the_tests_behind_each_gpu_claim_exist() -> None:
+    text = (ROOT / "docs/gpu.md").read_text()
+    named = set(re.findall(r"`(tests/[^`]+)`", text))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+    of_gpus = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert of_gpus - {"tests/gpu/test_machine.py"} <= named
+
+
 # -- Python ---------------------------------------------------------------------------------------
 
 

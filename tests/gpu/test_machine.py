@@ -1,7 +1,8 @@
-"""The tests of this folder are collected on a machine with torch, without Ray and SGLang."""
+"""What the other tests here stand on: few packages, and one file of figures."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, distribution, packages_dist
 from pathlib import Path
 
 import pytest
+
+from tests.support.gpu.figures import FILE_VARIABLE, record
 
 ROOT = Path(__file__).parents[2]
 # What such a machine has; the rest comes from the folder of wheels.
@@ -93,3 +96,16 @@ def test_collecting_imports_nothing_that_the_machine_lacks(tmp_path: Path) -> No
     for file, tests in SECTIONS.items():
         for test in tests:
             assert f"tests/gpu/{file}::test_{test}" in done.stdout
+
+
+def test_figures_of_all_tests_are_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "figures.json"))
+    record("saver", seconds=2.0, num_bytes=4 << 30)
+    record("facts", driver="1.2")
+    assert json.loads((tmp_path / "figures.json").read_text()) == {
+        "saver": {"seconds": 2.0, "num_bytes": 4 << 30, "gib_per_s": 2.0},
+        "facts": {"driver": "1.2"},
+    }
+    assert "saver: seconds 2, num_bytes 4294967296, gib_per_s 2\n" in capsys.readouterr().out
