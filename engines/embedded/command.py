@@ -42,8 +42,8 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     """The command that starts this engine at this endpoint.
 
     Raises:
-        ValueError: an option that the spec's own fields set, one the engine does not have, or
-            something only SGLang can be.
+        ValueError: an option that the spec's own fields set, one the engine does not have, more
+            than one GPU, or something only SGLang can be.
     """
     known = {item.name for item in fields(EmbeddedConfig)}
     options = normalized(spec.options)
@@ -52,6 +52,11 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         raise ValueError(
             f"the embedded engine has no options {', '.join(unknown)}; "
             f"it has {', '.join(sorted(known - _OWNERS.keys()))}"
+        )
+    if len(spec.gpu_ids) > 1:
+        raise ValueError(
+            f"the embedded engine uses one GPU, and engine.gpus is {len(spec.gpu_ids)}; "
+            "set it to 1, and num_engines to the number of GPUs"
         )
     if spec.worker_type is not WorkerType.REGULAR:
         raise ValueError(f"the embedded engine cannot be a {spec.worker_type} worker; SGLang can")

@@ -57,8 +57,18 @@ class HostRegion:
 
 @cache
 def memory_saver() -> Any:
-    """The memory saver, set up once: after the first region it refuses another mode."""
-    saver = import_module("torch_memory_saver").torch_memory_saver
+    """The memory saver, set up once: after the first region it refuses another mode.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        saver = import_module("torch_memory_saver").torch_memory_saver
+    except ModuleNotFoundError:
+        raise ValueError(
+            "memory of a GPU is released by torch_memory_saver, which is not installed: "
+            "pip install torch-memory-saver, or set needs_offload to false"
+        ) from None
     # "torch" hooks a memory pool of torch's own and so needs no LD_PRELOAD at start.
     saver.hook_mode = "torch"
     return saver

@@ -29,6 +29,13 @@ def test_a_spec_becomes_flags_the_engine_understands() -> None:
     assert config.device == "cpu"
 
 
+def test_a_second_gpu_is_refused() -> None:
+    on_one = build_command(replace(spec(), gpu_ids=(3,)), HERE)
+    assert on_one[on_one.index("--device") + 1] == "cuda"
+    with pytest.raises(ValueError, match=r"uses one GPU, and engine\.gpus is 2"):
+        build_command(replace(spec(), gpu_ids=(3, 4)), HERE)
+
+
 @pytest.mark.parametrize("name", ["port", "model-path", "no_such_option"])
 def test_an_option_that_is_ours_or_nobodys_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name.replace("-", "_")):

@@ -73,3 +73,14 @@ def test_weights_and_kv_cache_are_two_regions_of_one_memory_saver(
         assert saver.calls == [("pause", "weights"), ("pause", "kv_cache"), ("resume", "weights")]
     finally:
         memory_saver.cache_clear()
+
+
+def test_without_the_memory_saver_the_start_fails_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from engines.embedded.memory.regions import Memory, memory_saver
+
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    memory_saver.cache_clear()
+    memory = Memory(torch.device("meta"), saver=True, weights_backup=False)
+    with pytest.raises(ValueError, match="pip install torch-memory-saver, or set needs_offload"):
+        memory.allocate(MemoryTag.WEIGHTS, [(torch.Size([4]), torch.float32)])
