@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.gpu.figures import record
-from tests.support.gpu.machine import Gpu, need, report_of
+from tests.support.gpu.machine import Gpu, need, report_of, with_engines
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, with_engines]
 REGION_GIB = 4
 
 

@@ -203,4 +203,4 @@ def devices(*, cpu: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
 with_engines = pytest.mark.parametrize(
     "gpu", devices(cpu=[pytest.mark.slow]), indirect=True, scope="module"
 )
-"""For a module whose tests start engines or ranks, which takes seconds each."""
+"""For a module whose tests start engines or other large processes, which takes seconds each."""
