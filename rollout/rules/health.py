@@ -195,6 +195,7 @@ class EngineHealth:
         retry_at_s: it is not restarted before this time.
         since_s: the time at which it entered its state.
         is_fenced: it was killed or disconnected, and its group sends it nothing.
+        is_readmission_due: it was restarted, and recovery has not yet tried to readmit it.
     """
 
     state: RecoveryState = RecoveryState.SERVING
@@ -204,6 +205,7 @@ class EngineHealth:
     retry_at_s: float = 0.0
     since_s: float = 0.0
     is_fenced: bool = False
+    is_readmission_due: bool = False
 
     def after(self, result: ProbeResult, config: HealthConfig) -> EngineHealth:
         """The health after one more result; a result changes nothing once the engine is dead."""
@@ -230,10 +232,16 @@ class EngineHealth:
 
     def started(self, now_s: float) -> EngineHealth:
         moved = self._moved(RecoveryEvent.STARTED, now_s)
-        return replace(moved, streaks=Streaks(), reason="", is_fenced=False)
+        return replace(
+            moved, streaks=Streaks(), reason="", is_fenced=False, is_readmission_due=True
+        )
 
     def verified(self, now_s: float) -> EngineHealth:
-        return self._moved(RecoveryEvent.VERIFIED, now_s)
+        return replace(self._moved(RecoveryEvent.VERIFIED, now_s), is_readmission_due=False)
+
+    def not_readmitted(self) -> EngineHealth:
+        """The health after a readmission that found no source of the weights."""
+        return replace(self, is_readmission_due=False)
 
     def _moved(self, event: RecoveryEvent, now_s: float) -> EngineHealth:
         return replace(self, state=next_state(self.state, event), since_s=now_s)
@@ -352,7 +360,8 @@ def may_return(
     if engine.state is RecoveryState.SERVING:
         return True  # recovery finds out soon what it is
     if engine.state is RecoveryState.STALE:
-        return can_restore
+        # Its weights may be the published ones already, as those of the checkpoint are at first.
+        return can_restore or (can_restart and engine.is_readmission_due)
     return can_restart and not engine.is_given_up(max_restarts)
 
 

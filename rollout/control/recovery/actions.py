@@ -93,6 +93,8 @@ class RecoveryActions:
         if serves:
             self._tracker.mark_verified(group, engine_id)
             logger.info("engine %s serves again at weight version %d", engine_id, version)
+        else:
+            self._tracker.mark_not_readmitted(group, engine_id)
 
     def _mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         self._tracker.mark_dead(group, engine_id, what, error)

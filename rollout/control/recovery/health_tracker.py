@@ -175,6 +175,10 @@ class HealthTracker:
         engines = self._engines[group]
         engines[engine_id] = engines[engine_id].verified(self._clock())
 
+    def mark_not_readmitted(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        engines[engine_id] = engines[engine_id].not_readmitted()
+
     def mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         reason = f"engine {engine_id} {what}: {describe(error)}"
         logger.error("%s", reason, extra={"engine_id": engine_id})

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import MemoryTag
+from engines.fake import FakeEngine, FakeLauncher
+from engines.fake.engine.faults import CallGate
+from engines.fake.launcher import make_engine
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, MemoryTag
 from engines.protocol.errors import EngineHung, EngineNotReady, EngineUnreachable
 from rollout.config import HealthConfig
 from rollout.control.group.probe import EngineProbe, GroupProbe
@@ -33,6 +37,7 @@ HEALTH = {
     "max_restarts": 3,
 }
 LATE = EngineHung("no answer")
+ONE = {"main": {"num_engines": 1, "needs_offload": False}}
 TWO = {"main": {"num_engines": 2}}
 KEEPING = {"main": {"num_engines": 2, "needs_offload": False}}
 
@@ -42,8 +47,8 @@ async def watched(
     folder: Path, groups: Mapping[str, Any] = TWO, *, update: str = "full", **more: Any
 ) -> AsyncIterator[ServerBench]:
     """A server that serves and watches its engines."""
-    lifecycle = more.pop("lifecycle", None)
-    bench = make_server(folder, groups, update=update, lifecycle=lifecycle, health=HEALTH | more)
+    server = {name: more.pop(name, None) for name in ("lifecycle", "launcher")}
+    bench = make_server(folder, groups, update=update, health=HEALTH | more, **server)
     await bench.server.start()
     try:
         yield bench
@@ -231,6 +236,42 @@ async def test_at_version_0_a_restarted_engine_joins_at_once(tmp_path: Path) -> 
         await until(lambda: launches(bench, "main-0") == 2)
         await until(lambda: state(bench, "main-0") == "serving", timeout_s=1)
         assert (await engine(bench, "main-0")).weight_version == 0
+
+
+@virtual_time
+async def test_at_version_0_requests_are_held_until_a_restarted_engine_is_verified(
+    tmp_path: Path,
+) -> None:
+    gates: list[CallGate] = []
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        made = make_engine(spec, endpoint)
+        gates.append(made.hold("weights_checker"))
+        return made
+
+    async with watched(tmp_path, ONE, launcher=FakeLauncher(make)) as bench:
+        bench["main-0"].die("segfault")
+        await until(lambda: len(gates) == 2)
+        await gates[1].entered.wait()
+        await bench.server.publish_members()  # as each round of probes may do
+        assert (await bench.server.status()).gate == "holding"
+        (restarted,) = bench.router.members
+        assert (restarted.state, restarted.may_return) == ("fenced", True)
+        gates[1].open()
+        await until(lambda: state(bench, "main-0") == "serving")
+        assert (await bench.server.status()).gate == "open"
+
+
+@virtual_time
+async def test_no_request_waits_for_a_restarted_engine_that_only_a_push_makes_serve(
+    tmp_path: Path,
+) -> None:
+    async with watched(tmp_path, ONE, update="lora") as bench:
+        await bench.server.update_and_continue(push(1))
+        bench["main-0"].die("segfault")
+        await until(lambda: launches(bench, "main-0") == 2)
+        await until(lambda: not bench.router.members[0].may_return, timeout_s=10)
+        assert state(bench, "main-0") == "fenced"
 
 
 @virtual_time
