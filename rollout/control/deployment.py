@@ -87,25 +87,36 @@ class Deployment:
         Raises:
             ConfigError: a push for a server that does not exist.
         """
+        return await self._onload(pushes, SERVE)
+
+    async def onload_verified(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+        """``onload`` up to the verified weights of all servers; ``onload({})`` does the rest."""
+        return await self._onload(pushes, (Command.VERIFY,))
+
+    async def _onload(
+        self, pushes: Mapping[str, WeightPush], last: Sequence[Command]
+    ) -> dict[str, StepReport]:
         for name in pushes:
             if name not in self._servers:
                 known = ", ".join(self._servers)
                 raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
         async with self._lock.held("onload"):
-            return await self._onload(pushes)
+            return await self._update_and(last, pushes)
 
-    async def _onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+    async def _update_and(
+        self, last: Sequence[Command], pushes: Mapping[str, WeightPush]
+    ) -> dict[str, StepReport]:
         # Groups that stopped in the middle of a failed offload cannot take new weights.
         await barrier({name: self._servers[name].catch_up() for name in pushes})
         reports = await self._advance(Command.RESUME_WEIGHTS)
         updated = await barrier(
             {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
         )
-        served = await self._advance(*SERVE)
+        ended = await self._advance(*last)
         for name, report in reports.items():
             if name in updated:
                 report = report.merged(updated[name])
-            reports[name] = report.merged(served[name])
+            reports[name] = report.merged(ended[name])
         return reports
 
     async def status(self) -> dict[str, ServerStatus]:

@@ -1,10 +1,15 @@
-"""The result of a call under way, for threads and for tasks; and an event loop in a thread."""
+"""The result of a call under way, for threads and for tasks; and an event loop in a thread.
+
+Always true: only a ``PendingWithTurn`` runs code of its caller, and it does so in the thread that
+waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -86,6 +91,78 @@ class Pending(Generic[T]):
             return await asyncio.shield(asyncio.wrap_future(self._future))
         except Exception as error:
             raise self._translate(error) from None
+
+
+class PendingWithTurn(Pending[T]):
+    """Two calls, and in between the turn of the caller.
+
+    The first call has begun.  ``take_turn`` runs once, in the thread that waits in ``result()`` or
+    ``await``, for only there may the caller's memory be freed safely.  Then the second call begins.
+    If no thread or task waits, the turn is never taken and the second call never begins.
+
+    Args:
+        take_turn: its error is the error of the whole, and the second call never begins.
+        begin_second: starts the second call.
+        merge: the result of the whole, from those of both calls.
+        after_error: a note on an error of ``take_turn``: what the first call has left behind.
+    """
+
+    def __init__(
+        self,
+        first: Pending[T],
+        take_turn: Callable[[], object],
+        begin_second: Callable[[], Pending[T]],
+        merge: Callable[[T, T], T],
+        after_error: str,
+    ) -> None:
+        super().__init__(Future())
+        self._first = first
+        self._take_turn = take_turn
+        self._begin_second = begin_second
+        self._merge = merge
+        self._after_error = after_error
+        self._turn_lock = threading.Lock()
+        self._is_turn_over = False
+        first._future.add_done_callback(self._stop_after_failure)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._go_on(self._first.result(timeout_s))
+        return super().result(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
+
+    async def _wait(self) -> T:
+        self._go_on(await self._first)
+        return await super()._wait()
+
+    def _go_on(self, done: T) -> None:
+        """Take the turn and begin the second call, unless that was done before."""
+        with self._turn_lock:
+            if self._is_turn_over:
+                return
+            self._is_turn_over = True
+            try:
+                self._take_turn()
+                second = self._begin_second()
+            except BaseException as error:
+                error.add_note(self._after_error)
+                self._future.set_exception(error)
+                raise
+        second._future.add_done_callback(lambda _: self._finish(done, second))
+
+    def _stop_after_failure(self, before: Future[T]) -> None:
+        if before.cancelled():
+            self._future.cancel()
+        elif error := before.exception():
+            self._future.set_exception(self._first._translate(error))
+
+    def _finish(self, done: T, second: Pending[T]) -> None:
+        future = second._future
+        if future.cancelled():
+            self._future.cancel()
+        elif error := future.exception():
+            self._future.set_exception(second._translate(error))
+        else:
+            self._future.set_result(self._merge(done, future.result()))
 
 
 class LoopThread:

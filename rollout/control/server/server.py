@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -206,14 +206,25 @@ class RolloutServer:
                 they were already updated.
         """
         async with self._lock.held("onload"):
-            report = StepReport(weight_version=self.weight_version)
-            if push is not None:
-                await self._check_push(push)
-                report = await self._phase_runner.catch_up()
-            report = report.merged(await self._phase_runner.advance(Command.RESUME_WEIGHTS))
-            if push is not None:
-                report = report.merged(await self._update_weights(push))
-            return report.merged(await self._phase_runner.advance(*SERVE))
+            return await self._onload(push, SERVE)
+
+    async def onload_verified(self, push: WeightPush | None = None) -> StepReport:
+        """``onload`` up to the verified weights; ``onload()`` does the rest.
+
+        In between the trainer may free the memory that the KV cache needs.
+        """
+        async with self._lock.held("onload_verified"):
+            return await self._onload(push, (Command.VERIFY,))
+
+    async def _onload(self, push: WeightPush | None, last: Sequence[Command]) -> StepReport:
+        report = StepReport(weight_version=self.weight_version)
+        if push is not None:
+            await self._check_push(push)
+            report = await self._phase_runner.catch_up()
+        report = report.merged(await self._phase_runner.advance(Command.RESUME_WEIGHTS))
+        if push is not None:
+            report = report.merged(await self._update_weights(push))
+        return report.merged(await self._phase_runner.advance(*last))
 
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights without an offload: pause, flush, update, verify, continue."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError
-from rollout.core.pending import LoopThread, Pending
+from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
+from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv, check_before_kv
 from rollout.runtime.handle.server_handle import ServerHandle
 from rollout.weights.push.shm_buffers import remove_leftovers
 from rollout.weights.push.weight_push import WeightPush
@@ -90,9 +91,18 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         return self._loop.submit(self._deployment.offload())
 
     def onload(
-        self, weights: Mapping[str, NamedTensors | WeightPush] | None = None
+        self,
+        weights: Mapping[str, NamedTensors | WeightPush] | None = None,
+        *,
+        before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:
-        """Onload all servers as one transaction, pushing ``weights`` by server name."""
+        """Onload all servers as one transaction, pushing ``weights`` by server name.
+
+        Args:
+            before_kv: called when the weights of all servers are verified; see
+                ``ServerHandle.onload``.
+        """
+        check_before_kv(before_kv)
         if not isinstance(weights, Mapping | None):
             raise ConfigError(
                 f"onload(weights) takes tensors by server name, not a {type(weights).__name__}"
@@ -109,7 +119,15 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
             for name, push in pushes.items():
                 self._servers[name].end_push(push)
 
-        return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
+        if before_kv is None:
+            return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
+        return PendingWithTurn(
+            self._loop.submit(self._deployment.onload_verified(pushes)).then(end_pushes),
+            before_kv,
+            lambda: self._loop.submit(self._deployment.onload({})),
+            lambda first, second: {name: first[name].merged(second[name]) for name in first},
+            WITHOUT_KV,
+        )
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Status of every server."""

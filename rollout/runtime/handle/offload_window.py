@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollout.core.errors import LifecycleError
+from rollout.core.errors import ConfigError, LifecycleError
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.weights.push.weight_push import WeightPush
@@ -13,6 +14,30 @@ from rollout.weights.push.weight_push import WeightPush
 if TYPE_CHECKING:
     from rollout.runtime.handle.server_handle import ServerHandle
     from rollout.weights.tensors import NamedTensors
+
+
+BeforeKv = Callable[[], object]
+"""A function of the trainer that frees memory which the KV caches of the engines need."""
+
+WITHOUT_KV = (
+    "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "
+    "free the memory and continue with onload()"
+)
+
+
+def check_before_kv(before_kv: object) -> None:
+    """Refuse what cannot run between the weights and the KV cache.
+
+    Raises:
+        ConfigError: it is no function, or one that would have to be awaited.
+    """
+    if before_kv is None or (callable(before_kv) and not inspect.iscoroutinefunction(before_kv)):
+        return
+    found = "an async function" if callable(before_kv) else f"a {type(before_kv).__name__}"
+    raise ConfigError(
+        f"before_kv takes a plain function without arguments, not {found}; to await something "
+        "there, run the steps of onload one by one"
+    )
 
 
 class OffloadWindow:
@@ -28,8 +53,10 @@ class OffloadWindow:
         server: ServerHandle,
         weights: Callable[[], NamedTensors] | None,
         version: int | None,
+        before_kv: BeforeKv | None = None,
     ) -> None:
         self._server = server
+        self._before_kv = before_kv
         self._weights = weights
         self._version = version
         self._push: WeightPush | None = None
@@ -66,8 +93,10 @@ class OffloadWindow:
     def _finish(self) -> Pending[StepReport]:
         if self._weights is not None:
             self._check_first()
-            return self._server.onload(self._weights(), version=self._version)
-        return self._server.onload_push(self._push)
+            return self._server.onload(
+                self._weights(), version=self._version, before_kv=self._before_kv
+            )
+        return self._server.onload_push(self._push, self._before_kv)
 
     def __enter__(self) -> OffloadWindow:
         self.report = self._server.offload().result()

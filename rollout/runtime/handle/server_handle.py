@@ -10,10 +10,15 @@ from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, WeightMismatch
-from rollout.core.pending import Pending
+from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
 from rollout.rules.canary import Logprobs, Prompt
-from rollout.runtime.handle.offload_window import OffloadWindow
+from rollout.runtime.handle.offload_window import (
+    WITHOUT_KV,
+    BeforeKv,
+    OffloadWindow,
+    check_before_kv,
+)
 from rollout.runtime.handle.push_builder import PushBuilder
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.named import named_pairs
@@ -86,6 +91,7 @@ class ServerHandle:
         *,
         version: int | None = None,
         name_map: NameMap | None = None,
+        before_kv: BeforeKv | None = None,
     ) -> Pending[StepReport]:
         """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
 
@@ -95,16 +101,30 @@ class ServerHandle:
             version: the new weight version; by default one more than the last.
             name_map: maps the trainer's names and fused tensors to the checkpoint's; see
                 ``rollout.weights.tensors.NameMap``.
+            before_kv: frees memory of the trainer that the KV cache needs.  It runs after the
+                weights are verified, in the thread that waits in ``result()`` or ``await``; if
+                no thread or task waits, the onload stops there.  If it raises, so does the onload:
+                the engines hold the new weights and do not serve, and ``onload()`` continues.
         """
-        if named_tensors is None:
-            return self.onload_push(None)
-        return self.onload_push(self._made(named_tensors, version, name_map))
+        check_before_kv(before_kv)
+        push = None if named_tensors is None else self._made(named_tensors, version, name_map)
+        return self.onload_push(push, before_kv)
 
-    def onload_push(self, push: WeightPush | None) -> Pending[StepReport]:
+    def onload_push(
+        self, push: WeightPush | None, before_kv: BeforeKv | None = None
+    ) -> Pending[StepReport]:
         """``onload`` with an existing push."""
-        if push is None:
-            return self._caller.call(RolloutServer.onload, None)
-        return self._sent(RolloutServer.onload, push)
+        method = RolloutServer.onload if before_kv is None else RolloutServer.onload_verified
+        first = self._caller.call(method, None) if push is None else self._sent(method, push)
+        if before_kv is None:
+            return first
+        return PendingWithTurn(
+            first,
+            before_kv,
+            lambda: self._caller.call(RolloutServer.onload, None),
+            StepReport.merged,
+            WITHOUT_KV,
+        )
 
     def sync_weights(
         self,
@@ -154,20 +174,26 @@ class ServerHandle:
         return self.sync_weights(self.make_base_push(pairs, chosen))
 
     def offloaded(
-        self, weights: Callable[[], NamedTensors] | None = None, *, version: int | None = None
+        self,
+        weights: Callable[[], NamedTensors] | None = None,
+        *,
+        version: int | None = None,
+        before_kv: BeforeKv | None = None,
     ) -> OffloadWindow:
         """``with server.offloaded():`` the trainer uses the GPUs; also ``async with``.
 
         Args:
             weights: called when the block ends, for the tensors to push.
+            before_kv: called after the weights are verified; see ``onload``.
         """
+        check_before_kv(before_kv)
         if weights is not None and not callable(weights):
             raise ConfigError(
                 f"offloaded(weights) takes a function that returns tensors, not a "
                 f"{type(weights).__name__}; push tensors with window.push(tensors)"
             )
         chosen = None if version is None else checked_version(version)
-        return OffloadWindow(self, weights, chosen)
+        return OffloadWindow(self, weights, chosen, before_kv)
 
     # -- single commands --------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""Two calls and the caller's turn between them: who runs it, when, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from rollout.core.pending import Pending, PendingWithTurn
+
+NOTE = "the first call is done"
+
+
+class Calls:
+    """Two calls that a test ends, and what happened in which order."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.first: Future[str] = Future()
+        self.second: Future[str] = Future()
+        self.log: list[str] = []
+        self.thread: threading.Thread | None = None
+        self._error = error
+        self.pending = PendingWithTurn(
+            Pending(self.first), self._turn, self._begin, "{} {}".format, NOTE
+        )
+
+    def _turn(self) -> None:
+        self.thread = threading.current_thread()
+        self.log.append("turn")
+        if self._error is not None:
+            raise self._error
+
+    def _begin(self) -> Pending[str]:
+        self.log.append("second")
+        return Pending(self.second)
+
+
+def test_the_turn_is_taken_by_the_thread_that_waits_and_only_after_the_first_call() -> None:
+    calls = Calls()
+    with pytest.raises(TimeoutError):
+        calls.pending.result(0.01)
+    assert calls.log == []
+    calls.first.set_result("a")
+    calls.second.set_result("b")
+    assert not calls.pending.done()  # nothing waited, so nothing else began
+    assert calls.pending.result(1) == "a b"
+    assert calls.thread is threading.current_thread()
+    assert calls.pending.result(1) == "a b"
+    assert calls.log == ["turn", "second"]
+    assert calls.pending.done()
+
+
+async def test_a_task_that_waits_takes_the_turn_in_its_own_thread() -> None:
+    calls = Calls()
+    waiting = [asyncio.ensure_future(calls.pending._wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert calls.log == []
+    calls.first.set_result("a")
+    calls.second.set_result("b")
+    assert await asyncio.gather(*waiting) == ["a b", "a b"]
+    assert await calls.pending == "a b"
+    assert (calls.log, calls.thread) == (["turn", "second"], threading.current_thread())
+
+
+def test_an_error_in_the_turn_is_that_of_the_whole_and_the_second_call_never_begins() -> None:
+    calls = Calls(MemoryError("no host memory"))
+    calls.first.set_result("a")
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no host memory") as caught:
+            calls.pending.result(1)
+        assert caught.value.__notes__ == [NOTE]
+    assert calls.log == ["turn"]
+    assert calls.pending.done()
+
+
+def test_after_a_failed_first_call_no_turn_is_taken() -> None:
+    calls = Calls()
+    calls.first.set_exception(ValueError("refused"))
+    assert calls.pending.done()
+    with pytest.raises(ValueError, match="refused"):
+        calls.pending.result(1)
+    assert calls.log == []
+
+
+async def test_the_error_of_the_second_call_is_that_of_the_whole() -> None:
+    calls = Calls()
+    calls.first.set_result("a")
+    calls.second.set_exception(ValueError("no room"))
+    with pytest.raises(ValueError, match="no room"):
+        await calls.pending
+
+
+def test_what_follows_runs_when_both_calls_have_ended() -> None:
+    calls = Calls()
+    pending = calls.pending.then(lambda: calls.log.append("after"))
+    calls.first.set_result("a")
+    calls.second.set_result("b")
+    assert calls.log == []
+    calls.pending.result(1)
+    assert calls.log == ["turn", "second", "after"]
+    assert pending.result(1) == "a b"
