@@ -23,9 +23,9 @@ from engines.fake.command import invocation as fake_invocation
 from engines.http.client import EngineClient
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
-from engines.process.gpu_memory import gpu_memory
+from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
-from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity
+from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
 from engines.protocol.spec import EngineSpec, Invocation
 from engines.sglang.invocation import invocation as sglang_invocation
@@ -99,12 +99,12 @@ class LocalEngine:
     node_id = ""
     node_ids: Sequence[str] = ()
 
-    def __init__(
-        self, endpoint: Endpoint, process: EngineProcess, gpu_ids: Sequence[GpuId] = ()
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, process: EngineProcess, spec: EngineSpec) -> None:
         self.endpoint = endpoint
         self._process = process
-        self._gpu_ids = gpu_ids
+        self._gpu_ids = spec.gpu_ids
+        self._kill_s = spec.process_kill_s
+        self._pids = process.pids()
 
     @property
     def pid(self) -> int | None:
@@ -128,10 +128,19 @@ class LocalEngine:
         return self._process.log_tail(lines)
 
     async def stop(self, grace_s: float) -> bool:
-        return await self._process.stop(grace_s)
+        self._pids |= self._process.pids()
+        was_killed = await self._process.stop(grace_s)
+        await self._wait_for_gpus()
+        return was_killed
 
     async def kill(self) -> None:
+        self._pids |= self._process.pids()
         await self._process.kill()
+        await self._wait_for_gpus()
+
+    async def _wait_for_gpus(self) -> None:
+        if self._gpu_ids:
+            await wait_until_free(self._gpu_ids, self._pids, self._kill_s)
 
 
 class AttachedEngine:
@@ -269,6 +278,7 @@ class LocalLauncher:
                 log_path=log_path,
                 engine_id=spec.engine_id,
                 cleanup=start.cleanup,
+                kill_timeout_s=spec.process_kill_s,
             )
         client = EngineClient(endpoint, engine_id=spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
@@ -280,7 +290,7 @@ class LocalLauncher:
             raise
         finally:
             await client.aclose()
-        return LocalEngine(endpoint, process, spec.gpu_ids)
+        return LocalEngine(endpoint, process, spec)
 
 
 _KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {

@@ -37,10 +37,18 @@ class EngineProcess:
     confirms that.
     """
 
-    def __init__(self, guarded: GuardedProcess, *, engine_id: str, log_path: Path) -> None:
+    def __init__(
+        self,
+        guarded: GuardedProcess,
+        *,
+        engine_id: str,
+        log_path: Path,
+        kill_timeout_s: float = _KILL_S,
+    ) -> None:
         self.engine_id = engine_id
         self.log_path = log_path
         self._guarded = guarded
+        self._kill_timeout_s = kill_timeout_s
 
     @classmethod
     async def spawn(
@@ -52,6 +60,7 @@ class EngineProcess:
         cwd: Path | None = None,
         engine_id: str = "",
         cleanup: Sequence[str] = (),
+        kill_timeout_s: float = _KILL_S,
     ) -> EngineProcess:
         """Starts ``command`` and returns when its program is loaded.
 
@@ -61,6 +70,7 @@ class EngineProcess:
             cleanup: glob patterns of files to remove when the engine is gone.  ``{pid}`` stands
                 for each of its processes; a pattern without it removes only files in /dev/shm
                 that the engine was seen to hold (when it became ready, or when killed).
+            kill_timeout_s: from SIGKILL until the last of its processes is gone.
 
         Raises:
             EngineNotReady: the guard could not start.  A command that cannot be run is an engine
@@ -74,7 +84,9 @@ class EngineProcess:
             cleanup=cleanup,
             name=engine_id,
         )
-        process = cls(guarded, engine_id=engine_id, log_path=log_path)
+        process = cls(
+            guarded, engine_id=engine_id, log_path=log_path, kill_timeout_s=kill_timeout_s
+        )
         try:
             await process._wait(
                 lambda: process.pid is not None or process._guarded.is_lost, _GUARD_START_S
@@ -83,7 +95,7 @@ class EngineProcess:
                 raise process._not_ready("its guard did not start")
         except BaseException:
             guarded.send(KILL)
-            await process._wait(process._is_gone, _KILL_S)  # also when cancelled
+            await process._wait(process._is_gone, kill_timeout_s)  # also when cancelled
             raise
         logger.info(
             "engine process started", extra={"engine_id": engine_id, "engine_pid": process.pid}
@@ -170,7 +182,7 @@ class EngineProcess:
         await self.kill()
         return True
 
-    async def kill(self, timeout_s: float = _KILL_S) -> None:
+    async def kill(self) -> None:
         """SIGKILL to every process of the engine; returns when they are gone.
 
         The command is sent before the first await, so it holds even if the caller is cancelled.
@@ -179,6 +191,7 @@ class EngineProcess:
             EngineHung: something survives SIGKILL (stuck in a driver); its GPU is not free.
         """
         self._guarded.send(KILL)
+        timeout_s = self._kill_timeout_s
         if not await self._wait(self._is_gone, timeout_s):
             left = ", ".join(map(str, self._guarded.processes()))
             raise EngineHung(
@@ -187,6 +200,11 @@ class EngineProcess:
                 operation="kill",
                 budget_s=timeout_s,
             )
+
+    def pids(self) -> set[int]:
+        """All its processes that run now."""
+        self._guarded.hear()
+        return set(self._guarded.processes())
 
     def resident_bytes(self) -> int:
         """Memory of all its processes; pages that they share are counted in each."""

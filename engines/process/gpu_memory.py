@@ -9,15 +9,20 @@ and nothing fails.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from engines.protocol import GpuId, GpuMemory
+from engines.protocol.errors import EngineHung
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
 
 
 def gpu_memory(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...] | None:
@@ -34,6 +39,44 @@ def gpu_memory(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...] | None:
     except nvml.NVMLError as error:
         logger.warning("memory of GPUs %s is not measured: %s", list(gpu_ids), error)
         return None
+
+
+async def wait_until_free(
+    gpu_ids: Sequence[GpuId], pids: Collection[int], timeout_s: float
+) -> None:
+    """Returns when these GPUs have back what processes that have ended held on them.
+
+    That is when the driver names none of the processes any more, and the used memory falls no
+    longer.  At once if it is not measured.
+
+    Args:
+        pids: processes of an engine, all of which have ended.
+
+    Raises:
+        EngineHung: the driver still names one of them.
+    """
+    deadline = time.monotonic() + timeout_s
+    before: int | None = None
+    while (found := await asyncio.to_thread(gpu_memory, gpu_ids)) is not None:
+        used = sum(gpu.used_bytes for gpu in found)
+        names = [name for gpu in found for name in gpu.holders if _pid_of(name) in pids]
+        if not names and before is not None and used >= before:
+            return
+        if time.monotonic() >= deadline:
+            if names:
+                raise EngineHung(
+                    f"GPUs {', '.join(gpu.uuid for gpu in found)}: {', '.join(names)} ended and "
+                    f"still holds memory there after {timeout_s:g} s",
+                    operation="kill",
+                    budget_s=timeout_s,
+                )
+            return  # what others do there does not end
+        before = used
+        await asyncio.sleep(_POLL_S)
+
+
+def _pid_of(holder: str) -> int:
+    return int(holder.split()[1])
 
 
 def _read(nvml: Any, gpu_id: GpuId) -> GpuMemory:

@@ -26,6 +26,9 @@ SGLANG_CPU = "sglang-cpu"
 """As ``EngineSpec.python``: the interpreter that ``rollout sglang-cpu install`` made."""
 
 
+_SHARE_OF_KILL = 0.4
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Specification of one engine.
@@ -39,6 +42,7 @@ class EngineSpec:
         options: more options in the engine's own names, without the leading dashes.
         log_path: its standard output and error.
         worker_type: its part in a server that separates prefill, decode or encoding.
+        kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
         python: the interpreter to run it in; empty for this one, ``sglang-cpu`` for the one that
             ``rollout sglang-cpu install`` made.
         url: where it listens, for one that is attached.
@@ -57,6 +61,7 @@ class EngineSpec:
     weights_cpu_backup: bool = False
     weight_version: int = 0
     start_timeout_s: float = 300.0
+    kill_timeout_s: float = 25.0
     host: str = "127.0.0.1"
     options: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +76,12 @@ class EngineSpec:
     def is_on_cpu(self) -> bool:
         """It has no GPUs, or they are only logical, because its interpreter has no CUDA."""
         return not self.gpu_ids or self.python == SGLANG_CPU
+
+    @property
+    def process_kill_s(self) -> float:
+        """The part of ``kill_timeout_s`` for its processes on one node; another attempt may follow
+        from elsewhere."""
+        return _SHARE_OF_KILL * self.kill_timeout_s
 
     @property
     def visible_gpus(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,9 +31,8 @@ class ConfigSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (
-            int,
-            float,
+        if isinstance(value, bool) and _is_number(
+            cls.model_fields[str(info.field_name)].annotation
         ):
             raise PydanticCustomError("number_type", "Input should be a number, not true or false")
         return value
@@ -44,6 +43,11 @@ class ConfigSection(BaseModel):
             text = "; ".join(why for _, why in found)
             raise PydanticCustomError(DOES_NOT_FIT, "{text}", {"text": text, "found": found})
         return self
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a setting is a number, or a number or nothing."""
+    return annotation in (int, float) or any(map(_is_number, get_args(annotation)))
 
 
 def is_loopback(host: str) -> bool:

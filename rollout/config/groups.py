@@ -43,9 +43,14 @@ class EngineConfig(ConfigSection):
     weights_cpu_backup: bool | None = None
     """Keep a copy of the weights in host memory while they are released. Default: chosen from
     ``weights.update``."""
-    start_timeout_s: Seconds = 300.0
+    start_timeout_s: Seconds | None = None
     """Deadline for the engine to report ready; an engine that misses it is killed and its log is
-    shown."""
+    shown. An engine whose process ends fails at once. Default: 300 s on CPUs, 900 s on GPUs, and
+    5 s for each GB of the checkpoint."""
+    kill_timeout_s: Seconds | None = None
+    """Deadline for a killed engine to end and for its memory, also that of its GPUs, to be free;
+    the kill ends as soon as this was measured. An engine that misses it may still hold memory, so
+    an offload fails. Default: 25 s on CPUs, 150 s on GPUs."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict)

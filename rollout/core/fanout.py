@@ -2,7 +2,7 @@
 
 Always true: when ``fan_out`` returns or raises, none of its calls is still running.  A failure of
 one engine never cancels the call of another: a ``release`` that is cancelled half-way leaves an
-unknown amount of memory in use.  A TaskGroup would cancel it.
+unknown amount of memory in use.  A TaskGroup would cancel it, so only starts use one.
 """
 
 from __future__ import annotations
@@ -152,6 +152,23 @@ async def barrier(
         if other != name:
             first.add_note(f"also failed: {other}: {describe(error)}")
     raise first
+
+
+async def whole_or_none(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; the first error cancels the others, and is raised when they have ended.
+
+    For parts that are of no use alone, such as the ranks of one engine.
+    """
+
+    async def wait(awaitable: Awaitable[T]) -> T:
+        return await awaitable
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(wait(awaitable)) for awaitable in awaitables]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class _Late(Exception):

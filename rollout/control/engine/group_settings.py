@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, Transport, WeightUpdate
 from rollout.weights.push.weight_source import DiskSource, WeightSource
 
-GROUP_MARGIN_S = 30.0
-"""A group has its own deadlines.  This long after them, the group itself counts as lost."""
-
 
 def fewest_engines(group: GroupConfig, lifecycle: LifecycleConfig, num: int) -> int:
     """How many of ``num`` engines a group needs to continue."""

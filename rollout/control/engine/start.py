@@ -14,12 +14,14 @@ from engines.http.client import EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine
 from engines.protocol.features import read_features
-from rollout.config import Drain, GroupConfig, HealthConfig, LifecycleConfig
+from rollout.config import Drain, EngineConfig, GroupConfig, HealthConfig, LifecycleConfig
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
+from rollout.control.engine.memory import size_of_weights
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
+from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.rules.engine_compat import why_incompatible
 
 Connect = Callable[[Endpoint, str], Engine]
@@ -167,6 +169,11 @@ class Starter:
         )
 
 
+def start_deadline_s(model_path: str, engine: EngineConfig) -> float:
+    """Seconds until an engine with this checkpoint must report ready."""
+    return start_timeout_s(engine, size_of_weights(model_path))
+
+
 def configured_spec(model_path: str, group: GroupConfig) -> EngineSpec:
     """The part of an engine's specification that its group's settings decide alone."""
     config = group.engine
@@ -177,7 +184,8 @@ def configured_spec(model_path: str, group: GroupConfig) -> EngineSpec:
         log_path="",
         num_cpus=config.cpus,
         memory_saver=group.needs_offload,
-        start_timeout_s=config.start_timeout_s,
+        start_timeout_s=start_deadline_s(model_path, config),
+        kill_timeout_s=kill_timeout_s(config),
         options=config.options,
         env=config.env,
         worker_type=group.worker_type,

@@ -12,18 +12,17 @@ from engines.protocol.plain_text import describe
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import EngineFailure
 
-# Together less than the margin that the server adds to a phase's budget.
+# With the time for a kill, less than the margin that the server adds to a phase's budget.
 TAIL_TIMEOUT_S = 5.0
-KILL_TIMEOUT_S = 20.0
 
 
-async def confirm_gone(member: EngineState) -> None:
+async def confirm_gone(member: EngineState, timeout_s: float) -> None:
     """Kill what still runs of a fenced engine, and check that its memory is free.
 
     Raises:
         EngineFailure: it still holds memory.
     """
-    async with asyncio.timeout(KILL_TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         await member.process.kill()
     held = await member.process.resident_bytes()
     if held:

@@ -16,29 +16,32 @@ from typing import Any
 from engines.protocol.plain_text import describe
 from rollout.config import EngineKind
 from rollout.control.engine.group_settings import GroupSettings
-from rollout.control.engine.start import CatchUp, Starter
+from rollout.control.engine.start import CatchUp, Starter, start_deadline_s
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import (
-    KILL_TIMEOUT_S,
-    confirm_ended_by_others,
-    confirm_gone,
-    log_tail,
-)
-from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone, log_tail
+from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, wait_all
 from rollout.core.types import EngineSlot
 from rollout.observability.timeline.recorder import record_event
+from rollout.rules.deadlines import kill_timeout_s
 
 logger = logging.getLogger(__name__)
 
+_MARGIN_S = 5.0
+
 
 class EngineSet:
-    """All engines of a group, by engine id, in the order of their slots."""
+    """All engines of a group, by engine id, in the order of their slots.
+
+    Attributes:
+        kill_timeout_s: deadline for one engine to end and its memory to be free.
+    """
 
     def __init__(
         self, settings: GroupSettings, slots: Sequence[EngineSlot], starter: Starter
     ) -> None:
         self._settings = settings
+        self.kill_timeout_s = kill_timeout_s(settings.group.engine)
         self._slots = tuple(slots)
         self._starter = starter
         self._members: dict[str, EngineState] = {}
@@ -46,6 +49,12 @@ class EngineSet:
         self._sleeping: dict[str, EngineState] = {}
         self._launching: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+
+    @property
+    def start_budget_s(self) -> float:
+        """Seconds for one start, and for the end of an engine that did not."""
+        model_path, engine = self._settings.model_path, self._settings.group.engine
+        return start_deadline_s(model_path, engine) + self.kill_timeout_s
 
     def __len__(self) -> int:
         return len(self._members)
@@ -65,10 +74,10 @@ class EngineSet:
     async def start(self) -> None:
         """See ``ServerGroup.start``."""
         self._is_stopped = False
-        budget_s = self._settings.group.engine.start_timeout_s + 30.0
+        budget_s = self.start_budget_s + _MARGIN_S
         try:
             answers = await fan_out(
-                {slot.engine_id: self._start(slot) for slot in self._slots},
+                {slot.engine_id: self._start_with_others(slot) for slot in self._slots},
                 operation="start",
                 budget_s=budget_s,
             )
@@ -76,7 +85,11 @@ class EngineSet:
                 raise PhaseFailed(
                     f"group {self._settings.name}: stopped while it started", phase="start"
                 )
-            failures = [reply.failure for reply in answers.values() if reply.failure is not None]
+            failures = [
+                reply.failure
+                for reply in answers.values()
+                if reply.failure and not isinstance(reply.failure.__cause__, _EndedWithOthers)
+            ]
             if failures:
                 raise PhaseFailed(
                     format_failures("start", self._settings.name, failures),
@@ -104,13 +117,13 @@ class EngineSet:
         old = self._members[engine_id]
         if self._is_stopped or not old.fence_reason:
             raise LifecycleError(f"engine {engine_id} is not fenced, or its group was stopped")
-        budget_s = self._settings.group.engine.start_timeout_s + KILL_TIMEOUT_S
+        budget_s = self.kill_timeout_s + self.start_budget_s
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(budget_s):
                 if self._settings.group.engine.kind is EngineKind.ATTACHED:
                     await confirm_ended_by_others(old)
-                await confirm_gone(old)
+                await confirm_gone(old, self.kill_timeout_s)
                 await self._start(old.slot, catch_up)()
         except Exception as error:
             raise as_failure(error, engine_id, "restart", started) from error
@@ -174,6 +187,24 @@ class EngineSet:
 
         return start
 
+    def _start_with_others(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
+        """``_start``; the first failure ends the starts of the others, which may take minutes."""
+
+        async def start() -> None:
+            this_task = asyncio.current_task()
+            try:
+                await self._start(slot)()
+            except asyncio.CancelledError:
+                if this_task is None or this_task.cancelling():
+                    raise
+                raise _EndedWithOthers("another engine of its group did not start") from None
+            except Exception:
+                for launching in self._launching:
+                    launching.cancel()
+                raise
+
+        return start
+
     async def stop(self) -> None:
         """Stop all engines within ``stop_timeout_s``, then kill the rest."""
         grace_s = self._settings.lifecycle.stop_timeout_s
@@ -195,7 +226,7 @@ class EngineSet:
         answers = await fan_out(
             {member.engine_id: partial(end, member) for member in members},
             operation="stop",
-            budget_s=grace_s + 30.0,
+            budget_s=grace_s + self.kill_timeout_s + _MARGIN_S,
         )
         _log_failures(answers)
 
@@ -219,7 +250,7 @@ class EngineSet:
                 for failure in failures
             },
             operation="kill",
-            budget_s=KILL_TIMEOUT_S,
+            budget_s=self.kill_timeout_s,
         )
         _log_failures(answers)  # the engine stays fenced
 
@@ -231,12 +262,12 @@ class EngineSet:
         """
         answers = await fan_out(
             {
-                member.engine_id: partial(confirm_gone, member)
+                member.engine_id: partial(confirm_gone, member, self.kill_timeout_s)
                 for member in self._members.values()
                 if member.fence_reason and not member.is_gone
             },
             operation="kill",
-            budget_s=KILL_TIMEOUT_S,
+            budget_s=self.kill_timeout_s,
         )
         failures = [reply.failure for reply in answers.values() if reply.failure is not None]
         if failures:
@@ -246,6 +277,10 @@ class EngineSet:
                 phase="release",
                 failures=failures,
             )
+
+
+class _EndedWithOthers(RolloutError):
+    """The start of an engine was ended because another did not start."""
 
 
 def as_failure(error: Exception, engine_id: str, operation: str, started: float) -> EngineFailure:

@@ -19,7 +19,7 @@ from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.memory import EngineMemory
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import KILL_TIMEOUT_S, confirm_gone
+from rollout.control.engine.stop import confirm_gone
 from rollout.control.group.command_runner import CommandRunner, now
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.core.errors import LifecycleError
@@ -83,7 +83,7 @@ class EngineScaling:
         member, started = self._engines[engine_id], now()
         keeps = keep_process or self._settings.group.engine.kind is EngineKind.ATTACHED
         if member.fence_reason:
-            await confirm_gone(member)
+            await confirm_gone(member, self._engines.kill_timeout_s)
             freed, keeps = 0, False
         else:
             # Not cancellable: the released tags would be unknown.
@@ -131,11 +131,12 @@ class EngineScaling:
     async def _end(self, member: EngineState) -> None:
         """Stop its process, and confirm that it has ended."""
         try:
-            async with asyncio.timeout(self._settings.lifecycle.stop_timeout_s + KILL_TIMEOUT_S):
-                await member.process.stop(self._settings.lifecycle.stop_timeout_s)
+            grace_s = self._settings.lifecycle.stop_timeout_s
+            async with asyncio.timeout(grace_s + self._engines.kill_timeout_s):
+                await member.process.stop(grace_s)
         finally:
             await member.engine.aclose()
-        await confirm_gone(member)
+        await confirm_gone(member, self._engines.kill_timeout_s)
 
     # -- add --------------------------------------------------------------------------------
 
@@ -157,8 +158,7 @@ class EngineScaling:
             )
         try:
             if sleeping is None:
-                budget_s = self._settings.group.engine.start_timeout_s + KILL_TIMEOUT_S
-                async with asyncio.timeout(budget_s):
+                async with asyncio.timeout(self._engines.start_budget_s):
                     survive = self._memory.policy.weights_cpu_backup
                     replay = partial(
                         replay_to_phase, phase=phase, tags=tags, weights_survive=survive

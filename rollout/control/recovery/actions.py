@@ -13,14 +13,11 @@ from typing import Any
 
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig
-from rollout.control.engine.group_settings import GROUP_MARGIN_S
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.health_tracker import HealthTracker
 from rollout.rules.health import Restart
 
 logger = logging.getLogger(__name__)
-
-_KILL_TIMEOUT_S = 40.0
 
 
 class RecoveryActions:
@@ -50,7 +47,7 @@ class RecoveryActions:
 
     async def _fence(self, group: str, engine_id: str) -> None:
         reason = self._tracker.why_dead(group, engine_id)
-        async with asyncio.timeout(_KILL_TIMEOUT_S):
+        async with asyncio.timeout(self._tracker.terms[group].margin_s):
             await self._groups[group].fence(engine_id, reason)
         self._tracker.mark_fenced(group, engine_id)
 
@@ -61,7 +58,7 @@ class RecoveryActions:
     async def _restart(self, group: str, engine_id: str) -> None:
         terms = self._tracker.terms[group]
         if terms.has_processes:
-            budget_s = terms.start_timeout_s + 2 * GROUP_MARGIN_S
+            budget_s = terms.start_timeout_s + 2 * terms.margin_s
         else:  # an attached engine replies or not: do not hold the lock for long
             budget_s = 2 * self._config.probe_timeout_s
         self._tracker.mark_restarting(group, engine_id)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig, ServerConfig
+from rollout.control.engine.start import start_deadline_s
 from rollout.control.group.probe import GroupProbe
+from rollout.rules.deadlines import group_margin_s
 from rollout.rules.health import (
     EngineHealth,
     GroupHealth,
@@ -43,12 +45,14 @@ class GroupTerms:
         min_engines: least number of engines it needs to continue; None: all.
         has_processes: we launched its engines, and may kill them.
         start_timeout_s: deadline for one engine to start.
+        margin_s: the group may take this long to end an engine.
     """
 
     needs_offload: bool
     min_engines: int | None
     has_processes: bool = True
     start_timeout_s: float = 300.0
+    margin_s: float = 40.0
     readmit_timeout_s: float = 600.0
 
 
@@ -60,7 +64,8 @@ def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
         needs_offload=group.needs_offload,
         min_engines=fewest if group.min_engines is None else group.min_engines,
         has_processes=group.engine.kind != "attached",
-        start_timeout_s=group.engine.start_timeout_s,
+        start_timeout_s=start_deadline_s(config.model_path, group.engine),
+        margin_s=group_margin_s(group.engine),
         readmit_timeout_s=config.lifecycle.update_timeout_s,
     )
 

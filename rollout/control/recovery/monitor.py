@@ -21,7 +21,6 @@ from typing import Protocol
 
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig
-from rollout.control.engine.group_settings import GROUP_MARGIN_S
 from rollout.control.group.probe import GroupProbe
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.actions import RecoveryActions
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 OWNER = "recover"
 _LISTEN_TIMEOUT_S = 30.0
+_PROBE_MARGIN_S = 30.0
 
 
 Routing = tuple[Mapping[str, tuple[Liveness, str]], Collection[str]]
@@ -151,7 +151,7 @@ class RecoveryMonitor:
         distrusted = self.tracker.distrusted(name)
         group = self._groups[name]
         try:
-            async with asyncio.timeout(2 * budget_s + GROUP_MARGIN_S):
+            async with asyncio.timeout(2 * budget_s + _PROBE_MARGIN_S):
                 return await group.probe(budget_s, distrusted)
         except Exception as error:  # the engines may still be healthy
             if isinstance(error, ActorLost) and error.is_dead:

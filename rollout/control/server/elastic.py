@@ -11,13 +11,14 @@ import asyncio
 import logging
 
 from rollout.config import ServerConfig
-from rollout.control.engine.group_settings import GROUP_MARGIN_S
+from rollout.control.engine.start import start_deadline_s
 from rollout.control.group.scaling import check_can_leave
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.core.errors import EngineFailure, LifecycleError
 from rollout.core.types import EngineReport, EngineStatus
+from rollout.rules.deadlines import group_margin_s
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ElasticSlots:
                 + budgets.flush_timeout_s
                 + budgets.release_timeout_s
                 + budgets.stop_timeout_s
-                + 2 * GROUP_MARGIN_S
+                + 2 * group_margin_s(self._config.groups[group].engine)
             ):
                 report = await self._registry.groups[group].remove(engine_id, keep_process)
             self._recovery.tracker.remove(group, engine_id)
@@ -96,13 +97,13 @@ class ElasticSlots:
                 f"{', '.join(vacant) or 'none'}",
                 command="add_engine",
             )
-        budgets = self._config.lifecycle
+        budgets, engine = self._config.lifecycle, self._config.groups[group].engine
         try:
             async with asyncio.timeout(
-                self._config.groups[group].engine.start_timeout_s
+                start_deadline_s(self._config.model_path, engine)
                 + 2 * budgets.resume_timeout_s
                 + budgets.update_timeout_s
-                + 2 * GROUP_MARGIN_S
+                + 2 * group_margin_s(engine)
             ):
                 status = await self._registry.groups[group].add(engine_id, version)
             self._recovery.tracker.add(group, engine_id, is_stale=status.is_stale)

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from engines.protocol.plain_text import describe
 from rollout.config import Drain, LifecycleConfig
-from rollout.control.engine.group_settings import GROUP_MARGIN_S
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
@@ -37,6 +36,7 @@ class PhaseRunner:
 
     Args:
         journal: gets the state before and after each command.
+        margin_s: a group has its own deadlines; this long after them, the group counts as lost.
 
     Attributes:
         doing: the command that runs; empty for none.
@@ -52,8 +52,11 @@ class PhaseRunner:
         timeline: Timeline,
         store: WeightStore | None = None,
         journal: ServerJournal | None = None,
+        *,
+        margin_s: float,
     ) -> None:
         self.doing = ""
+        self._margin_s = margin_s
         self._journal = journal
         self._timeline = timeline
         self._name = name
@@ -192,7 +195,7 @@ class PhaseRunner:
                 for name in names
             }
             reports = await barrier(
-                calls, operation=command.value, budget_s=budget_s + GROUP_MARGIN_S
+                calls, operation=command.value, budget_s=budget_s + self._margin_s
             )
         for name, report in reports.items():
             self._registry.phases[name] = Phase(report.phase)

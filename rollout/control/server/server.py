@@ -37,6 +37,7 @@ from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerSt
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
 from rollout.router.host import RouterHost
+from rollout.rules.deadlines import group_margin_s
 from rollout.rules.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
 from rollout.weights.format.manifest import Manifest, read_checkpoint_manifest
 from rollout.weights.push.push_version import why_no_path_check
@@ -100,7 +101,15 @@ class RolloutServer:
         )
         gate = self._gate = GateControl(client, registry, recovery, config, self.timeline)
         self._phase_runner = PhaseRunner(
-            name, config.lifecycle, registry, gate, recovery, self.timeline, store, journal
+            name,
+            config.lifecycle,
+            registry,
+            gate,
+            recovery,
+            self.timeline,
+            store,
+            journal,
+            margin_s=max(group_margin_s(group.engine) for group in config.groups.values()),
         )
         self._journal = journal
         self._elastic = ElasticSlots(name, config, registry, gate, recovery)

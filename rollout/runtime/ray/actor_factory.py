@@ -122,7 +122,7 @@ class ServerActors:
             ray.kill(actor)
 
 
-async def running_engines(lost_group: LostGroup) -> dict[str, RunningEngine]:
+async def running_engines(lost_group: LostGroup, kill_timeout_s: float) -> dict[str, RunningEngine]:
     """The engines of a lost group, for the group that replaces it."""
     found: dict[str, RunningEngine] = {}
     for engine in lost_group.known.engines:
@@ -131,7 +131,9 @@ async def running_engines(lost_group: LostGroup) -> dict[str, RunningEngine]:
             found[engine.engine_id] = AttachedEngine(engine.endpoint, engine.engine_id)
         else:
             parts = (_part(engine, rank, *host) for rank, host in enumerate(hosts))
-            found[engine.engine_id] = RayEngine(engine.engine_id, await asyncio.gather(*parts))
+            found[engine.engine_id] = RayEngine(
+                engine.engine_id, await asyncio.gather(*parts), kill_timeout_s
+            )
     return found
 
 

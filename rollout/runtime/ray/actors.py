@@ -21,6 +21,7 @@ from rollout.core.types import EngineSlot, GroupStatus, NodeShare, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
+from rollout.rules.deadlines import kill_timeout_s
 from rollout.runtime.ray.actor_factory import LostGroup, ServerActors, ServerParts, running_engines
 from rollout.runtime.ray.engine_handle import StartedProcess
 from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
@@ -102,7 +103,8 @@ class ServerGroupActor(ServerGroup):
         lost = self._lost_group
         if lost is None:
             return await super().start()
-        return await self.take_over(lost.known, await running_engines(lost), lost.version)
+        running = await running_engines(lost, kill_timeout_s(self._settings.group.engine))
+        return await self.take_over(lost.known, running, lost.version)
 
 
 class RouterActor(RouterHost):

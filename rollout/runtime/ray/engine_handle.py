@@ -20,9 +20,9 @@ from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.remote_call import RemoteCall
 
 _MEASURE_TIMEOUT_S = 5.0
-# Together less than a group's deadline for ending a fenced engine.
-_KILL_TIMEOUT_S = 6.0
-_CONFIRM_TIMEOUT_S = 12.0
+# Of the deadline for a kill, together less than all: the actor's part, and without it the node's.
+_SHARE_OF_ACTOR = 0.5
+_SHARE_OF_NODE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ class RayEngine:
 
     Args:
         parts: in order of rank; the first takes the requests.
+        kill_timeout_s: deadline for a kill; see ``EngineSpec``.
     """
 
-    def __init__(self, engine_id: str, parts: Sequence[EnginePart]) -> None:
+    def __init__(self, engine_id: str, parts: Sequence[EnginePart], kill_timeout_s: float) -> None:
         self.engine_id = engine_id
         self.parts = tuple(parts)
         self.endpoint = self.parts[0].started.endpoint
@@ -58,6 +59,8 @@ class RayEngine:
         self.node_ids = tuple(part.node_id for part in self.parts)
         self.node_id = self.node_ids[0]
         self._name = f"engine {engine_id}"
+        self._actor_s = _SHARE_OF_ACTOR * kill_timeout_s
+        self._node_s = _SHARE_OF_NODE * kill_timeout_s
 
     @property
     def processes(self) -> tuple[ProcessIdentity, ...]:
@@ -94,7 +97,7 @@ class RayEngine:
 
     async def stop(self, grace_s: float) -> bool:
         async def stop(part: EnginePart) -> bool:
-            async with asyncio.timeout(grace_s + _KILL_TIMEOUT_S):
+            async with asyncio.timeout(grace_s + self._actor_s):
                 killed: bool = await self._call(part.actor.stop.remote(grace_s))
                 return killed
 
@@ -102,7 +105,7 @@ class RayEngine:
 
     async def kill(self) -> None:
         async def kill(part: EnginePart) -> None:
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
+            async with asyncio.timeout(self._actor_s):
                 await self._call(part.actor.kill.remote())
 
         await self._end_parts(kill)
@@ -115,7 +118,7 @@ class RayEngine:
                 # The guard ends the engine of a dead actor; a hung actor is killed first.
                 ray.kill(part.actor)
                 await confirm_ended(
-                    self.engine_id, part.node_id, part.started.processes, _CONFIRM_TIMEOUT_S
+                    self.engine_id, part.node_id, part.started.processes, self._node_s
                 )
                 return True
             finally:

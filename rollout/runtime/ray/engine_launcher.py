@@ -15,7 +15,7 @@ import ray
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.core.fanout import barrier
+from rollout.core.fanout import whole_or_none
 from rollout.core.types import EngineSlot, NodeShare
 from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.nodes import LOOPBACK, current_share, node_addresses
@@ -83,11 +83,10 @@ class RayLauncher:
             if len(specs) > 1:
                 address = await RemoteCall[str](actors[0].hold_address.remote(hosts[0]), name)
                 specs = [replace(part, dist_init_addr=address) for part in specs]
-            started = await barrier(
-                {
-                    str(rank): RemoteCall[StartedProcess](actor.launch.remote(specs[rank]), name)
-                    for rank, actor in enumerate(actors)
-                }
+            # A rank waits for the others, so when one has ended, the others would wait for nothing.
+            started = await whole_or_none(
+                RemoteCall[StartedProcess](actor.launch.remote(part), name)
+                for part, actor in zip(specs, actors, strict=True)
             )
         except BaseException:
             for actor in actors:
@@ -95,9 +94,9 @@ class RayLauncher:
             raise
         parts = [
             EnginePart(share.node_id, actor, process)
-            for share, actor, process in zip(shares, actors, started.values(), strict=True)
+            for share, actor, process in zip(shares, actors, started, strict=True)
         ]
-        return RayEngine(spec.engine_id, parts)
+        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s)
 
     async def _make_actors(self, slot: EngineSlot, shares: Sequence[NodeShare]) -> list[Any]:
         owner, takes = self._placement.owner, _takes_of_bundle(slot)

@@ -13,13 +13,14 @@ from engines.launch import EngineLauncher, LocalLauncher
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import ServerJournal
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
+from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import (
@@ -48,7 +49,7 @@ from rollout.weights.store.restore import StoreSource
 
 logger = logging.getLogger(__name__)
 
-_STOP_MARGIN_S = 45.0
+_STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
 
 
@@ -109,8 +110,7 @@ def launch_ray(
         Deployment(
             {name: remote_server(actor, names[name]) for name, actor in actors.items()},
             # Beyond the deadlines of its router and engines, a server hangs.
-            stop_budget_s=_STOP_MARGIN_S
-            + 2 * max(server.lifecycle.stop_timeout_s for server in config.servers.values()),
+            stop_budget_s=max(map(_stop_budget_s, config.servers.values())),
             lock_timeout_s=lock_timeout_s(config),
             stacked=plan.stacked,
         ),
@@ -119,6 +119,11 @@ def launch_ray(
         placement_group=group,
         trainer_slots=trainer_slots(plan, granted),
     ).started()
+
+
+def _stop_budget_s(server: ServerConfig) -> float:
+    kill_s = max(kill_timeout_s(group.engine) for group in server.groups.values())
+    return _STOP_MARGIN_S + 2 * server.lifecycle.stop_timeout_s + kill_s
 
 
 def _connect(config: RolloutConfig) -> bool:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from engines.launch import LocalLauncher
 from engines.process import gpu_memory as measured
-from engines.process.gpu_memory import gpu_memory
-from engines.protocol import GpuMemory
+from engines.process.gpu_memory import gpu_memory, wait_until_free
+from engines.protocol import GpuId, GpuMemory
+from engines.protocol.errors import EngineHung
+from engines.protocol.spec import EngineSpec
 from tests.support.nvml import DOUBLE, NvmlDouble, nvml_double
 
 GIB = 1 << 30
@@ -81,6 +85,61 @@ def test_without_the_package_nothing_is_measured(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_memory([0]) is None
     assert "pip install nvidia-ml-py" in caplog.text
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """One that holds memory until it is killed."""
+    started = subprocess.Popen(["sleep", "60"])
+    yield started
+    started.kill()
+    started.wait()
+
+
+async def test_a_kill_is_done_when_the_driver_names_the_process_no_more(
+    nvml: NvmlDouble, process: subprocess.Popen[bytes]
+) -> None:
+    nvml.hold(0, 7 * GIB, process.pid)
+    waiting = asyncio.ensure_future(wait_until_free([0], {process.pid}, 30))
+    _, pending = await asyncio.wait([waiting], timeout=0.7)
+    assert pending, "it holds memory all the time"
+    process.kill()
+    process.wait()
+    await waiting
+
+
+async def test_memory_that_the_driver_never_gives_back_is_an_error(nvml: NvmlDouble) -> None:
+    nvml.hold(1, 7 * GIB)
+    with pytest.raises(EngineHung, match=rf"GPUs GPU-bbb: pid {os.getpid()} .* after 0.3 s"):
+        await wait_until_free([1], {os.getpid()}, 0.3)
+
+
+async def test_what_others_hold_does_not_keep_a_kill_waiting(nvml: NvmlDouble) -> None:
+    nvml.hold(0, 7 * GIB)
+    await asyncio.wait_for(wait_until_free([0], {1}, 30), 10)
+
+
+async def test_without_nvml_a_kill_does_not_wait_for_memory(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    await asyncio.wait_for(wait_until_free([0], {os.getpid()}, 30), 0.5)
+
+
+async def test_an_engine_that_was_killed_has_given_its_gpu_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = EngineSpec("main-0", "fake", "/nowhere", str(tmp_path / "log"), gpu_ids=(0,))
+    engine = await LocalLauncher().launch(spec)
+    readings = [8 * GIB, 6 * GIB, 3 * GIB, 2 * GIB, 2 * GIB]  # it is freed bit by bit
+
+    def read(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...]:
+        return (GpuMemory("GPU-aaa", readings.pop(0), 80 * GIB),)
+
+    monkeypatch.setattr(measured, "gpu_memory", read)
+    await engine.kill()
+    assert not readings
+    assert not await engine.is_alive()
 
 
 def test_the_double_has_the_names_of_the_library() -> None:

@@ -93,6 +93,8 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{E}.start_timeout_s", 0, "", POSITIVE),
     (f"{E}.start_timeout_s", float("inf"), "", "finite number"),
     (f"{E}.start_timeout_s", "5m", "", "valid number"),
+    (f"{E}.start_timeout_s", True, "", "not true or false"),
+    (f"{E}.kill_timeout_s", 0, "", POSITIVE),
     (f"{E}.weights_cpu_backup", "maybe", "", "valid boolean"),
     (f"{E}.options", ["port"], "", "must be a section"),
     (f"{E}.options", {"port": 1}, E, "port (chosen at launch)"),

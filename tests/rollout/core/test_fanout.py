@@ -8,7 +8,7 @@ import pytest
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
 from rollout.core.errors import EngineFailure, PhaseTimeout
-from rollout.core.fanout import barrier, fan_out
+from rollout.core.fanout import barrier, fan_out, whole_or_none
 from tests.support.virtual_time import virtual_time
 
 
@@ -165,3 +165,28 @@ async def test_errors_behind_a_cancelled_barrier_are_not_logged_as_forgotten() -
     del waiting
     gc.collect()
     assert forgotten == []
+
+
+async def test_a_whole_ends_with_the_first_part_that_fails() -> None:
+    ended = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def fail() -> None:
+        raise ValueError("rank 1 has ended")
+
+    with pytest.raises(ValueError, match="rank 1 has ended"):
+        await asyncio.wait_for(whole_or_none([wait(), fail()]), 10)
+    assert ended.is_set()
+
+
+async def test_a_whole_has_the_results_of_all_parts_in_order() -> None:
+    async def part(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    assert await whole_or_none(part(number) for number in range(3)) == [0, 1, 2]

@@ -41,6 +41,17 @@ async def states_of(group: ServerGroup) -> list[str]:
     return [engine.state for engine in (await group.status()).engines]
 
 
+async def test_the_first_engine_that_does_not_start_ends_the_starts_of_the_others() -> None:
+    group, launcher = make_group(3)
+    launcher.hold("main-0")  # it would load for minutes
+    launcher.fail_next("main-1", EngineNotReady("no such option"))
+    with pytest.raises(PhaseFailed) as caught:
+        await asyncio.wait_for(group.start(), 10)
+    assert [failure.engine_id for failure in caught.value.failures] == ["main-1"]
+    assert "no such option" in str(caught.value)
+    assert launcher["main-2"].is_dead
+
+
 async def settled(*started: Awaitable) -> None:
     """Let what was started get as far as it can."""
     for _ in range(20):

@@ -1,5 +1,6 @@
 """Engines over several nodes: one process on each, one engine to everybody else."""
 
+import asyncio
 import os
 import signal
 import uuid
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
-from engines.launch import LocalLauncher
+from engines.launch import AttachedEngine, EngineSpec, LocalEngine, LocalLauncher
+from engines.protocol.errors import EngineNotReady
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError, PhaseFailed, PlacementError
 from rollout.core.types import EngineStatus
@@ -152,6 +154,23 @@ def with_health(whole: RolloutConfig, health: Mapping[str, Any]) -> RolloutConfi
     values = whole.model_dump()
     values["servers"]["policy"]["health"] = dict(health)
     return RolloutConfig.from_dict(values)
+
+
+class OneRankEnds(LocalLauncher):
+    """Rank 1 ends at once; rank 0 waits for it, as SGLang does."""
+
+    async def launch(self, spec: EngineSpec) -> LocalEngine | AttachedEngine:
+        if spec.node_rank:
+            raise EngineNotReady("rank 1 has no GPU driver")
+        await asyncio.sleep(10 * TIMEOUT_S)
+        raise AssertionError("it waited for a rank that has ended")
+
+
+def test_a_start_fails_at_once_when_one_rank_has_ended(tmp_path: Path) -> None:
+    with stub_world() as world, world.more_nodes(1, CPU=8, GPU=NUM_GPUS):
+        launch = world.load("launch").launch_ray
+        with pytest.raises(PhaseFailed, match="rank 1 has no GPU driver"):
+            launch(config(tmp_path, {"main": WIDE}), launcher=OneRankEnds())
 
 
 def test_a_wide_engine_needs_a_launcher_that_can_and_says_so(tmp_path: Path) -> None:

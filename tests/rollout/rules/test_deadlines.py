@@ -1,0 +1,31 @@
+"""How long engines may take to start and to end, by what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.config import EngineConfig
+from rollout.rules.deadlines import group_margin_s, kill_timeout_s, start_timeout_s
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_bytes", "start_s", "kill_s"),
+    [
+        ({}, 0, 300, 25),
+        ({"kind": "sglang", "gpus": 8}, 0, 900, 150),
+        ({"kind": "sglang", "gpus": 8}, 140 * GB, 1600, 150),
+        ({"kind": "sglang", "gpus": 8, "python": "sglang-cpu"}, 1 * GB, 305, 25),
+        ({"gpus": 1, "start_timeout_s": 60, "kill_timeout_s": 10}, 140 * GB, 60, 10),
+    ],
+)
+def test_an_engine_on_gpus_gets_longer_and_a_large_checkpoint_too(
+    engine: dict[str, Any], num_bytes: int, start_s: float, kill_s: float
+) -> None:
+    config = EngineConfig.model_validate(engine)
+    assert start_timeout_s(config, num_bytes) == start_s
+    assert kill_timeout_s(config) == kill_s
+    assert group_margin_s(config) > kill_s + 5  # a group reads the log, then kills
