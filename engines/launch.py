@@ -15,8 +15,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from engines.embedded.command import invocation as embedded_invocation
 from engines.fake.command import invocation as fake_invocation
@@ -27,7 +28,7 @@ from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
 from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
-from engines.protocol.spec import EngineSpec, Invocation
+from engines.protocol.spec import EngineSpec, Invocation, normalized
 from engines.sglang.invocation import invocation as sglang_invocation
 
 logger = logging.getLogger(__name__)
@@ -310,6 +311,75 @@ def check_spec(spec: EngineSpec) -> None:
     _KINDS[spec.kind](spec, Endpoint(spec.host, 1), os.environ)
 
 
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A choice of this library that the user's replaces.
+
+    Attributes:
+        by: ``engine.options``, ``engine.env``, or the environment that the engine inherits.
+    """
+
+    name: str
+    default: Any
+    used: Any
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartSettings:
+    """What decides how an engine starts, besides its command.
+
+    Attributes:
+        dropped: variables that it does not inherit, or only a part of.
+        env: variables that this library sets, with the values that the engine gets.
+        options: options that this library chooses, with the values that the engine gets.
+        overrides: those of them that the user has set differently.
+    """
+
+    dropped: Sequence[str]
+    env: Mapping[str, str]
+    options: Mapping[str, Any]
+    overrides: Sequence[Override]
+
+
+_INHERITED = "the environment"
+
+
+def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSettings:
+    """What an engine would be started with; starts nothing.
+
+    Raises:
+        ValueError, InstallError: as ``check_spec``.
+    """
+    invoke, endpoint = _KINDS[spec.kind], Endpoint(spec.host, 1)
+    start = invoke(spec, endpoint, inherited)
+    ours = dict(invoke(replace(spec, env={}), endpoint, {}).env)
+    ours.pop("PATH", None)  # a part of it is inherited
+    given = normalized(spec.options)
+    env = {name: start.env[name] for name in ours}
+    options = {name: given.get(name, value) for name, value in start.defaults.items()}
+    known = ours.keys() | spec.env.keys() | {"PATH"}
+    return StartSettings(
+        dropped=sorted(
+            name for name in inherited.keys() - known if start.env.get(name) != inherited[name]
+        ),
+        env=env,
+        options=options,
+        overrides=[
+            *(
+                Override(name, default, options[name], "engine.options")
+                for name, default in start.defaults.items()
+                if options[name] != default
+            ),
+            *(
+                Override(name, default, env[name], "engine.env" if name in spec.env else _INHERITED)
+                for name, default in ours.items()
+                if env[name] != default
+            ),
+        ],
+    )
+
+
 __all__ = [
     "AttachedEngine",
     "EngineLauncher",
@@ -318,7 +388,10 @@ __all__ = [
     "LocalEngine",
     "LocalLauncher",
     "NodeLauncher",
+    "Override",
     "RunningEngine",
+    "StartSettings",
     "attach",
     "check_spec",
+    "start_settings",
 ]

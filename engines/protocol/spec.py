@@ -143,11 +143,13 @@ class Invocation:
         command: program and arguments.
         env: its whole environment.
         cleanup: patterns of files a killed engine leaves, as ``EngineProcess.spawn`` takes them.
+        defaults: options that this library chooses, unless the spec's options name them.
     """
 
     command: Sequence[str]
     env: Mapping[str, str]
     cleanup: Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def spelled(option: str) -> str:

@@ -76,16 +76,22 @@ def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> lis
         **_ROLES[spec.worker_type],
         **sizes,
     }
-    # An explicit None keeps SGLang's own choice.
+    program = [python or spec.python or sys.executable, "-m", "sglang.launch_server"]
+    return program + as_flags(ours | default_options(spec) | options)
+
+
+def default_options(spec: EngineSpec) -> dict[str, Any]:
+    """What we choose where the spec's options do not; None there keeps SGLang's own choice."""
+    options = normalized(spec.options)
+    found: dict[str, Any] = {}
     if spec.is_on_cpu:
-        options = _CPU_DEFAULTS | {"device": "cpu"} | options
+        found = _CPU_DEFAULTS | {"device": "cpu"}
     elif spec.memory_saver:
-        options = _beside_a_trainer(options) | options
+        found = _beside_a_trainer(options)
     if options.get("enable_lora") and not {"lora_target_modules", "lora_paths"} & options.keys():
         # SGLang must know the modules before the first adapter comes.
-        options = {"lora_target_modules": ["all"], **options}
-    program = [python or spec.python or sys.executable, "-m", "sglang.launch_server"]
-    return program + as_flags(ours | options)
+        found["lora_target_modules"] = ["all"]
+    return found
 
 
 def _beside_a_trainer(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from engines.protocol import Endpoint
 from engines.protocol.spec import SGLANG_CPU, EngineSpec, Invocation, normalized
-from engines.sglang.command import build_command
+from engines.sglang.command import build_command, default_options
 from engines.sglang.environment import CLEANUP, build_environment
 from engines.sglang.parallel import divide
 from engines.sglang_cpu.installation import Installation
@@ -29,4 +29,4 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         python=python,
         cpu_ids=tuple(sorted(os.sched_getaffinity(0))),
     )
-    return Invocation(command, env, CLEANUP)
+    return Invocation(command, env, CLEANUP, default_options(spec))

@@ -16,6 +16,7 @@ from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
 from rollout.config.file import read_values
 from rollout.control.engine.memory import size_of_weights
@@ -66,6 +67,9 @@ def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
 
 def plan(config: ConfigPath, as_json: AsJson = False) -> None:
     """Show where engines run, their ports, what an offload discards, and its host memory.
+
+    Also what engines are started with: variables, options and deadlines, and which of them the
+    configuration overrides.
 
     Exit status 2 if a group would be refused; each refusal names the setting to change.
     """
@@ -173,6 +177,7 @@ def _group(
         "needs_offload": of_group.needs_offload,
         "weights_from": weights_from,
         "host_bytes": backup,
+        "start": start_values(server.model_path, of_group, has_backup=has_backup),
     }
 
 
@@ -245,6 +250,8 @@ def _show(values: dict[str, Any]) -> None:
             size_text(group["host_bytes"]),
         )
     console().print(table)
+    for group in values["groups"]:
+        show_start(f"{group['server']}/{group['group']}", group["start"])
     for server in values["servers"]:
         console().print(
             f"{server['server']}: router {server['router']}, page {server['page']}, weights "

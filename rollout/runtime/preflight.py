@@ -119,7 +119,7 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         yield _wrong(f"{path}.engine.python", engine.python, why)
         return
     try:
-        check_spec(_spec(server.model_path, group))
+        check_spec(planned_spec(server.model_path, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
     if engine.kind is EngineKind.SGLANG:
@@ -144,7 +144,8 @@ def _why_no_interpreter(python: str) -> str:
     return f"it {reason}; give the path of a Python interpreter, or leave python out"
 
 
-def _spec(model_path: str, group: GroupConfig) -> EngineSpec:
+def planned_spec(model_path: str, group: GroupConfig) -> EngineSpec:
+    """The specification of an engine of this group, with other GPUs than it will get."""
     engine = group.engine
     return replace(
         configured_spec(model_path, group),

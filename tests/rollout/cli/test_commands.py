@@ -255,6 +255,50 @@ def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> 
     assert "at each load" not in notes["frozen", True]
 
 
+def test_a_plan_shows_what_an_engine_is_started_with_and_what_overrides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = {
+        "kind": "sglang",
+        "gpus": 2,
+        "options": {
+            "speculative-algorithm": "EAGLE",
+            "cuda-graph-backend-prefill": "full",
+            "mem-fraction-static": 0.7,
+        },
+        "env": {"TMS_RETAIN_CPU_BACKUP": "0", "HF_TOKEN": "secret"},
+    }
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"]["groups"] = {"main": {"engine": engine}}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0")
+    start = json_of("plan", str(file))["groups"][0]["start"]
+    assert {"RANK", "TMS_INIT_ENABLE"} <= set(start["dropped"])
+    assert start["env"]["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert start["env"]["CUDA_VISIBLE_DEVICES"] == "its GPUs"
+    assert start["env_of_config"] == ["HF_TOKEN"]
+    assert start["options"] == {
+        "cuda_graph_backend_prefill": "full",
+        "enable_draft_weights_cpu_backup": True,
+    }
+    assert start["memory_saver"] is True
+    assert [
+        (one["name"], one["default"], one["used"], one["by"]) for one in start["overrides"]
+    ] == [
+        ("cuda_graph_backend_prefill", "disabled", "full", "engine.options"),
+        ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1", "0", "the environment"),
+        ("TMS_RETAIN_CPU_BACKUP", "1", "0", "engine.env"),
+    ]
+    assert (start["start_timeout_s"], start["kill_timeout_s"]) == (900, 150)
+    text = " ".join(run_command("plan", str(file)).split())
+    assert "policy/main: an engine has 900 s to start and 150 s to end" in text
+    assert "TMS_RETAIN_CPU_BACKUP=0 instead of 1 (engine.env)" in text
+    assert "secret" not in text
+
+
 def test_a_plan_without_refusals_succeeds(tmp_path: Path) -> None:
     loaded = config(tmp_path)
     file = tmp_path / "rollout.json"

@@ -1,0 +1,78 @@
+"""What the engines of a group are started with, as ``rollout plan`` shows it.
+
+Always true: no value of a variable is shown that this library does not set itself, for it may be a
+secret.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.markup import escape
+
+from engines.launch import StartSettings, start_settings
+from engines.protocol import WorkerType
+from engines.protocol.errors import EngineError
+from rollout.cli.lib.output import console
+from rollout.config import EngineKind, GroupConfig
+from rollout.runtime.preflight import planned_spec
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def start_values(model_path: str, group: GroupConfig, *, has_backup: bool) -> dict[str, Any] | None:
+    """Variables, options and deadlines of an engine, ready for JSON.
+
+    None for engines that are not started here, and for a group that is refused.
+    """
+    kind, is_placeholder = group.engine.kind, group.worker_type is WorkerType.PLACEHOLDER
+    if kind is EngineKind.ATTACHED or is_placeholder:
+        return None
+    spec = replace(planned_spec(model_path, group), weights_cpu_backup=has_backup)
+    try:
+        found = start_settings(spec, os.environ)
+    except (ValueError, EngineError):
+        return None
+    return {
+        **asdict(_without_ids(found)),
+        "env_of_config": sorted(group.engine.env.keys() - found.env.keys()),
+        "memory_saver": spec.memory_saver,
+        "weights_cpu_backup": spec.weights_cpu_backup,
+        "start_timeout_s": spec.start_timeout_s,
+        "kill_timeout_s": spec.kill_timeout_s,
+    }
+
+
+def _without_ids(found: StartSettings) -> StartSettings:
+    """Which GPUs an engine gets is known when it is placed."""
+    env = dict(found.env)
+    if env.get(_GPUS):
+        env[_GPUS] = "its GPUs"
+    return replace(found, env=env, overrides=[one for one in found.overrides if one.name != _GPUS])
+
+
+def show_start(name: str, start: Mapping[str, Any] | None) -> None:
+    """Print the values of one group."""
+    if start is None:
+        return
+    own = [name for name in ("memory_saver", "weights_cpu_backup") if start[name]]
+    lines = {
+        "options": [*own, *(f"{key}={value}" for key, value in start["options"].items())],
+        "sets": [f"{key}={value}" for key, value in start["env"].items()],
+        "sets from engine.env": start["env_of_config"],
+        "does not inherit": start["dropped"],
+        "overridden": [
+            f"{one['name']}={one['used']} instead of {one['default']} ({one['by']})"
+            for one in start["overrides"]
+        ],
+    }
+    console().print(
+        f"{escape(name)}: an engine has {start['start_timeout_s']:g} s to start and "
+        f"{start['kill_timeout_s']:g} s to end"
+    )
+    for title, values in lines.items():
+        if values:
+            console().print(f"  {title}: {escape(', '.join(values))}")
