@@ -31,11 +31,11 @@ def gpu_memory(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...] | None:
     Args:
         gpu_ids: of this machine; ``CUDA_VISIBLE_DEVICES`` does not matter.
     """
-    nvml = _nvml()
+    nvml, _ = _nvml()
     if nvml is None:
         return None
     try:
-        return tuple(_read(nvml, gpu_id) for gpu_id in gpu_ids)
+        return tuple(_read(nvml, _find(nvml, gpu_id)) for gpu_id in gpu_ids)
     except nvml.NVMLError as error:
         logger.warning("memory of GPUs %s is not measured: %s", list(gpu_ids), error)
         return None
@@ -79,9 +79,25 @@ def _pid_of(holder: str) -> int:
     return int(holder.split()[1])
 
 
-def _read(nvml: Any, gpu_id: GpuId) -> GpuMemory:
-    find = nvml.nvmlDeviceGetHandleByIndex
-    handle = find(gpu_id) if isinstance(gpu_id, int) else nvml.nvmlDeviceGetHandleByUUID(gpu_id)
+def memory_of_all_gpus() -> tuple[Sequence[GpuMemory], str]:
+    """Memory of all GPUs of this machine, and why it is not measured; empty if it is."""
+    nvml, why_not = _nvml()
+    if nvml is None:
+        return (), why_not
+    try:
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        return tuple(_read(nvml, handle) for handle in handles), ""
+    except nvml.NVMLError as error:
+        return (), str(error)
+
+
+def _find(nvml: Any, gpu_id: GpuId) -> Any:
+    if isinstance(gpu_id, int):
+        return nvml.nvmlDeviceGetHandleByIndex(gpu_id)
+    return nvml.nvmlDeviceGetHandleByUUID(gpu_id)
+
+
+def _read(nvml: Any, handle: Any) -> GpuMemory:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     uuid = nvml.nvmlDeviceGetUUID(handle)
     return GpuMemory(uuid, memory.used, memory.total, _holders(nvml, handle))
@@ -100,16 +116,19 @@ def _holders(nvml: Any, handle: Any) -> dict[str, int]:
 
 
 @cache
-def _nvml() -> Any:
-    """The library, ready for calls; None if this machine has none."""
+def _nvml() -> tuple[Any, str]:
+    """The library, ready for calls; or None, and why this machine has none."""
     try:
         import pynvml  # the package nvidia-ml-py
     except ImportError as error:
-        logger.warning("GPU memory is not measured: %s (pip install nvidia-ml-py)", error)
-        return None
+        return _missing(f"{error} (pip install nvidia-ml-py)")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        logger.warning("GPU memory is not measured: %s", error)
-        return None
-    return pynvml
+        return _missing(str(error))
+    return pynvml, ""
+
+
+def _missing(why: str) -> tuple[None, str]:
+    logger.warning("GPU memory is not measured: %s", why)
+    return None, why

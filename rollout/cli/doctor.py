@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from engines.process.gpu_memory import memory_of_all_gpus
+from engines.protocol.plain_text import size_text
 from rollout.cli.lib import find_run, process_info
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
@@ -60,6 +63,7 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
         now = {"server": server.name, "is_answering": False, "trouble": str(error)}
     findings = diagnose(now, long_s=patience_s)
     engines = {engine["engine_id"]: engine for engine in now.get("engines", ())}
+    gpus, why_not = memory_of_all_gpus()
     named = [engine_id for finding in findings for engine_id in finding.engine_ids]
     examined = {
         engine_id: _examine_engine(server, engines[engine_id])
@@ -74,7 +78,11 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
         "verdict": findings[0].severity.name.lower(),
         "findings": [asdict(finding) for finding in findings],
         "engines": examined,
-        "gpu_memory": process_info.gpu_holders(),
+        "gpus": [asdict(gpu) | {"free_bytes": gpu.free_bytes} for gpu in gpus],
+        "why_gpus_not_measured": why_not,
+        "gpus_of_engines": {
+            engine_id: engine["gpus"] for engine_id, engine in engines.items() if engine["num_gpus"]
+        },
     }
     if not now.get("is_answering") and server.pid is not None:
         report["server_process"] = process_info.examine(server.pid)
@@ -120,8 +128,24 @@ def _show(report: dict[str, Any]) -> None:
     if process:
         console().print(f"[bold]the server[/bold]  {escape(process['state'])}")
         console().print(Text(_indented(process["stack"])))
-    for line in report["gpu_memory"]:
+    for line in gpu_lines(report):
         console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
+
+
+def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
+    """The GPUs of this machine, and those of each engine, which may run elsewhere."""
+    for gpu in report["gpus"]:
+        holders = (f"{name} holds {size_text(held)}" for name, held in gpu["holders"].items())
+        yield ", ".join([_gpu_text(gpu), *holders])
+    if report["why_gpus_not_measured"] and report["gpus_of_engines"]:
+        yield f"not measured on this machine: {report['why_gpus_not_measured']}"
+    for engine_id, gpus in report["gpus_of_engines"].items():
+        yield f"engine {engine_id}: {'; '.join(map(_gpu_text, gpus)) or 'not measured'}"
+
+
+def _gpu_text(gpu: dict[str, Any]) -> str:
+    used, total = gpu["used_bytes"], gpu["total_bytes"]
+    return f"{gpu['uuid']}: {size_text(used)} used, {size_text(total - used)} free"
 
 
 def _indented(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engines.protocol.plain_text import size_text
 from rollout.cli.lib.launch_option import (
     NOT_STOPPED,
     LaunchId,
@@ -141,6 +142,7 @@ def render_report(
         _lengths(rollouts),
         _lag(rollouts),
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
+        "<h2>Memory of the engines at their last release</h2>" + _memory(spans),
         "<h2>Failures and recovery</h2>" + _failure_table(spans),
     ]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(span.start_s for span in spans)))
@@ -192,6 +194,33 @@ def _slowest(spans: list[Span]) -> str:
         "<table><tr><th>phase<th>engine<th>its seconds<th>median<th>engine-seconds the others "
         f"waited</tr>{rows}</table>"
     )
+
+
+def _memory(spans: list[Span]) -> str:
+    """Memory on the GPUs of an engine counts all programs there, such as the trainer."""
+    last = {
+        (span.source, span.engine_id): span
+        for span in sorted(spans, key=lambda span: span.start_s)
+        if span.kind is Kind.ENGINE and span.name == "release" and span.outcome is Outcome.OK
+    }
+    if not last:
+        return "<p>None was released.</p>"
+    rows = "".join(
+        f"<tr><td>{escape(source)}<td>{escape(engine_id)}<td>{_memory_cells(span)}"
+        for (source, engine_id), span in last.items()
+    )
+    return (
+        "<table><tr><th>source<th>engine<th>measured on<th>before<th>after<th>freed</tr>"
+        f"{rows}</table>"
+    )
+
+
+def _memory_cells(span: Span) -> str:
+    before, after, freed = span.memory_before_bytes, span.memory_after_bytes, span.freed_bytes
+    if before is None or after is None or freed is None:
+        return "not measured<td><td><td>"
+    where = f"{span.num_gpus} GPUs" if span.num_gpus else "host"
+    return f"{where}<td>{size_text(before)}<td>{size_text(after)}<td>{size_text(freed)}"
 
 
 def _failures(spans: list[Span]) -> list[Span]:

@@ -49,6 +49,11 @@ class EngineSlot:
         """Its parts on all of its nodes, in order of rank."""
         return (NodeShare(self.node_id, self.bundle_indices, self.gpu_ids), *self.more)
 
+    @property
+    def num_gpus(self) -> int:
+        """Its GPUs on all of its nodes."""
+        return sum(len(share.gpu_ids) for share in self.shares)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
@@ -90,7 +95,10 @@ class EngineReport:
     Attributes:
         elapsed_s: seconds the call took.
         failure: why it failed; empty if it did not.
-        freed_bytes: resident memory before a release minus after it; 0 if not measured.
+        freed_bytes: memory before a release minus after it; 0 if not measured.
+        used_bytes: memory after a release or resume, on its GPUs by all programs, or of the host if
+            it has none; None after other commands, or if not measured.
+        num_gpus: its GPUs; 0 for an engine on the CPU.
         verified_by: how its weights were verified: ``fingerprint``, ``canary`` or ``version``.
     """
 
@@ -99,6 +107,8 @@ class EngineReport:
     failure: str = ""
     freed_bytes: int = 0
     verified_by: str = ""
+    used_bytes: int | None = None
+    num_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,7 @@ class EngineStatus:
         is_verified: its weights were verified after their last change.
         resident_bytes: host memory of its processes; None if not measured.
         gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
+        num_gpus: its GPUs; 0 for an engine on the CPU.
         processes: its processes, one for each of its nodes; empty for an attached engine.
         fingerprints: the method of its fingerprints; empty if they are not compared with pushed
             ones.
@@ -181,6 +192,7 @@ class EngineStatus:
     processes: tuple[ProcessIdentity, ...] = ()
     gpus: tuple[GpuMemory, ...] = ()
     fingerprints: str = ""
+    num_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Inspects processes of this machine: their state, their stack, and which hold GPU memory.
+"""Inspects processes of this machine: their state and their stack.
 
 Always true: an inspection changes nothing and ends within a deadline; if it is not possible, the
 text names the reason and the command to use.
@@ -98,16 +98,6 @@ def stack(pid: int) -> str:
         return done.stdout.strip()
     errors = (done.stderr or done.stdout).strip().splitlines()
     return f"(no stack of {pid}: {errors[-1] if errors else 'py-spy failed'}; try it as root)"
-
-
-def gpu_holders() -> list[str]:
-    """The processes that hold GPU memory here, one line each; empty without NVIDIA GPUs."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
-    done = _run([tool, query, "--format=csv,noheader"])
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -94,6 +94,8 @@ def _engines(engines: list[dict[str, Any]]) -> RenderableType:
 def _memory(engine: dict[str, Any]) -> str:
     """Of its GPUs, by all programs, or of the host if it has none."""
     gpus = engine["gpus"]
+    if engine["num_gpus"] and not gpus:
+        return "not measured"
     if not gpus:
         return size_text(engine["resident_bytes"])
     used, total = (sum(gpu[name] for gpu in gpus) for name in ("used_bytes", "total_bytes"))

@@ -72,7 +72,7 @@ class EngineMemory:
             member.weight_version = None
         member.released_bytes |= {tag: by_tag[tag] for tag in tags if tag in by_tag}
         after = await member.used_bytes()
-        _note(before, after)
+        _note(member, before, after)
         freed = _freed(before, after)
         if freed is None:
             return 0
@@ -108,7 +108,7 @@ class EngineMemory:
             if not _was_done(member, resume_outcome(wanted, released), error):
                 await member.engine.resume_memory_occupation(wanted)
         member.released.difference_update(wanted)
-        _note(before, await member.used_bytes())
+        _note(member, before, await member.used_bytes())
 
 
 async def why_no_room(tags: Sequence[MemoryTag], members: Sequence[EngineState]) -> str:
@@ -226,10 +226,12 @@ def _freed(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else before - after
 
 
-def _note(before: int | None, after: int | None) -> None:
-    """Record the measured memory in the current span."""
+def _note(member: EngineState, before: int | None, after: int | None) -> None:
+    """Record the measured memory for the report, and in the current span."""
+    member.used_after = after
     if (span := current_span()) is not None:
         span.memory_before_bytes, span.memory_after_bytes = before, after
+        span.num_gpus = member.slot.num_gpus
 
 
 def size_of_weights(model_path: str) -> int:

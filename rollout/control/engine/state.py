@@ -38,6 +38,7 @@ class EngineState:
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
         released_bytes: what each tag held when it was released, as far as it reported that.
+        used_after: memory in use after its last release or resume; None if not measured.
         reports_groups: it reports its broadcast groups.
         tensors: its own list of weights; empty if it reports none.
         pushed: the trainer's fingerprints of the pushed tensors; ``pushed_dtypes`` likewise.
@@ -69,6 +70,7 @@ class EngineState:
     checker_refusal: str = ""
     moves_experts: bool = False
     reports_memory: bool = False
+    used_after: int | None = None
     reports_groups: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
@@ -199,6 +201,7 @@ class EngineState:
             processes=tuple(self.process.processes),
             gpus=tuple(await self.gpu_memory()),
             fingerprints=self.fingerprint_method if self.has_checker else "",
+            num_gpus=self.slot.num_gpus,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

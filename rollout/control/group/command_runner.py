@@ -27,6 +27,8 @@ from rollout.rules.lifecycle import Command, GroupTraits, Phase
 
 logger = logging.getLogger(__name__)
 
+_CHANGE_MEMORY = (Command.RELEASE, Command.RESUME_WEIGHTS, Command.RESUME_KV)
+
 
 class CommandRunner:
     """The phase of one group, and its transitions.
@@ -131,6 +133,10 @@ class CommandRunner:
                     failure=str(answer.failure or ""),
                     freed_bytes=answer.value if isinstance(answer.value, int) else 0,
                     verified_by=answer.value.by if isinstance(answer.value, Verification) else "",
+                    used_bytes=self._engines[engine_id].used_after
+                    if command in _CHANGE_MEMORY
+                    else None,
+                    num_gpus=self._engines[engine_id].slot.num_gpus,
                 )
                 for engine_id, answer in answers.items()
             ),

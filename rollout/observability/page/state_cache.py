@@ -191,6 +191,7 @@ class StateCache:
             "node_id": engine.node_id,
             "pid": engine.pid,
             "resident_bytes": engine.resident_bytes,
+            "num_gpus": engine.num_gpus,
             "gpus": [
                 {"uuid": gpu.uuid, "used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes}
                 for gpu in engine.gpus

@@ -43,7 +43,9 @@ class Span:
         budget_s: seconds from its start to its deadline; 0 for none.
         ``said``: the text of the error or event.
         num_bytes: size of the request bodies sent to the engine.
-        memory_before_bytes, memory_after_bytes: of the engine's processes, where measured.
+        memory_before_bytes, memory_after_bytes: on the engine's GPUs by all programs, or of its
+            processes if it has none, where measured.
+        num_gpus: GPUs of an engine that released or resumed memory.
         weight_version: the version that was pushed, verified or served.
         verified_by: how the weights were verified: ``fingerprint``, ``canary``, ``version``.
         read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
@@ -64,6 +66,7 @@ class Span:
     num_bytes: int = 0
     memory_before_bytes: int | None = None
     memory_after_bytes: int | None = None
+    num_gpus: int = 0
     weight_version: int | None = None
     verified_by: str = ""
     read_bytes: int | None = None

@@ -16,7 +16,7 @@ import pytest
 
 from engines.launch import LocalLauncher
 from engines.process import gpu_memory as measured
-from engines.process.gpu_memory import gpu_memory, wait_until_free
+from engines.process.gpu_memory import gpu_memory, memory_of_all_gpus, wait_until_free
 from engines.protocol import GpuId, GpuMemory
 from engines.protocol.errors import EngineHung
 from engines.protocol.spec import EngineSpec
@@ -43,6 +43,16 @@ def test_gpus_are_found_by_index_and_by_uuid_in_the_order_given(nvml: NvmlDouble
         ("MIG-ccc", 0, 10 * GIB),
         ("GPU-aaa", 0, 80 * GIB),
     ]
+
+
+def test_all_gpus_of_a_machine_are_found_or_the_reason_is_given(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, why_not = memory_of_all_gpus()
+    assert ([gpu.uuid for gpu in gpus], why_not) == (["GPU-aaa", "GPU-bbb", "MIG-ccc"], "")
+    measured._nvml.cache_clear()
+    monkeypatch.delenv("NVML_DOUBLE")
+    assert memory_of_all_gpus() == ((), "NVML Shared Library Not Found")
 
 
 def test_holders_are_named(nvml: NvmlDouble) -> None:

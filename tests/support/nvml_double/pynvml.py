@@ -47,6 +47,10 @@ def nvmlInit() -> None:
         raise NVMLError(NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
+def nvmlDeviceGetCount() -> int:
+    return len(_gpus())
+
+
 def nvmlDeviceGetHandleByIndex(index: int) -> Path:
     for gpu in _gpus():
         if gpu.name.startswith(f"{index}_"):

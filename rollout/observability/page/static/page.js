@@ -28,6 +28,7 @@ function bytes(value) {
   return `${value.toFixed(1)} GiB`;
 }
 function memory(engine) {
+  if (engine.num_gpus && !engine.gpus.length) return "not measured";
   if (!engine.gpus.length) return bytes(engine.resident_bytes);
   const sum = name => engine.gpus.reduce((total, gpu) => total + gpu[name], 0);
   return `${bytes(sum("used_bytes"))} of ${bytes(sum("total_bytes"))}`;

@@ -273,3 +273,6 @@ def test_the_memory_of_gpus_is_in_state_metrics_and_table(
     console = Console(width=200, record=True)
     console.print(render_server(now, "here"))
     assert "0 B of 12 KiB on 2 GPUs" in console.export_text()
+    engine["gpus"] = []  # without NVML; what the host holds would say nothing of a GPU
+    console.print(render_server(now, "here"))
+    assert "not measured" in console.export_text()
