@@ -20,8 +20,8 @@ from engines.process.guard import RECORD_PREFIX, mapped_files, place, record_pat
 from engines.process.process_identity import boot_id, end, is_running
 from engines.protocol import ProcessIdentity
 
-# Also for an engine on GPUs: a record does not say what it runs on.
-_END_TIMEOUT_S = 60.0
+# As for an engine on GPUs: a record does not say what it runs on.
+_END_TIMEOUT_S = 150.0
 _WRITTEN_S = 60.0
 
 

@@ -27,7 +27,8 @@ from rollout.control.server.journal import EngineEntry, JournalRecord
 from rollout.core.errors import RolloutError
 
 _INSPECT_TIMEOUT_S = 5.0
-_END_TIMEOUT_S = 20.0
+# As for an engine on GPUs: the journal does not say what it runs on.
+_END_TIMEOUT_S = 150.0
 
 
 class ProcessState(StrEnum):

@@ -19,12 +19,13 @@ from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import GroupStatus
 from rollout.router.host import RouterHost
+from rollout.rules.deadlines import group_margin_s
 from rollout.rules.lifecycle import Command, GroupTraits, Phase, groups_that_need
 from rollout.rules.release_policy import group_traits
 
 _STATUS_TIMEOUT_S = 15.0
-# An actor starts, inspects its engines and ends those that it cannot reuse.
-_REPLACE_TIMEOUT_S = 120.0
+# An actor starts and inspects its engines; then it ends those that it cannot reuse.
+_REPLACE_TIMEOUT_S = 90.0
 
 
 class ActorFactory(Protocol):
@@ -60,6 +61,9 @@ class GroupRegistry:
                 config.weights.not_pushed,
             )
             for group in self.groups
+        }
+        self._margins_s = {
+            group: group_margin_s(config.groups[group].engine) for group in self.groups
         }
         self._last_known: dict[str, GroupStatus] = {}
 
@@ -104,7 +108,7 @@ class GroupRegistry:
         if factory is None:
             raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
         known = self.last_known(name)
-        async with asyncio.timeout(_REPLACE_TIMEOUT_S):
+        async with asyncio.timeout(_REPLACE_TIMEOUT_S + self._margins_s[name]):
             group = await factory.make_group(name, known, version)
             status = await group.start()
         self.groups[name] = group
