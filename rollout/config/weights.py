@@ -133,6 +133,12 @@ class WeightsConfig(ConfigSection):
             )
         if self.store is not None:
             yield from self._conflicts_of_store()
+        if self.prove_first_push and self.not_pushed:
+            yield (
+                "prove_first_push",
+                "the check resets all tensors, and those of weights.not_pushed do not come with a "
+                "push; leave out one of the two",
+            )
         if self.prove_first_push and self.update is not WeightUpdate.FULL:
             yield (
                 "prove_first_push",

@@ -21,7 +21,7 @@ from engines.embedded.weights.torch_fingerprint import (
     fingerprints,
 )
 from engines.protocol import MemoryTag
-from engines.tensors.fingerprint import BYTES, whole_fingerprint
+from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 
@@ -147,7 +147,7 @@ class ModelWeights:
     @property
     def fingerprint_method(self) -> str:
         """How ``checksum`` makes fingerprints."""
-        return BYTES
+        return SUMS if self._is_on_gpu else BYTES
 
     @property
     def num_bytes(self) -> int:

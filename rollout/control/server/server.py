@@ -435,7 +435,7 @@ class RolloutServer:
     async def _prove(self, push: WeightPush) -> StepReport:
         push = replace(push, checks_path=True)
         await self._check_push(push)
-        if why := why_no_path_check(self._config.weights.update, self._last_pushed_version()):
+        if why := why_no_path_check(self._config.weights, self._last_pushed_version()):
             raise LifecycleError(f"cannot check the push path: {why}", command="prove_push_path")
         runner, was_open = self._phase_runner, self._gate.state == "open"
         report = await runner.flush_for_update()

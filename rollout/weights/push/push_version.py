@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from rollout.config import WeightUpdate
+from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.core.types import EngineStatus
 from rollout.weights.format.manifest import Manifest
@@ -87,14 +87,19 @@ def why_not_newer(
     )
 
 
-def why_no_path_check(update: WeightUpdate, pushed: int | None) -> str:
+def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:
     """Why ``prove_push_path`` cannot check the push path; empty if it can.
 
     Args:
         pushed: the version pushed last; None if the engines hold what they loaded.
     """
-    if update is not WeightUpdate.FULL:
-        return f"it needs pushes of all weights, and weights.update is {update}"
+    if weights.update is not WeightUpdate.FULL:
+        return f"it needs pushes of all weights, and weights.update is {weights.update}"
+    if weights.not_pushed:
+        return (
+            "it resets all tensors, and those of weights.not_pushed do not come with a push; leave "
+            "weights.not_pushed out for it"
+        )
     if pushed is not None:
         # The same path twice gives the same weights, also when it is wrong.
         return (

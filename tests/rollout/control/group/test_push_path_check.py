@@ -236,6 +236,22 @@ async def test_only_pushes_of_all_weights_can_be_proved(tmp_path: Path) -> None:
         )
 
 
+async def test_tensors_that_are_not_pushed_would_be_lost_so_it_is_refused(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, ONE, not_pushed=["lm_head.*"])
+    with pytest.raises(LifecycleError, match=r"weights\.not_pushed do not come with a push"):
+        await bench.server.prove_push_path(push(1, TENSOR_NAMES[:2]))
+    assert bench.router.gate == "open"
+    await bench.server.stop()
+    with pytest.raises(ValueError, match=r"leave out one of the two"):
+        server_config(ONE).model_validate(
+            {
+                "model_path": "/nowhere",
+                "groups": ONE,
+                "weights": {"not_pushed": ["mtp.*"], "prove_first_push": True},
+            }
+        )
+
+
 # -- the setting, and HTTP ----------------------------------------------------------------------
 
 
