@@ -5,11 +5,15 @@ Importing this package starts nothing and needs neither ray nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from engines.protocol import SamplingParams
 from rollout.config import RolloutConfig
+from rollout.config.run_dir import CONNECT_FILE
 from rollout.core.errors import (
     ActorLost,
     ConfigError,
@@ -38,7 +42,7 @@ from rollout.driver import (
     RolloutOptions,
     Session,
 )
-from rollout.runtime.handle import DeploymentHandle, OffloadWindow, ServerHandle
+from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
 
 redirect_old_paths()
 
@@ -84,8 +88,61 @@ def launch(
         return launch_local(config)
     if backend != "ray":
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
-    try:
+    with _needing_ray():
         from rollout.runtime.ray.launch import launch_ray
+    return launch_ray(config, placement_group=placement_group, bundles=bundles)
+
+
+def connect(
+    run: str | Path,
+    *,
+    backend: Literal["local", "ray"] | None = None,
+    address: str = "",
+    key: str = "",
+    namespace: str = "rollout",
+) -> RunHandle:
+    """The servers of a run that another process has launched, by name.
+
+    From any process: a trainer's rank, a Ray actor, a notebook.  The run goes on when this process
+    ends, and only the launching process can stop it.
+
+    Args:
+        run: the run's folder, or its id if the folder is ``runs/<id>``; under Ray its id.
+        backend: None looks for a local launch, then for actors if Ray is initialized here.
+        address: of a local launch, ``host:port``, with ``key``, both from the run's
+            ``connect.json``; or of the Ray cluster, by default the one that is found.
+        namespace: Ray's, as in ``cluster.namespace``.
+
+    Raises:
+        ConfigError: there is no such run, or it refuses the key.
+        ActorLost: the launching process has ended.
+    """
+    from rollout.runtime.connect import connect_local
+
+    if backend not in (None, "local", "ray"):
+        raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
+    if backend != "ray" and (found := connect_local(run, address, key)):
+        return found
+    if backend == "local" or not (backend or _has_joined_ray()):
+        raise ConfigError(
+            f"no launch of run {str(run)!r} is found: no {CONNECT_FILE} in {run} or runs/{run}. "
+            "Give the run's folder; or, from another host, address and key from that file; or "
+            "backend='ray'"
+        )
+    with _needing_ray():
+        from rollout.runtime.ray.find_servers import connect_servers
+    return RunHandle(connect_servers(str(run), address=address or "auto", namespace=namespace))
+
+
+def _has_joined_ray() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+@contextmanager
+def _needing_ray() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
@@ -93,7 +150,6 @@ def launch(
             "backend = 'ray' needs Ray, which is not installed; "
             "pip install 'ray-rollout[ray]', or use backend='local'"
         ) from None
-    return launch_ray(config, placement_group=placement_group, bundles=bundles)
 
 
 __all__ = [
@@ -118,6 +174,7 @@ __all__ = [
     "RolloutDriver",
     "RolloutError",
     "RolloutOptions",
+    "RunHandle",
     "Sample",
     "SampleGroup",
     "SampleStatus",
@@ -130,5 +187,6 @@ __all__ = [
     "WeightError",
     "WeightMismatch",
     "WeightsUnavailable",
+    "connect",
     "launch",
 ]

@@ -23,6 +23,8 @@ from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
+from rollout.runtime.connect import publish
+from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.run_lock import RunLock
@@ -37,11 +39,15 @@ T = TypeVar("T")
 
 
 class LocalCaller:
-    """Calls a server on an event loop of this process."""
+    """Calls a server on an event loop of this process.  Pickled, it calls over the socket."""
 
-    def __init__(self, loop: LoopThread, server: RolloutServer) -> None:
+    def __init__(self, loop: LoopThread, server: RolloutServer, address: ControlAddress) -> None:
         self._loop = loop
         self._server = server
+        self._address = address
+
+    def __reduce__(self) -> tuple[type[SocketCaller], tuple[ControlAddress, str]]:
+        return SocketCaller, (self._address, self._server.name)
 
     def call(
         self,
@@ -190,7 +196,8 @@ def launch_local(
         PhaseFailed: an engine did not start; nothing is left running.
     """
     check_before_launch(config, launches_here=launcher is None)
-    lock = RunLock(RunFolder.of(config))
+    run = RunFolder.of(config)
+    lock = RunLock(run)
     try:
         plan = plan_of(config)
         granted = local_bundles(plan, visible_gpus(), float(os.cpu_count() or 1))
@@ -200,14 +207,24 @@ def launch_local(
         lock.release()
         raise
     loop = LoopThread("deployment")
+    listener = ControlListener(loop, servers)
+    retract = publish(run, listener)
+
+    def close() -> None:
+        retract()
+        listener.close()
+        lock.release()
+
     return DeploymentHandle(
         config,
         {
-            name: ServerHandle(name, config.servers[name], LocalCaller(loop, server))
+            name: ServerHandle(
+                name, config.servers[name], LocalCaller(loop, server, listener.address)
+            )
             for name, server in servers.items()
         },
         Deployment(servers, lock_timeout_s=lock_timeout_s(config), stacked=plan.stacked),
         loop,
-        on_close=lock.release,
+        on_close=close,
         trainer_slots=trainer_slots(plan, granted),
     ).started()

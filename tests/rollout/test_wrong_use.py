@@ -124,7 +124,7 @@ def test_a_wrong_argument_of_a_handle_is_named(
 def test_a_server_that_does_not_exist_is_named_with_those_that_do(
     deployment: DeploymentHandle,
 ) -> None:
-    with pytest.raises(KeyError, match="no server 'polcy'; this deployment has policy"):
+    with pytest.raises(KeyError, match="no server 'polcy'; this run has policy"):
         deployment["polcy"]
     assert "polcy" not in deployment
     with pytest.raises(ConfigError, match="no server 'polcy' to push weights to; known: policy"):

@@ -419,6 +419,10 @@ class RolloutServer:
         await self._registry.replace_lost(name, self._actor_factory, version)
         await self.publish_members()
 
+    async def config(self) -> ServerConfig:
+        """Its part of the run's configuration."""
+        return self._config
+
     async def expected_manifest(self) -> Manifest | None:
         """The tensors a full push must contain; None if the checkpoint has no list."""
         return self._expected

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from rollout.runtime.handle.deployment_handle import DeploymentHandle
 from rollout.runtime.handle.offload_window import OffloadWindow
+from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle
 from rollout.runtime.handle.transport import Caller
 
-__all__ = ["Caller", "DeploymentHandle", "OffloadWindow", "ServerHandle"]
+__all__ = ["Caller", "DeploymentHandle", "OffloadWindow", "RunHandle", "ServerHandle"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv, check_before_kv
+from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle
 from rollout.weights.push.shm_buffers import remove_leftovers
 from rollout.weights.push.weight_push import WeightPush
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors
 
 
-class DeploymentHandle(Mapping[str, ServerHandle]):
+class DeploymentHandle(RunHandle):
     """All servers of a run, by name; a context manager that stops them at its end.
+
+    A pickled one is a ``RunHandle``: only the launching process can stop the run.
 
     Args:
         on_close: cleans up the rest of the launch, after the servers have stopped.
@@ -38,10 +41,10 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         placement_group: Any = None,
         trainer_slots: Sequence[TrainerSlot] = (),
     ) -> None:
+        super().__init__(servers)
         self.config = config
         self._placement_group = placement_group
         self._trainer_slots = tuple(trainer_slots)
-        self._servers = dict(servers)
         self._deployment = deployment
         self._loop = loop
         self._on_close = on_close
@@ -59,17 +62,6 @@ class DeploymentHandle(Mapping[str, ServerHandle]):
         With Ray, place rank ``slot.rank`` in bundle ``slot.bundle_index`` of ``placement_group``.
         """
         return self._trainer_slots
-
-    def __getitem__(self, name: str) -> ServerHandle:
-        if name not in self._servers:
-            raise KeyError(f"no server {name!r}; this deployment has {', '.join(self._servers)}")
-        return self._servers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._servers)
-
-    def __len__(self) -> int:
-        return len(self._servers)
 
     def start(self) -> Pending[dict[str, ServerStatus]]:
         """Start all servers."""

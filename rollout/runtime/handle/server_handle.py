@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 
 
 class ServerHandle:
-    """The handle of one rollout server."""
+    """The handle of one rollout server.  It can be pickled at any time, without its open pushes."""
 
     def __init__(self, name: str, config: ServerConfig, caller: Caller) -> None:
         self.name = name
         self._caller = caller
         self._url = ""
-        self._version = 0
         self._push_builder = PushBuilder(config, caller)
         self._config = config
         self._expected: Logprobs = ()
@@ -50,8 +49,11 @@ class ServerHandle:
 
     @property
     def weight_version(self) -> int:
-        """The version published last through this handle."""
-        return self._version
+        """The version that the server has published last."""
+        return self.status().result().weight_version
+
+    def __reduce__(self) -> tuple[type[ServerHandle], tuple[str, ServerConfig, Caller]]:
+        return ServerHandle, (self.name, self._config, self._caller)
 
     # -- log-prob check ---------------------------------------------------------------------
 
@@ -307,9 +309,7 @@ class ServerHandle:
     def _next(self, version: int | None) -> int:
         if version is not None:
             return checked_version(version)
-        # Attached engines may have begun with a version of their own.
-        self._version = self._version or self.status().result().weight_version
-        return self._version + 1
+        return self.weight_version + 1
 
     def _made(
         self,
@@ -336,7 +336,6 @@ class ServerHandle:
                 f"a push is what make_push returns, not a {type(push).__name__}; onload(tensors) "
                 "takes tensors"
             )
-        self._version = max(self._version, push.version)
         if self._expected:
             push, self._expected = replace(push, canary=self._expected), ()
         return self._caller.ship(push)

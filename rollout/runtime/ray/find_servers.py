@@ -10,9 +10,11 @@ from typing import Any
 import ray
 from ray.util import list_named_actors
 
+from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError
 from rollout.observability.page.state_cache import StateCache
-from rollout.runtime.ray.handles import RemoteServer
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.ray.handles import RayCaller, RemoteServer
 from rollout.runtime.ray.remote_call import RemoteCall
 
 _STOP_TIMEOUT_S = 120.0
@@ -50,11 +52,31 @@ async def _within(budget_s: float, call: RemoteCall[Any]) -> Any:
 
 
 def find_servers(run_id: str, *, address: str, namespace: str) -> list[ServerViaActor]:
-    """The server actors of a run.
+    """The server actors of a run, to query them.
 
     Raises:
         ConfigError: the cluster cannot be joined, or the run has no server there.
     """
+    return [
+        ServerViaActor(server, f"actor {name}", RemoteServer(actor, name))
+        for server, (name, actor) in _actors_of(run_id, address, namespace).items()
+    ]
+
+
+def connect_servers(run_id: str, *, address: str, namespace: str) -> dict[str, ServerHandle]:
+    """Handles of the servers of a run; errors as ``find_servers``."""
+    callers = {
+        server: RayCaller(actor, name)
+        for server, (name, actor) in _actors_of(run_id, address, namespace).items()
+    }
+    return {
+        server: ServerHandle(server, caller.call(RolloutServer.config).result(), caller)
+        for server, caller in callers.items()
+    }
+
+
+def _actors_of(run_id: str, address: str, namespace: str) -> dict[str, tuple[str, Any]]:
+    """Name and handle of each server's actor, by server."""
     if not ray.is_initialized():
         try:
             ray.init(
@@ -68,21 +90,16 @@ def find_servers(run_id: str, *, address: str, namespace: str) -> list[ServerVia
     actors = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors]
     here = [actor["name"] for actor in actors if actor["namespace"] == namespace]
-    mine = {name: server for name in here if (server := server_of(name, run_id))}
+    mine = {server: name for name in sorted(here) if (server := server_of(name, run_id))}
     if not mine:
         others = sorted(name for name in names if name.startswith("rollout-"))
         raise ConfigError(
             f"no server of run {run_id!r} in namespace {namespace!r}; "
             f"named actors there: {', '.join(others) or 'none'}"
         )
-    return [
-        ServerViaActor(
-            mine[name],
-            f"actor {name}",
-            RemoteServer(ray.get_actor(name, namespace=namespace), name),
-        )
-        for name in sorted(mine)
-    ]
+    return {
+        server: (name, ray.get_actor(name, namespace=namespace)) for server, name in mine.items()
+    }
 
 
 def server_of(actor: str, run_id: str) -> str:

@@ -1,0 +1,28 @@
+"""The servers of a run, for any process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rollout.runtime.handle.server_handle import ServerHandle
+
+
+class RunHandle(Mapping[str, ServerHandle]):
+    """The servers of a run, by name.  It owns nothing, and can be pickled."""
+
+    def __init__(self, servers: Mapping[str, ServerHandle]) -> None:
+        self._servers = dict(servers)
+
+    def __getitem__(self, name: str) -> ServerHandle:
+        if name not in self._servers:
+            raise KeyError(f"no server {name!r}; this run has {', '.join(self._servers)}")
+        return self._servers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._servers)
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    def __reduce__(self) -> tuple[type[RunHandle], tuple[dict[str, ServerHandle]]]:
+        return RunHandle, (self._servers,)
