@@ -53,6 +53,7 @@ FOLDERS = (
     "rollout.weights.store.transfer",
     "rollout.weights.store",
     "rollout.weights.tensors",
+    "rollout.weights.ranks",
     "rollout.weights",
     "rollout.control.engine",
     "rollout.control.group",

@@ -10,6 +10,7 @@
       WeightError
         WeightMismatch                   a tensor or a weight version is wrong
         WeightsUnavailable               no source has the requested weights
+        RankFailure                      a rank of the trainer failed, or is silent
       GenerationAborted                  carries the incomplete sample
       ActorLost                          a Ray actor died or cannot be reached
 
@@ -200,6 +201,18 @@ class WeightMismatch(WeightError):
 
 class WeightsUnavailable(WeightError):
     """No source has the requested weights."""
+
+
+class RankFailure(WeightError):
+    """A push failed because of a rank of the trainer.
+
+    Attributes:
+        ranks: those that failed, or that did not report in time.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class GenerationAborted(RolloutError):

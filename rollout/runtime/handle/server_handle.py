@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
+from rollout.core.arguments import check_number
 from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
 from rollout.rules.canary import Logprobs, Prompt
@@ -26,6 +28,7 @@ from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
+    from rollout.runtime.handle.pusher import Pusher
     from rollout.weights.tensors import NamedTensors, NameMap
 
 
@@ -297,6 +300,21 @@ class ServerHandle:
         if isinstance(named_tensors, WeightPush):
             return self._shipped(named_tensors)
         return self._shipped(self.make_push(named_tensors, version))
+
+    def pusher(self, group: Any = None, *, rank_timeout_s: float = 30.0) -> Pusher:
+        """Pushes from every rank of the trainer; a collective: every rank calls it, once.
+
+        Args:
+            group: a process group of torch.distributed; None for all ranks, or for a single
+                process without torch.distributed.
+            rank_timeout_s: a push fails on all ranks if one is silent for so long.
+        """
+        with optional_import("embedded", "pushing weights needs torch, which is not installed"):
+            from rollout.runtime.handle.pusher import Pusher
+            from rollout.weights.ranks.rank_link import link_ranks
+        check_number("rank_timeout_s", rank_timeout_s, least=1)
+        link = link_ranks(self._caller.own_host(), group)
+        return Pusher(self._config, self._caller, link, timeout_s=rank_timeout_s)
 
     def end_push(self, push: WeightPush) -> None:
         """Free the resources of a push in this process.  Calls that send it do so themselves."""

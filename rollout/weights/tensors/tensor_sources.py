@@ -91,6 +91,7 @@ class TrainerWeights:
             known = expected.tensors
             if any(name not in known for name in names):
                 names, tensors = _columns(_without_tied(names, tensors, expected))
+        self._names = names
         self._tensors = tensors
         self._plan = (plans or PushPlanCache()).of(names, tensors, name_map)
         self.manifest = self._plan.manifest
@@ -109,6 +110,10 @@ class TrainerWeights:
     def is_on_cuda(self) -> bool:
         return any(tensor.is_cuda for tensor in self._tensors)
 
+    def trainer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors under the trainer's names, in the order in which they are gathered."""
+        return zip(self._names, self._tensors, strict=True)
+
     def gathered(self, most_bytes: int | None = None) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether it is the last.
 
@@ -125,18 +130,39 @@ class TrainerWeights:
             yield self._whole(share), share is shares[-1]
 
     def _whole(self, share: PlannedBucket) -> Pairs:
+        whole = gathered_whole(self._tensors[share.first : share.end])
+        if self._plan.name_map is None:
+            return Pairs(share.specs, whole)
+        # After all gathers: an error of the name map must not leave other ranks in a gather.
+        parts = self._plan.parts[share.first : share.end]
         tensors: list[torch.Tensor] = []
-        for index in range(share.first, share.end):
-            tensor: Any = self._tensors[index]
-            if tensor.requires_grad:
-                tensor = tensor.detach()
-            if _is_shard(tensor):
-                tensor = tensor.full_tensor()
-            if self._plan.name_map is None:
-                tensors.append(tensor)
-            else:
-                tensors += self._plan.parts[index].mapped(self._plan.name_map, tensor)
+        for part in parts:
+            tensors += part.mapped(self._plan.name_map, whole.pop(0))
         return Pairs(share.specs, tensors)
+
+
+def gathered_whole(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The whole tensors; the gathers of DTensors are started together.
+
+    Shards that are not of the whole mesh's ranks must be gathered by all ranks in the same order.
+    """
+    started = [_started(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
+    return [tensor.wait() if hasattr(tensor, "wait") else tensor for tensor in started]
+
+
+def _started(tensor: Any) -> Any:
+    """The tensor, or a DTensor's gather, under way."""
+    if not _is_shard(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=placements, async_op=True).to_local()
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what torch.compile and activation checkpointing add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def take_part(
@@ -178,7 +204,7 @@ def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     for name, tensor in named_pairs(named):
-        names.append(name)
+        names.append(plain_name(name))
         tensors.append(tensor)
     return names, tensors
 

@@ -1,0 +1,71 @@
+"""Hands buckets from the trainer's own thread to the thread of a stream.
+
+Gathers are collectives, so they run in the caller's thread; the stream sends in its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+from rollout.weights.push.stream_server import StreamedBucket
+
+
+class BucketHandover:
+    """The iterable of a ``PushStreamServer``, filled from another thread.
+
+    Always true: at most one bucket waits here; both sides are released when either ends.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bucket: StreamedBucket | None = None
+        self._num_wanted = 0
+        self._is_over = False
+
+    # -- the caller's thread ----------------------------------------------------------------
+
+    def is_wanted(self, index: int, timeout_s: float) -> bool:
+        """Wait until the stream asks for this bucket; false at the deadline or at its end."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._num_wanted <= index and not self._is_over:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return False
+                self._changed.wait(remaining_s)
+            return self._num_wanted > index
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream takes no more buckets."""
+        return self._is_over
+
+    def put(self, bucket: StreamedBucket) -> None:
+        """Give the stream the bucket that it asked for."""
+        with self._changed:
+            self._bucket = bucket
+            self._changed.notify_all()
+
+    # -- the stream's thread ----------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StreamedBucket]:
+        return self
+
+    def __next__(self) -> StreamedBucket:
+        with self._changed:
+            self._num_wanted += 1
+            self._changed.notify_all()
+            while self._bucket is None and not self._is_over:
+                self._changed.wait()
+            bucket, self._bucket = self._bucket, None
+            if bucket is None:
+                raise StopIteration
+            return bucket
+
+    def close(self) -> None:
+        """End both sides; the stream calls it too."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()

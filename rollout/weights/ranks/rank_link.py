@@ -1,0 +1,211 @@
+"""The words of a push through a store of torch.distributed, which rank 0 hosts.
+
+A store and not collectives of a CPU group: a wait for a key ends at its deadline without harm to
+later pushes, it is known which rank is silent, and the end of rank 0 ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from engines.protocol.plain_text import describe
+from rollout.core.errors import ConfigError, RankFailure
+from rollout.weights.ranks.rank_protocol import Claim, Delete, Get, Put, Step, Steps
+
+T = TypeVar("T")
+
+_CONNECT_S = 60.0
+
+
+class WordStore(Protocol):
+    """Where words are kept."""
+
+    def put(self, key: str, word: str) -> None: ...
+    def claim(self, key: str, word: str) -> str: ...
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
+
+
+class LocalWords:
+    """The store of a single rank."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+
+    def put(self, key: str, word: str) -> None:
+        self._words[key] = word
+
+    def claim(self, key: str, word: str) -> str:
+        return self._words.setdefault(key, word)
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
+        return [self._words.get(key) for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._words.pop(key, None)
+
+
+class SharedWords:
+    """A ``TCPStore`` between the ranks."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, word: str) -> None:
+        self._store.set(key, word)
+
+    def claim(self, key: str, word: str) -> str:
+        stored: bytes = self._store.compare_set(key, "", word)
+        return stored.decode()
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
+        keys = list(keys)
+        if not keys:
+            return []
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistStoreError:  # the deadline
+            return [
+                self._store.get(key).decode() if self._store.check([key]) else None for key in keys
+            ]
+        return [word.decode() for word in self._store.multi_get(keys)]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLink:
+    """The ranks that push together.
+
+    Attributes:
+        group: their process group; None for a single rank.
+    """
+
+    rank: int
+    num_ranks: int
+    words: WordStore
+    group: Any = None
+
+    def run(self, steps: Steps[T], do: Callable[[Step], Any]) -> T:
+        """Carry out the steps of this rank; ``do`` carries out those that are not words.
+
+        Raises:
+            RolloutError: the push has failed.
+        """
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = self._word(step) if isinstance(step, _OF_WORDS) else do(step)
+                except (Exception, KeyboardInterrupt) as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as ended:
+            value: T = ended.value
+            return value
+
+    def sharing(self, root: str) -> list[int]:
+        """The ranks that see rank 0's files in this folder of tmpfs; every rank calls this.
+
+        Raises:
+            RankFailure: a rank did not call it.
+        """
+        if self.num_ranks == 1:
+            return [0]
+        others = [f"sees/{rank}" for rank in range(1, self.num_ranks)]
+        if self.rank:
+            token = self._expect(["token"])[0]
+            self.words.put(f"sees/{self.rank}", "yes" if Path(token).exists() else "no")
+            return list(json.loads(self._expect(["sharing"])[0]))
+        with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
+            self.words.put("token", file.name)
+            seen = self._expect(others)
+        sharing = [0, *(rank for rank, answer in enumerate(seen, 1) if answer == "yes")]
+        self.words.put("sharing", json.dumps(sharing))
+        return sharing
+
+    def _expect(self, keys: Sequence[str]) -> list[str]:
+        found = self.words.get(keys, _CONNECT_S)
+        if None in found:
+            raise RankFailure(f"not all ranks called pusher() within {_CONNECT_S:g} s")
+        return [word for word in found if word is not None]
+
+    def _word(self, step: Step) -> Any:
+        try:
+            match step:
+                case Put(key, word):
+                    return self.words.put(key, json.dumps(word))
+                case Claim(key, word):
+                    return json.loads(self.words.claim(key, json.dumps(word)))
+                case Get(keys, timeout_s):
+                    found = self.words.get(keys, timeout_s)
+                    return [None if word is None else json.loads(word) for word in found]
+                case Delete(keys):
+                    return self.words.delete(keys)
+        except (dist.DistError, RuntimeError) as error:
+            raise RankFailure(f"rank 0 has ended: {describe(error)}", ranks=(0,)) from None
+        raise AssertionError(step)
+
+
+_OF_WORDS = (Put, Claim, Get, Delete)
+
+
+def link_ranks(own_host: str, group: Any = None) -> RankLink:
+    """Link the ranks of a process group; every rank of it calls this.
+
+    Args:
+        own_host: address of this machine for the other ranks.
+        group: None for all ranks, or for a single process without torch.distributed.
+
+    Raises:
+        ConfigError: this process is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("pusher(group=...): torch.distributed is not initialized here")
+        return RankLink(0, 1, LocalWords())
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("pusher(group=...): this process is not a rank of that group")
+    if num_ranks == 1:
+        return RankLink(0, 1, LocalWords(), group)
+    return RankLink(rank, num_ranks, SharedWords(_meet(rank, own_host, group)), group)
+
+
+def _meet(rank: int, own_host: str, group: Any) -> Any:
+    """A store of these ranks alone; the group itself tells them its address."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    host = own_host if len(set(hosts)) > 1 else "127.0.0.1"
+    store = None
+    if rank == 0:
+        store = _store("" if host != "127.0.0.1" else host, 0, is_master=True)
+    where: list[Any] = [(host, store.port) if store else None]
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(where, source, group=group)
+    host, port = where[0]
+    return store or _store(host, port, is_master=False)
+
+
+def _store(host: str, port: int, *, is_master: bool) -> Any:
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009  torch's types do not export it
+    return make(
+        host or "0.0.0.0",
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
+    )

@@ -1,0 +1,159 @@
+"""One rank's tensors, bucket by bucket, in the same order on all ranks.
+
+Always true: at most one bucket of whole tensors exists beyond the model, also if the source is a
+generator; gathers run in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.format.named import named_pairs
+from rollout.weights.tensors.push_plan import NameMap, PushPlanCache, check_is_tensor
+from rollout.weights.tensors.tensor_sources import (
+    NamedTensors,
+    Pairs,
+    TrainerWeights,
+    gathered_whole,
+    plain_name,
+)
+
+TensorList = Sequence[Sequence[Any]]
+"""Name, dtype and shape of each of the trainer's tensors, in the order of their gathers."""
+
+
+class PlannedSource:
+    """Tensors that are all known: a mapping or a list.
+
+    Args:
+        tensors: rank 0's; None on rank 0.
+
+    Attributes:
+        manifest: of the checkpoint's tensors that they become.
+
+    Raises:
+        WeightMismatch: a tensor of rank 0 is missing here, or is another one.
+    """
+
+    def __init__(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        expected: Manifest | None,
+        tensors: TensorList | None,
+        name_map: NameMap | None,
+        plans: PushPlanCache,
+    ) -> None:
+        if tensors is not None:
+            named_tensors = _in_order(named_tensors, tensors)
+        self._weights = TrainerWeights(
+            named_tensors,
+            bucket_bytes=sys.maxsize,
+            expected=expected,
+            name_map=name_map,
+            plans=plans,
+        )
+        self.manifest = self._weights.manifest
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    @property
+    def tensors(self) -> TensorList:
+        """For the other ranks."""
+        return [
+            [name, str(tensor.dtype), list(tensor.shape)]
+            for name, tensor in self._weights.trainer_tensors()
+        ]
+
+    def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
+        """Each bucket's whole tensors, and whether it is the last."""
+        return self._weights.gathered(bucket_bytes)
+
+
+class StreamedSource:
+    """Tensors that a generator gathers one by one, with collectives of its own."""
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        name_map: NameMap | None,
+    ) -> None:
+        self._named = named_tensors
+        self._name_map = name_map
+
+    def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
+        """Each bucket's whole tensors, and whether it is the last."""
+        held: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
+        for name, tensor in self._mapped():
+            if held and num_bytes + tensor.nbytes > bucket_bytes:
+                bucket, held, num_bytes = Pairs.of(held), [], 0
+                yield bucket, False
+                del bucket
+            held.append((name, tensor))
+            num_bytes += tensor.nbytes
+        if not held:
+            raise WeightMismatch("the source of this push has no tensors")
+        yield Pairs.of(held), True
+
+    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named_pairs(self._named):
+            whole = gathered_whole([tensor])[0]
+            if self._name_map is None:
+                yield plain_name(name), whole
+            else:
+                yield from self._name_map(name, whole)
+
+
+def make_source(
+    named_tensors: NamedTensors,
+    *,
+    expected: Manifest | None,
+    tensors: TensorList | None,
+    name_map: NameMap | None,
+    plans: PushPlanCache,
+) -> PlannedSource | StreamedSource:
+    """The source for these tensors; an iterator is consumed bucket by bucket."""
+    if isinstance(named_tensors, Iterator):
+        return StreamedSource(named_tensors, name_map=name_map)
+    return PlannedSource(
+        named_tensors, expected=expected, tensors=tensors, name_map=name_map, plans=plans
+    )
+
+
+def digest_of(tensors: TensorList) -> str:
+    """Equal for the same list."""
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+
+def content_of(pairs: Pairs) -> str:
+    """Equal on two ranks that have the same names, dtypes and shapes in a bucket."""
+    content = json.dumps([(spec.name, spec.dtype, spec.shape) for spec in pairs.specs]).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _in_order(named: NamedTensors, tensors: TensorList) -> list[tuple[str, torch.Tensor]]:
+    """This rank's tensors in the order of rank 0's; those that rank 0 leaves out are left out."""
+    own = {plain_name(name): tensor for name, tensor in named_pairs(named)}
+    for name, dtype, shape in tensors:
+        if name not in own:
+            raise WeightMismatch(f"it has no tensor {name!r}, which rank 0 pushes", tensor=name)
+        check_is_tensor(name, own[name])
+        found = (str(own[name].dtype), list(own[name].shape))
+        if found != (dtype, shape):
+            raise WeightMismatch(
+                f"its tensor {name!r} is {found[0]} {found[1]}, rank 0's is {dtype} {shape}",
+                tensor=name,
+            )
+    return [(name, own[name]) for name, *_ in tensors]

@@ -1,0 +1,240 @@
+"""Weights are pushed by every rank of a trainer, and a fault of one ends the push on all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.embedded.tiny_model import make_tiny_model
+from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.shm_buffers import remove_leftovers
+from rollout.weights.tensors import bytes_fingerprint
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
+
+TRAINER = Path(__file__).with_name("rank_trainer.py")
+RANK_TIMEOUT_S = 4
+BUCKET_BYTES = 100_000
+
+
+class Ranks:
+    """The processes of a trainer."""
+
+    def __init__(self, run: DeploymentHandle, folder: Path, num_ranks: int) -> None:
+        model_path = run.config.servers["policy"].model_path
+        run_folder = Path(run.config.log_dir) / run.config.run_id
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, TRAINER, run_folder, model_path, folder / "meet", *numbers],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[2],
+            )
+            for numbers in ((str(rank), str(num_ranks)) for rank in range(num_ranks))
+        ]
+        self.writers = self.read()[0]["writers"]
+
+    def do(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """What each rank says of a command; of one that died, nothing."""
+        line = json.dumps({"do": command, **arguments}) + "\n"
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+        return self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        lines = [process.stdout.readline() for process in self.processes if process.stdout]
+        return [json.loads(line) if line else {} for line in lines]
+
+    def end(self) -> None:
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=30)
+            process.kill()
+            process.communicate()
+        remove_leftovers(Path("/dev/shm"))  # of ranks that were killed
+
+
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeploymentHandle]:
+    folder = tmp_path_factory.mktemp("run")
+    model_path = make_tiny_model(
+        folder / "tiny", architecture="qwen3", tie_embeddings=request.param == "tied"
+    )
+    config = {
+        "log_dir": str(folder),
+        "servers": {
+            "policy": {
+                "model_path": str(model_path),
+                "groups": {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}},
+                "weights": {"bucket_bytes": BUCKET_BYTES},
+            }
+        },
+    }
+    with launch(RolloutConfig.from_dict(config)) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
+    found = Ranks(run, tmp_path, 2)
+    yield found
+    found.end()
+
+
+def served_seed(run: DeploymentHandle, seed: int) -> None:
+    """Check that the engine holds what every rank draws from this seed."""
+    import urllib.request
+
+    manifest = read_checkpoint_manifest(run.config.servers["policy"].model_path)
+    assert manifest is not None
+    torch.manual_seed(seed)
+    wanted = {
+        name: bytes_fingerprint(name, torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
+        for name, spec in manifest.tensors.items()
+    }
+    (engine,) = run["policy"].status().result(30).groups[0].engines
+    request = urllib.request.Request(
+        f"{engine.endpoint.url}/weights_checker",
+        json.dumps({"action": "checksum"}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        found = json.load(reply)["ranks"][0]["checksums"]
+    assert found == {name: wanted[name] for name in found}
+
+
+def errors(said: list[dict[str, Any]]) -> set[str]:
+    return {f"{one['type']}: {one['error']}" for one in said}
+
+
+def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) -> None:
+    before = run["policy"].weight_version
+    assert ranks.writers == [0, 1]
+    said = ranks.do("push", seed=5)
+    assert [one.get("version") for one in said] == [before + 1] * 2, said
+    served_seed(run, 5)
+    # Each rank has written its share, and no rank more than that and one bucket.
+    total = sum(one["shm_bytes"] for one in said)
+    assert all(0 < one["shm_bytes"] <= total / 2 + 2 * BUCKET_BYTES for one in said)
+    run["policy"].offload().result(60)
+    said = ranks.do("push", seed=6)
+    assert [one.get("version") for one in said] == [before + 2] * 2, said
+    assert "resume_kv" in said[0]["phases"]
+    served_seed(run, 6)
+    said = ranks.do("compiled", seed=7)
+    assert [one.get("version") for one in said] == [before + 3] * 2, said
+    served_seed(run, 7)
+    said = ranks.do("push", seed=8, version=before + 9)
+    assert [one.get("version") for one in said] == [before + 9] * 2, said
+
+
+@pytest.mark.slow
+def test_a_generator_is_consumed_bucket_by_bucket(run: DeploymentHandle, ranks: Ranks) -> None:
+    before = run["policy"].weight_version
+    said = ranks.do("streamed", seed=9)
+    assert [one.get("version") for one in said] == [before + 1] * 2, said
+    served_seed(run, 9)
+    said = ranks.do("streamed", seed=10, without="model.norm.weight")
+    assert len(errors(said)) == 1
+    assert "lacks 1 of" in said[0]["error"]
+    assert run["policy"].status().result(30).gate != "open"
+    said = ranks.do("push", seed=11)
+    assert [one.get("version") for one in said] == [before + 2] * 2, said
+    served_seed(run, 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_other_tensors_is_named_before_anything_is_gathered(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    before = run["policy"].weight_version
+    said = ranks.do("other_names", rank=rank)
+    assert len(errors(said)) == 1, said
+    assert "another" in said[0]["error"] if rank == 0 else "rank 1: it has no" in said[0]["error"]
+    assert run["policy"].status().result(30).gate == "open"
+    assert ranks.do("push", seed=3)[1]["version"] == before + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_is_named_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    before = run["policy"].weight_version
+    said = ranks.do("raises", rank=rank)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank}: ValueError: a bad name map at" in said[0]["error"]
+    assert max(one["seconds"] for one in said) < RANK_TIMEOUT_S
+    assert run["policy"].status().result(30).gate != "open"
+    assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 1] * 2
+    served_seed(run, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
+    run: DeploymentHandle, ranks: Ranks, tmp_path: Path, rank: int
+) -> None:
+    before = run["policy"].weight_version
+    said = ranks.do("dies", rank=rank)
+    assert said[rank] == {}
+    other = said[1 - rank]
+    assert other["type"] == "RankFailure"
+    assert f"rank {rank} " in other["error"]
+    assert other["seconds"] < 2 * RANK_TIMEOUT_S
+    assert run["policy"].status().result(30).gate != "open"
+    (tmp_path / "new").mkdir()
+    others = Ranks(run, tmp_path / "new", 2)
+    try:
+        assert [one["version"] for one in others.do("push", seed=4)] == [before + 1] * 2
+        served_seed(run, 4)
+    finally:
+        others.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["tied"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_be_late_but_not_too_late(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    before = run["policy"].weight_version
+    assert [one["version"] for one in ranks.do("late", rank=rank, seconds=2)] == [before + 1] * 2
+    said = ranks.do("late", rank=rank, seconds=2 * RANK_TIMEOUT_S)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank} " in said[0]["error"]
+    assert said[1 - rank]["seconds"] < RANK_TIMEOUT_S + 2
+    assert run["policy"].status().result(30).gate == "open"
+    assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["untied"], indirect=True)
+def test_four_ranks_write_a_quarter_each(run: DeploymentHandle, tmp_path: Path) -> None:
+    ranks = Ranks(run, tmp_path, 4)
+    try:
+        assert ranks.writers == [0, 1, 2, 3]
+        said = ranks.do("push", seed=5)
+        total = sum(one["shm_bytes"] for one in said)
+        assert all(0 < one["shm_bytes"] <= total / 4 + BUCKET_BYTES for one in said)
+        served_seed(run, 5)
+    finally:
+        ranks.end()

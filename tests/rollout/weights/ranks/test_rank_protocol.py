@@ -1,0 +1,337 @@
+"""The words of a push's ranks, in virtual time: faults at every step of every rank.
+
+A simulated collective ends when all ranks are in it, or fails for all when one has died.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
+from rollout.weights.ranks.rank_protocol import (
+    AwaitEngines,
+    Begin,
+    Claim,
+    Delete,
+    Get,
+    Make,
+    Offer,
+    Plan,
+    Prepare,
+    PushRound,
+    Put,
+    Steps,
+    error_of,
+    error_to_word,
+)
+
+TIMEOUT_S = 30.0
+NUM_BUCKETS = 3
+GATHER_S = 0.5
+APPLY_S = 2.0
+REPORT = {"weight_version": 7}
+
+
+class Died(Exception):
+    """The end of a simulated process."""
+
+
+@dataclass
+class Fault:
+    """What happens to one rank before its step number ``step``."""
+
+    rank: int
+    step: int
+    kind: str
+    late_s: float = 0.0
+
+
+@dataclass
+class Rank:
+    number: int
+    steps: Steps[Mapping[str, Any]]
+    num_steps: int = 0
+    result: Any = None
+    ended_s: float | None = None
+    has_died: bool = False
+
+
+@dataclass
+class World:
+    """All ranks of one push, the store between them, and the engines behind rank 0."""
+
+    num_ranks: int
+    fault: Fault | None = None
+    engine_error: tuple[str, RolloutError] | None = None
+    apply_s: float = APPLY_S
+    words: dict[str, Any] = field(default_factory=dict)
+    waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
+    gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
+    applied_s: list[float] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._queue: list[tuple[float, int, int, Any]] = []
+        self._order = itertools.count()
+        self.rounds = [
+            PushRound("p", rank, self.num_ranks, TIMEOUT_S) for rank in range(self.num_ranks)
+        ]
+        self.ranks = [
+            Rank(rank, one.lead({}) if rank == 0 else one.follow({"ready": rank}))
+            for rank, one in enumerate(self.rounds)
+        ]
+
+    def run(self) -> None:
+        for rank in self.ranks:
+            self._later(0.0, rank, None)
+        while self._queue:
+            self.now, _, number, value = heapq.heappop(self._queue)
+            if not callable(value):
+                self._resume(self.ranks[number], value)
+            elif (result := value()) is not _STILL:
+                self._resume(self.ranks[number], result)
+        assert not self.waiting
+        assert not self.gathering
+
+    def _later(self, seconds: float, rank: Rank, value: Any) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._order), rank.number, value))
+
+    def _resume(self, rank: Rank, value: Any) -> None:
+        if rank.has_died or rank.ended_s is not None:
+            return
+        try:
+            if isinstance(value, BaseException):
+                step = rank.steps.throw(value)
+            else:
+                step = rank.steps.send(value)
+        except StopIteration as ended:
+            rank.result, rank.ended_s = ended.value, self.now
+            return
+        except RolloutError as error:
+            rank.result, rank.ended_s = error, self.now
+            return
+        rank.num_steps += 1
+        fault = self.fault
+        if fault is not None and (fault.rank, fault.step) == (rank.number, rank.num_steps):
+            if fault.kind == "dies":
+                self._die(rank)
+                return
+            if fault.kind == "late":
+                self._later(fault.late_s, rank, lambda: self._begin(rank, step))
+                return
+            if fault.kind == "raises" and isinstance(step, Prepare):
+                self._later(0.1, rank, ValueError("a bad name map"))
+                return
+            if fault.kind == "raises" and isinstance(step, Make):
+                # Its own code, after the collective.
+                self._gather(rank, step, ValueError("a bad name map"))
+                return
+        if self._begin(rank, step) is not _STILL:
+            raise AssertionError(step)
+
+    def _die(self, rank: Rank) -> None:
+        rank.has_died = True
+        # A backend that notices: gloo.
+        for number in list(self.gathering):
+            del self.gathering[number]
+            self._later(0.1, self.ranks[number], RuntimeError("connection closed by peer"))
+        if rank.number == 0:
+            for number in list(self.waiting):
+                del self.waiting[number]
+                self._later(0.0, self.ranks[number], RankFailure("rank 0 has ended", ranks=(0,)))
+
+    def _begin(self, rank: Rank, step: Any) -> Any:
+        leader_has_died = self.ranks[0].has_died
+        match step:
+            case Put() | Claim() | Get() if leader_has_died:
+                self._later(0.0, rank, RankFailure("rank 0 has ended", ranks=(0,)))
+            case Put(key, word) | Claim(key, word):
+                stored = self.words.get(key, word) if isinstance(step, Claim) else word
+                self.words[key] = stored
+                self._later(0.001, rank, stored)
+                for number, (get, _) in list(self.waiting.items()):
+                    if all(wanted in self.words for wanted in get.keys):
+                        del self.waiting[number]
+                        self._later(
+                            0.001, self.ranks[number], [self.words[wanted] for wanted in get.keys]
+                        )
+            case Get(keys, timeout_s):
+                if all(key in self.words for key in keys):
+                    self._later(0.001, rank, [self.words[key] for key in keys])
+                else:
+                    entry = (step, self.now)
+                    self.waiting[rank.number] = entry
+                    self._later(timeout_s, rank, lambda: self._timed_out(rank, entry))
+            case Delete(keys):
+                for key in keys:
+                    self.words.pop(key, None)
+                self._later(0.0, rank, None)
+            case Make():
+                self._gather(rank, step)
+            case Prepare():
+                word = {"fits": rank.number}
+                self._later(0.1, rank, word)
+            case Begin():
+                self._later(0.1, rank, self._engines_say("begin"))
+            case Plan(words):
+                assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
+                self._later(0.2, rank, self._engines_say("plan") or {"plan": 1})
+            case Offer(index, words):
+                assert [word["made_by"] for word in words] == list(range(self.num_ranks))
+                assert index == len(self.applied_s)
+                self.applied_s.append(self.now + self.apply_s)
+                self._later(0.0, rank, self._engines_say(f"offer {index}"))
+            case AwaitEngines(index, timeout_s):
+                said = self._engines_say("end" if index is None else f"await {index}")
+                done = {None: self.applied_s[-1:], 0: [], 1: []}.get(
+                    index, self.applied_s[: (index or 0) - 1][-1:]
+                )
+                ready_s = max(0.0, *(at - self.now for at in done)) if done else 0.0
+                if ready_s <= timeout_s:
+                    self._later(ready_s, rank, said or (REPORT if index is None else {}))
+                else:
+                    self._later(timeout_s, rank, None)
+        return _STILL
+
+    def _timed_out(self, rank: Rank, entry: tuple[Get, float]) -> Any:
+        if self.waiting.get(rank.number) is not entry:
+            return _STILL
+        del self.waiting[rank.number]
+        return [self.words.get(key) for key in entry[0].keys]
+
+    def _gather(self, rank: Rank, step: Make, error: Exception | None = None) -> None:
+        if any(other.has_died for other in self.ranks):
+            self._later(0.1, rank, RuntimeError("connection closed by peer"))
+            return
+        self.gathering[rank.number] = step.index, self.now
+        rank.result = error
+        if len(self.gathering) == self.num_ranks:
+            assert len({index for index, _ in self.gathering.values()}) == 1
+            for number in self.gathering:
+                own = self.ranks[number].result
+                word = {"made_by": number, "is_last": step.index == NUM_BUCKETS - 1}
+                self._later(GATHER_S, self.ranks[number], own or word)
+            self.gathering.clear()
+
+    def _engines_say(self, when: str) -> RolloutError | None:
+        return self.engine_error[1] if self.engine_error and self.engine_error[0] == when else None
+
+
+_STILL = object()
+
+
+def results(world: World) -> list[Any]:
+    """The same text for the same report or error, of the ranks that live."""
+    return [
+        f"{type(rank.result).__name__}: {rank.result}"
+        if isinstance(rank.result, Exception)
+        else rank.result
+        for rank in world.ranks
+        if not rank.has_died
+    ]
+
+
+def check(world: World, within_s: float) -> None:
+    """All ranks that live have ended in time, with one result."""
+    for rank in world.ranks:
+        assert rank.has_died or rank.ended_s is not None, f"rank {rank.number} waits for ever"
+        assert rank.has_died or (rank.ended_s is not None and rank.ended_s <= within_s), (
+            rank.number,
+            rank.ended_s,
+        )
+    assert len({str(result) for result in results(world)}) == 1, results(world)
+
+
+def undisturbed(num_ranks: int) -> World:
+    world = World(num_ranks)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_push_without_faults_ends_with_the_report_on_all_ranks(num_ranks: int) -> None:
+    world = undisturbed(num_ranks)
+    check(world, within_s=20)
+    assert results(world) == [REPORT] * num_ranks
+    left = {key for one in world.rounds[:1] for key in one.words_left()}
+    assert world.words.keys() <= left
+
+
+def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
+    return [
+        Fault(rank.number, step, kind, late_s)
+        for rank in undisturbed(3).ranks
+        for step in range(1, rank.num_steps + 1)
+    ]
+
+
+@pytest.mark.parametrize("fault", faults("dies"), ids=str)
+def test_a_rank_that_dies_anywhere_ends_the_push_on_all_others(fault: Fault) -> None:
+    world = World(3, fault)
+    world.run()
+    check(world, within_s=20 + TIMEOUT_S)
+    for result in results(world):
+        assert result == REPORT or "rank" in str(result)
+    if fault.rank == 0:
+        assert all("rank 0" in str(result) or result == REPORT for result in results(world))
+
+
+@pytest.mark.parametrize("fault", faults("late", 15.0), ids=str)
+def test_a_rank_that_is_late_but_in_time_ends_no_push(fault: Fault) -> None:
+    world = World(3, fault)
+    world.run()
+    check(world, within_s=40)
+    assert results(world) == [REPORT] * 3
+
+
+@pytest.mark.parametrize("fault", faults("late", 200.0), ids=str)
+def test_a_rank_that_is_too_late_gets_the_error_of_the_others(fault: Fault) -> None:
+    world = World(3, fault)
+    world.run()
+    for rank in world.ranks:
+        assert rank.ended_s is not None
+    texts = {str(result) for result in results(world)}
+    # A rank that hangs inside a collective holds the others there: only the backend can end that.
+    if texts != {str(REPORT)}:
+        assert all(f"rank {fault.rank}" in text or text == str(REPORT) for text in texts), texts
+
+
+@pytest.mark.parametrize("fault", faults("raises"), ids=str)
+def test_a_rank_whose_code_raises_is_named_on_all_ranks(fault: Fault) -> None:
+    world = World(3, fault)
+    world.run()
+    check(world, within_s=20)
+    if not any(result == REPORT for result in results(world)):
+        assert all("a bad name map" in str(result) for result in results(world))
+
+
+@pytest.mark.parametrize(
+    "when", ["plan", "begin", "await 0", "await 1", "await 2", "offer 1", "end"]
+)
+def test_an_error_of_the_engines_reaches_all_ranks(when: str) -> None:
+    error = WeightMismatch("tensor 'a' has shape [2]", tensor="a")
+    world = World(3, engine_error=(when, error))
+    world.run()
+    check(world, within_s=20)
+    assert all("tensor 'a' has shape [2]" in str(result) for result in results(world))
+    assert all(rank.result.tensor == "a" for rank in world.ranks)
+
+
+def test_slow_engines_hold_all_ranks_without_an_error() -> None:
+    world = World(3, apply_s=20 * TIMEOUT_S)
+    world.run()
+    assert results(world) == [REPORT] * 3
+
+
+def test_an_error_keeps_its_type_and_fields() -> None:
+    error = error_of(error_to_word(WeightMismatch("no", tensor="w", engine_id="e"), "rank 3: "))
+    assert (type(error), str(error), error.tensor) == (WeightMismatch, "rank 3: no", "w")  # type: ignore[attr-defined]
+    foreign = error_of(error_to_word(KeyError("x"), "rank 1: "))
+    assert isinstance(foreign, RankFailure)
+    assert str(foreign).startswith("rank 1: KeyError")
