@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
+from rollout.config import Transport
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 
@@ -56,6 +57,21 @@ class Trainer:
 
     def push(self, seed: int, **more: Any) -> Any:
         return self.pusher.push(self.sharded(seed), **more)
+
+    def push_by(self, transport: str, seed: int, is_streamed: bool = False) -> Any:
+        config = self.pusher.config
+        weights = config.weights.model_copy(update={"transport": Transport(transport)})
+        self.pusher.config = config.model_copy(update={"weights": weights})
+        return self.streamed(seed) if is_streamed else self.push(seed)
+
+    def push_wide(self, seed: int) -> Any:
+        """Tensors of float64, which no engine would take, pushed as float32."""
+        wide = {
+            name: shard.to(torch.float64)
+            for name, shard in self.sharded(seed).items()
+            if name in self.manifest.tensors
+        }
+        return self.pusher.push(wide, dtype=torch.float32)
 
     def compiled(self, seed: int) -> Any:
         return self.pusher.push(self.sharded(seed, "_orig_mod."))

@@ -143,6 +143,26 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
 
 
 @pytest.mark.slow
+def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ranks) -> None:
+    before = run["policy"].weight_version
+    for number, transport in enumerate(("tensor", "distributed", "distributed"), 1):
+        said = ranks.do("push_by", transport=transport, seed=20 + number)
+        assert [one.get("version") for one in said] == [before + number] * 2, said
+        served_seed(run, 20 + number)
+    said = ranks.do("push_by", transport="distributed", seed=30, is_streamed=True)
+    assert [one.get("version") for one in said] == [before + 4] * 2, said
+    served_seed(run, 30)
+
+
+@pytest.mark.slow
+def test_tensors_are_cast_before_they_are_gathered(run: DeploymentHandle, ranks: Ranks) -> None:
+    said = ranks.do("push_wide", seed=40)
+    assert len({one.get("version", one.get("error")) for one in said}) == 1
+    assert "version" in said[0], said
+    served_seed(run, 40)
+
+
+@pytest.mark.slow
 def test_a_generator_is_consumed_bucket_by_bucket(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
     said = ranks.do("streamed", seed=9)
@@ -181,7 +201,7 @@ def test_a_rank_that_raises_is_named_on_all_ranks(
     said = ranks.do("raises", rank=rank)
     assert len(errors(said)) == 1, said
     assert f"rank {rank}: ValueError: a bad name map at" in said[0]["error"]
-    assert max(one["seconds"] for one in said) < RANK_TIMEOUT_S
+    assert max(one["seconds"] for one in said) < 4 * RANK_TIMEOUT_S
     assert run["policy"].status().result(30).gate != "open"
     assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 1] * 2
     served_seed(run, 4)
@@ -199,7 +219,7 @@ def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
     other = said[1 - rank]
     assert other["type"] == "RankFailure"
     assert f"rank {rank} " in other["error"]
-    assert other["seconds"] < 2 * RANK_TIMEOUT_S
+    assert other["seconds"] < 4 * RANK_TIMEOUT_S
     assert run["policy"].status().result(30).gate != "open"
     (tmp_path / "new").mkdir()
     others = Ranks(run, tmp_path / "new", 2)
@@ -221,7 +241,7 @@ def test_a_rank_may_be_late_but_not_too_late(
     said = ranks.do("late", rank=rank, seconds=2 * RANK_TIMEOUT_S)
     assert len(errors(said)) == 1, said
     assert f"rank {rank} " in said[0]["error"]
-    assert said[1 - rank]["seconds"] < RANK_TIMEOUT_S + 2
+    assert said[1 - rank]["seconds"] < 1.8 * RANK_TIMEOUT_S
     assert run["policy"].status().result(30).gate == "open"
     assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 2] * 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -19,14 +19,14 @@ from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_push
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
-from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
+from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.transport_choice import choose_transport
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.bucket_handover import BucketHandover
+from rollout.weights.ranks.bucket_handover import BucketHandover, GatheredWeights
 from rollout.weights.ranks.bucket_makers import (
     BucketMaker,
+    RankZeroMaker,
     SharedMemoryMaker,
-    ValueMaker,
     check_same,
     with_content,
 )
@@ -45,18 +45,23 @@ from rollout.weights.ranks.rank_sources import (
     PlannedSource,
     StreamedSource,
     TensorList,
+    cast_to,
     digest_of,
     make_source,
 )
-from rollout.weights.tensors import NamedTensors, NameMap, PushPlanCache
+from rollout.weights.tensors import (
+    Dtype,
+    KeptGroup,
+    NamedTensors,
+    NameMap,
+    OutgoingPush,
+    PushPlanCache,
+    PushSender,
+)
 from rollout.weights.tensors.tensor_sources import Pairs
-from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath, ByValue
+from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath
 
 _REPORT = TypeAdapter(StepReport)
-_CARRIERS = {
-    Transport.SHARED_MEMORY: ByPath(),
-    Transport.TENSOR: ByValue(load_format="flattened_bucket"),
-}
 # Words of so many pushes stay for ranks that are late.
 _PUSHES_REMEMBERED = 4
 Word = Mapping[str, Any]
@@ -80,6 +85,7 @@ class Pusher:
         self.timeout_s = timeout_s
         self.pool = ShmBufferPool(config.weights.shared_memory_path)
         self.plans = PushPlanCache()
+        self.kept = KeptGroup()
         self.tensors: TensorList = ()
         # Which ranks share the memory of rank 0's host.
         self.writers = link.sharing(config.weights.shared_memory_path)
@@ -92,6 +98,7 @@ class Pusher:
         *,
         version: int | None = None,
         name_map: NameMap | None = None,
+        dtype: Dtype | None = None,
     ) -> StepReport:
         """Push new weights from all ranks, and serve them.
 
@@ -103,6 +110,7 @@ class Pusher:
                 in the same order on every rank, and may gather them itself.
             version: the new weight version; by default one more than the server's.
             name_map: see ``ServerHandle.onload``.
+            dtype: of float tensors, which are cast before they are gathered.
 
         Raises:
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
@@ -111,7 +119,7 @@ class Pusher:
         self._num_pushes += 1
         link = self.link
         turn = PushRound(str(self._num_pushes), link.rank, link.num_ranks, self.timeout_s)
-        work = _RankWork(self, named_tensors, name_map)
+        work = _RankWork(self, named_tensors, name_map, dtype)
         chosen = None if version is None else checked_version(version)
         ready = {"knows": digest_of(self.tensors), "version": chosen}
         try:
@@ -123,8 +131,14 @@ class Pusher:
         return _REPORT.validate_python(report)
 
     def close(self) -> None:
-        """Free this rank's shared memory."""
+        """Free this rank's shared memory, and leave the broadcast group."""
+        self.kept.close()
         self.pool.close()
+
+    @cached_property
+    def expected(self) -> Manifest | None:
+        """The tensors of a full push; None if the checkpoint has no list."""
+        return self.caller.call(RolloutServer.expected_manifest).result()
 
     def __enter__(self) -> Pusher:
         return self
@@ -145,21 +159,26 @@ class _RankWork:
     """What one rank does in one push, besides exchanging words."""
 
     def __init__(
-        self, pusher: Pusher, named_tensors: NamedTensors, name_map: NameMap | None
+        self,
+        pusher: Pusher,
+        named_tensors: NamedTensors,
+        name_map: NameMap | None,
+        dtype: Dtype | None,
     ) -> None:
         self._pusher = pusher
         self._config = pusher.config.weights
         self._caller = pusher.caller
         self._named_tensors = named_tensors
         self._name_map = name_map
+        self._dtype = dtype
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._maker: BucketMaker | None = None
-        self._check = _BucketCheck(None, self._config)
+        self._check = _BucketCheck(pusher.expected, self._config)
         self._version = 0
         self._transport = Transport.TENSOR
-        self._handover = BucketHandover()
-        self._stream: PushStreamServer | None = None
+        self._handover: BucketHandover[Any] = BucketHandover()
+        self._outgoing: OutgoingPush | None = None
         self._pending: Pending[StepReport] | None = None
 
     def do(self, step: Step) -> Any:
@@ -182,8 +201,8 @@ class _RankWork:
     def close(self) -> None:
         """Free what the push holds, also after a failure."""
         self._handover.close()
-        if self._stream is not None:
-            self._stream.close()
+        if self._outgoing is not None:
+            self._outgoing.close()
         if self._pending is not None:
             # After a failure here, the server ends the push too, before the next one begins.
             with suppress(Exception):
@@ -203,28 +222,31 @@ class _RankWork:
                 expected=None,
                 tensors=pusher.tensors,
                 name_map=self._name_map,
+                dtype=self._dtype,
                 plans=pusher.plans,
             )
         if isinstance(self._source, StreamedSource) is not plan["is_streamed"]:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._buckets = self._source.buckets(plan["bucket_bytes"])
-        fingerprint = self._config.fingerprint
         if plan["transport"] == Transport.SHARED_MEMORY:
             rank, writers = pusher.link.rank, pusher.writers
             self._maker = SharedMemoryMaker(
                 pusher.pool,
                 turn=writers.index(rank) if rank in writers else None,
                 num_writers=len(writers),
-                fingerprint=fingerprint,
+                fingerprint=self._config.fingerprint,
             )
         else:
-            self._maker = ValueMaker(is_sender=pusher.link.rank == 0, fingerprint=fingerprint)
+            self._maker = RankZeroMaker()
         return {}
 
     def _make(self, index: int) -> Word:
         assert self._maker is not None
         pairs, is_last = next(self._buckets)
         self._check(pairs, is_last)
+        if isinstance(self._source, StreamedSource):
+            # The push announces the model's dtypes, because these are known only now.
+            pairs = cast_to(pairs, self._pusher.expected)
         return with_content(self._maker.make(index, pairs), pairs, is_last)
 
     # -- rank 0 -----------------------------------------------------------------------------
@@ -232,14 +254,14 @@ class _RankWork:
     def _plan(self, words: Sequence[Word]) -> Word:
         pusher, config = self._pusher, self._pusher.config
         status = self._caller.call(RolloutServer.status).result()
-        expected = self._caller.call(RolloutServer.expected_manifest).result()
+        expected = pusher.expected
         self._version = _agreed_version(words) or status.weight_version + 1
-        self._check = _BucketCheck(expected, self._config)
         self._source = make_source(
             self._named_tensors,
             expected=expected,
             tensors=None,
             name_map=self._name_map,
+            dtype=self._dtype,
             plans=pusher.plans,
         )
         is_streamed = isinstance(self._source, StreamedSource)
@@ -275,12 +297,21 @@ class _RankWork:
 
     def _choose_transport(self, status: ServerStatus) -> Transport:
         wanted = self._config.transport
-        if wanted not in (Transport.AUTO, Transport.SHARED_MEMORY, Transport.TENSOR):
+        if wanted is Transport.DISK:
             raise ConfigError(
-                f"weights.transport = {wanted}: a push by all ranks needs shared_memory or tensor",
+                "weights.transport = disk: save the checkpoint from one rank with onload(tensors), "
+                "or choose shared_memory, distributed or tensor",
                 setting="weights.transport",
                 value=wanted.value,
             )
+        if wanted is Transport.CUDA_IPC and self._pusher.link.num_ranks > 1:
+            raise ConfigError(
+                "weights.transport = cuda_ipc: with several ranks use shared_memory or distributed",
+                setting="weights.transport",
+                value=wanted.value,
+            )
+        if wanted in (Transport.DISTRIBUTED, Transport.TENSOR):
+            return wanted
         remote = [
             engine.engine_id
             for group in status.groups
@@ -300,28 +331,39 @@ class _RankWork:
     def _begin(self) -> None:
         assert self._source is not None
         is_serving = self._caller.call(RolloutServer.status).result().gate == "open"
-        self._stream = PushStreamServer(
-            self._handover,
-            host=self._caller.own_host(),
-            timeout_s=self._pusher.config.lifecycle.update_timeout_s,
-        )
-        manifest = self._check.expected
-        if isinstance(self._source, PlannedSource):
-            manifest = self._source.manifest
-        push = WeightPush(
-            self._version,
-            manifest or Manifest({}),
-            carrier=_CARRIERS[self._transport],
-            stream=self._stream.address,
-        )
+        self._outgoing = self._streamed(self._manifest())
+        push = self._caller.ship(self._outgoing.push)
         send = RolloutServer.update_and_continue if is_serving else RolloutServer.onload
-        self._pending = self._caller.call(send, self._caller.ship(push)).then(self._handover.close)
+        self._pending = self._caller.call(send, push).then(self._handover.close)
+
+    def _manifest(self) -> Manifest:
+        if isinstance(self._source, PlannedSource):
+            return self._source.manifest
+        return self._pusher.expected or Manifest({})
+
+    def _streamed(self, manifest: Manifest) -> OutgoingPush:
+        pusher, host = self._pusher, self._caller.own_host()
+        timeout_s = pusher.config.lifecycle.update_timeout_s
+        if self._transport is Transport.SHARED_MEMORY:
+            server = PushStreamServer(self._handover, host=host, timeout_s=timeout_s)
+            push = WeightPush(self._version, manifest, carrier=ByPath(), stream=server.address)
+            return OutgoingPush(push, server.close)
+        is_on_cuda = isinstance(self._source, PlannedSource) and self._source.is_on_cuda
+        sender = PushSender(
+            self._config,
+            pusher.pool,
+            host=host,
+            timeout_s=timeout_s,
+            model_path=pusher.config.model_path,
+            kept=pusher.kept,
+        )
+        weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
+        return sender.stream(weights, self._version, self._transport)
 
     def _offer(self, words: Sequence[Word]) -> None:
         assert self._maker is not None
         check_same(words)
-        bucket = self._maker.joined(words, bool(words[0]["is_last"]))
-        self._handover.put(replace(bucket, fingerprints=self._check.comparable(bucket)))
+        self._handover.put(self._maker.joined(words, bool(words[0]["is_last"])))
 
     def _await_engines(self, index: int | None, timeout_s: float) -> Word | None:
         assert self._pending is not None
@@ -349,7 +391,7 @@ class _BucketCheck:
     """
 
     def __init__(self, expected: Manifest | None, config: WeightsConfig) -> None:
-        self.expected = expected
+        self._expected = expected
         self._config = config
         self._seen: dict[str, TensorSpec] = {}
 
@@ -363,20 +405,11 @@ class _BucketCheck:
             if spec.name in self._seen:
                 raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
             self._seen[spec.name] = spec
-        if self.expected is None:
+        if self._expected is None:
             return
         is_full = is_last and self._config.update is WeightUpdate.FULL
         checked = Manifest(self._seen) if is_last else Manifest.of(pairs.specs)
-        check_push(checked, self.expected, must_be_complete=is_full, casts=self._config.casts)
-
-    def comparable(self, bucket: StreamedBucket) -> dict[str, str]:
-        """The fingerprints of tensors that the engine keeps as they are pushed."""
-        known = {} if self.expected is None else self.expected.tensors
-        return {
-            name: fingerprint
-            for name, fingerprint in bucket.fingerprints.items()
-            if name not in known or known[name].dtype == self._seen[name].dtype
-        }
+        check_push(checked, self._expected, must_be_complete=is_full, casts=self._config.casts)
 
 
 def _agreed_version(words: Sequence[Word]) -> int | None:

@@ -8,19 +8,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
-from rollout.weights.push.stream_server import StreamedBucket
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.ranks.bucket_makers import GatheredBucket
+
+T = TypeVar("T")
 
 
-class BucketHandover:
-    """The iterable of a ``PushStreamServer``, filled from another thread.
+class BucketHandover(Generic[T]):
+    """An iterable for a stream's thread, filled from another thread.
 
     Always true: at most one bucket waits here; both sides are released when either ends.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._bucket: StreamedBucket | None = None
+        self._bucket: T | None = None
         self._num_wanted = 0
         self._is_over = False
 
@@ -42,7 +46,7 @@ class BucketHandover:
         """Whether the stream takes no more buckets."""
         return self._is_over
 
-    def put(self, bucket: StreamedBucket) -> None:
+    def put(self, bucket: T) -> None:
         """Give the stream the bucket that it asked for."""
         with self._changed:
             self._bucket = bucket
@@ -50,10 +54,10 @@ class BucketHandover:
 
     # -- the stream's thread ----------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[StreamedBucket]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> StreamedBucket:
+    def __next__(self) -> T:
         with self._changed:
             self._num_wanted += 1
             self._changed.notify_all()
@@ -69,3 +73,18 @@ class BucketHandover:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+
+
+class GatheredWeights:
+    """Buckets that are gathered elsewhere, for ``PushSender.stream``."""
+
+    def __init__(
+        self, manifest: Manifest, buckets: BucketHandover[GatheredBucket], *, is_on_cuda: bool
+    ) -> None:
+        self.manifest = manifest
+        self.is_on_cuda = is_on_cuda
+        self._buckets = buckets
+
+    def gathered(self, most_bytes: int | None = None) -> Iterator[GatheredBucket]:
+        """Each bucket's whole tensors, and whether it is the last."""
+        return iter(self._buckets)

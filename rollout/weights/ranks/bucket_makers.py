@@ -13,11 +13,12 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
 from rollout.weights.push.stream_server import BUCKETS_AHEAD, StreamedBucket
 from rollout.weights.ranks.rank_sources import content_of
-from rollout.weights.tensors.bucket_writer import fingerprints_of, write_shm_buffer
-from rollout.weights.tensors.payload import flattened_bucket
+from rollout.weights.tensors.bucket_writer import write_shm_buffer
 from rollout.weights.tensors.tensor_sources import Pairs
 
 Word = Mapping[str, Any]
+GatheredBucket = tuple[Pairs, bool]
+"""Whole tensors, and whether they are the last."""
 
 
 class BucketMaker(Protocol):
@@ -27,7 +28,7 @@ class BucketMaker(Protocol):
         """This rank's part, as a word for rank 0."""
         ...
 
-    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket:
+    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket | GatheredBucket:
         """On rank 0: the bucket, from the words of all ranks."""
         ...
 
@@ -74,29 +75,23 @@ class SharedMemoryMaker:
             self._pool.give(self._taken.popitem()[1])
 
 
-class ValueMaker:
-    """Rank 0 sends the bytes of every bucket; the others only gather."""
+class RankZeroMaker:
+    """Rank 0 sends every bucket by itself; the others only gather."""
 
-    def __init__(self, *, is_sender: bool, fingerprint: bool) -> None:
-        self._is_sender = is_sender
-        self._fingerprint = fingerprint
-        self._made: StreamedBucket | None = None
+    def __init__(self) -> None:
+        self._pairs: Pairs | None = None
 
     def make(self, index: int, pairs: Pairs) -> dict[str, Any]:
-        if not self._is_sender:
-            return {}
-        found = fingerprints_of(pairs) if self._fingerprint else {}
-        payload = flattened_bucket(pairs)
-        self._made = StreamedBucket(payload, False, found)
-        return {"num_bytes": len(payload)}
+        self._pairs = pairs
+        return {}
 
-    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket:
-        assert self._made is not None
-        made, self._made = self._made, None
-        return StreamedBucket(made.payload, is_last, made.fingerprints)
+    def joined(self, words: Sequence[Word], is_last: bool) -> GatheredBucket:
+        pairs, self._pairs = self._pairs, None
+        assert pairs is not None
+        return pairs, is_last
 
     def close(self) -> None:
-        self._made = None
+        self._pairs = None
 
 
 def check_same(words: Sequence[Word]) -> None:

@@ -50,6 +50,7 @@ class PlannedSource:
         expected: Manifest | None,
         tensors: TensorList | None,
         name_map: NameMap | None,
+        dtype: torch.dtype | None,
         plans: PushPlanCache,
     ) -> None:
         if tensors is not None:
@@ -60,8 +61,13 @@ class PlannedSource:
             expected=expected,
             name_map=name_map,
             plans=plans,
+            dtype=dtype,
         )
         self.manifest = self._weights.manifest
+
+    @property
+    def is_on_cuda(self) -> bool:
+        return self._weights.is_on_cuda
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +94,11 @@ class StreamedSource:
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         *,
         name_map: NameMap | None,
+        dtype: torch.dtype | None,
     ) -> None:
         self._named = named_tensors
         self._name_map = name_map
+        self._dtype = dtype
 
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether it is the last."""
@@ -109,7 +117,7 @@ class StreamedSource:
 
     def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named_pairs(self._named):
-            whole = gathered_whole([tensor])[0]
+            whole = gathered_whole([tensor], self._dtype)[0]
             if self._name_map is None:
                 yield plain_name(name), whole
             else:
@@ -122,19 +130,34 @@ def make_source(
     expected: Manifest | None,
     tensors: TensorList | None,
     name_map: NameMap | None,
+    dtype: torch.dtype | None,
     plans: PushPlanCache,
 ) -> PlannedSource | StreamedSource:
     """The source for these tensors; an iterator is consumed bucket by bucket."""
     if isinstance(named_tensors, Iterator):
-        return StreamedSource(named_tensors, name_map=name_map)
+        return StreamedSource(named_tensors, name_map=name_map, dtype=dtype)
     return PlannedSource(
-        named_tensors, expected=expected, tensors=tensors, name_map=name_map, plans=plans
+        named_tensors,
+        expected=expected,
+        tensors=tensors,
+        name_map=name_map,
+        dtype=dtype,
+        plans=plans,
     )
 
 
 def digest_of(tensors: TensorList) -> str:
     """Equal for the same list."""
     return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+
+def cast_to(pairs: Pairs, expected: Manifest | None) -> Pairs:
+    """The tensors in the dtypes of the model."""
+    known = {} if expected is None else expected.tensors
+    return Pairs.of(
+        (name, tensor.to(getattr(torch, known[name].dtype)) if name in known else tensor)
+        for name, tensor in pairs
+    )
 
 
 def content_of(pairs: Pairs) -> str:

@@ -18,7 +18,7 @@ from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.broadcast_sender import KeptGroup, NcclTerms
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
-from rollout.weights.tensors.push_plan import NameMap, PushPlanCache
+from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
 from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights, take_part
 
@@ -70,6 +70,7 @@ def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[f
 
 
 __all__ = [
+    "Dtype",
     "KeptGroup",
     "NameMap",
     "NamedTensors",

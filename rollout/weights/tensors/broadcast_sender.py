@@ -38,7 +38,7 @@ from rollout.weights.tensors.flat_buffers import (
     is_worth_flattening,
     split_bucket,
 )
-from rollout.weights.tensors.tensor_sources import Pairs, TrainerWeights
+from rollout.weights.tensors.tensor_sources import BucketsOfTensors, Pairs
 from rollout.weights.transports.broadcast_group import BroadcastMember, can_be_kept, is_same_group
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class BroadcastPush:
 
     def __init__(
         self,
-        weights: TrainerWeights,
+        weights: BucketsOfTensors,
         version: int,
         settings: WeightsConfig,
         host: str,

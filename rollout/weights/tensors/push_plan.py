@@ -46,6 +46,8 @@ DTensors are gathered here.  The caller gathers all other shards of tensor, pipe
 parallelism: pass an iterable of (name, tensor) that uses the framework's own gathers.
 """
 
+Dtype = torch.dtype
+
 # For the whole model, for a part of it that is pushed in between, and so on.
 _MOST_PLANS = 4
 
@@ -100,26 +102,41 @@ class PushPlan:
     name_map: NameMap | None
     manifest: Manifest
     num_bytes: int
+    dtype: torch.dtype | None = None
     _shares: dict[int, list[PlannedBucket]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+        cls,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        name_map: NameMap | None,
+        dtype: torch.dtype | None = None,
     ) -> PushPlan:
         """The plan of these tensors.
+
+        Args:
+            dtype: of float tensors before the name map; None keeps theirs.
 
         Raises:
             WeightMismatch: a value is not a tensor, or a name occurs twice.
         """
-        parts = [_plan_tensor(*pair, name_map) for pair in zip(names, tensors, strict=True)]
+        parts = [_plan_tensor(*pair, name_map, dtype) for pair in zip(names, tensors, strict=True)]
         manifest = Manifest.of(spec for part in parts for spec in part.specs)
-        return cls(parts, name_map, manifest, sum(part.num_bytes for part in parts))
+        num_bytes = sum(part.num_bytes for part in parts)
+        return cls(parts, name_map, manifest, num_bytes, dtype)
 
     def fits(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        name_map: NameMap | None,
+        dtype: torch.dtype | None = None,
     ) -> bool:
         """Whether it is also the plan of these tensors."""
-        if name_map is not self.name_map or len(names) != len(self.parts):
+        if name_map is not self.name_map or dtype is not self.dtype:
+            return False
+        if len(names) != len(self.parts):
             return False
         for part, name, tensor in zip(self.parts, names, tensors, strict=True):
             if (
@@ -152,24 +169,32 @@ class PushPlanCache:
         self._kept: list[PushPlan] = []
 
     def of(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], name_map: NameMap | None
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        name_map: NameMap | None,
+        dtype: torch.dtype | None = None,
     ) -> PushPlan:
         """See ``PushPlan.of``."""
         for plan in self._kept:
-            if plan.fits(names, tensors, name_map):
+            if plan.fits(names, tensors, name_map, dtype):
                 return plan
-        plan = PushPlan.of(names, tensors, name_map)
+        plan = PushPlan.of(names, tensors, name_map, dtype)
         self._kept = [plan, *self._kept[: _MOST_PLANS - 1]]
         return plan
 
 
-def _plan_tensor(name: str, tensor: torch.Tensor, name_map: NameMap | None) -> PlannedTensor:
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor after the cast of float tensors to ``dtype``."""
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def _plan_tensor(
+    name: str, tensor: torch.Tensor, name_map: NameMap | None, dtype: torch.dtype | None
+) -> PlannedTensor:
     check_is_tensor(name, tensor)
-    if name_map is None:
-        spec = spec_of(name, tensor)
-        return PlannedTensor(name, tensor.dtype, tensor.shape, (spec,), tensor.nbytes)
-    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    mapped = list(name_map(name, outline))
+    outline = torch.empty(tensor.shape, dtype=cast_dtype(tensor, dtype), device="meta")
+    mapped = [(name, outline)] if name_map is None else list(name_map(name, outline))
     return PlannedTensor(
         name,
         tensor.dtype,

@@ -32,7 +32,7 @@ from rollout.weights.tensors.bucket_writer import (
     write_shm_buffer,
 )
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.tensor_sources import TrainerWeights
+from rollout.weights.tensors.tensor_sources import BucketsOfTensors, TrainerWeights
 from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByBroadcast, ByPath, ByValue
 
 _CARRIERS = {
@@ -109,16 +109,17 @@ class PushSender:
         if transport is Transport.DISK:
             return self._to_disk(weights, version, contents)
         if only_streams or (may_stream and self.settings.stream and not at_once):
-            return self._streamed(weights, version, transport, contents)
+            return self.stream(weights, version, transport, contents)
         return self._copied(weights, version, transport, contents, at_once=at_once)
 
-    def _streamed(
+    def stream(
         self,
-        weights: TrainerWeights,
+        weights: BucketsOfTensors,
         version: int,
         transport: Transport,
-        contents: WeightUpdate | None,
+        contents: WeightUpdate | None = None,
     ) -> OutgoingPush:
+        """A push whose buckets are made while engines load the ones before; not to disk."""
         if transport is Transport.DISTRIBUTED:
             broadcast = BroadcastPush(
                 weights,
@@ -215,7 +216,9 @@ class PushSender:
 
     # -- buckets ----------------------------------------------------------------------------
 
-    def _written(self, weights: TrainerWeights, taken: list[ShmBuffer]) -> Iterator[StreamedBucket]:
+    def _written(
+        self, weights: BucketsOfTensors, taken: list[ShmBuffer]
+    ) -> Iterator[StreamedBucket]:
         """Buckets in tmpfs; their buffers are added to ``taken``."""
         for pairs, is_last in weights.gathered():
             buffer, found = write_shm_buffer(pairs, self.pool, method=self.fingerprints)
@@ -223,7 +226,7 @@ class PushSender:
             del pairs
             yield StreamedBucket({"path": str(buffer.folder)}, is_last, found)
 
-    def _buffers(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+    def _buffers(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
         taken: list[ShmBuffer] = []
         try:
             for bucket in self._written(weights, taken):
@@ -235,14 +238,14 @@ class PushSender:
             for buffer in taken:
                 self.pool.give(buffer)
 
-    def _values(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+    def _values(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
         for pairs, is_last in weights.gathered(MOST_BUCKET_BYTES):
             found = fingerprints_of(pairs, self.fingerprints)
             payload = flattened_bucket(pairs)
             del pairs
             yield StreamedBucket(payload, is_last, found)
 
-    def _handles(self, weights: TrainerWeights) -> Iterator[StreamedBucket]:
+    def _handles(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
         alive: list[torch.Tensor] = []
         for pairs, is_last in weights.gathered():
             found = fingerprints_of(pairs, self.fingerprints)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -21,6 +21,7 @@ from rollout.weights.tensors.push_plan import (
     NameMap,
     PlannedBucket,
     PushPlanCache,
+    cast_dtype,
     check_is_tensor,
     specs_of,
 )
@@ -63,6 +64,16 @@ class Pairs(Sequence[tuple[str, torch.Tensor]]):
             yield spec.name, tensor
 
 
+class BucketsOfTensors(Protocol):
+    """Tensors that are gathered bucket by bucket: a trainer's, or those of all its ranks."""
+
+    @property
+    def is_on_cuda(self) -> bool: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    def gathered(self, most_bytes: int | None = None) -> Iterator[tuple[Pairs, bool]]: ...
+
+
 class TrainerWeights:
     """A trainer's tensors, planned in buckets.
 
@@ -72,6 +83,7 @@ class TrainerWeights:
         expected: the model's manifest, to find tied tensors; None keeps every name.
         name_map: see ``NameMap``.
         plans: cached plans of earlier pushes.
+        dtype: of float tensors; they are cast before they are gathered.
 
     Raises:
         WeightMismatch: a value is not a tensor, or a name occurs twice.
@@ -85,6 +97,7 @@ class TrainerWeights:
         expected: Manifest | None = None,
         name_map: NameMap | None = None,
         plans: PushPlanCache | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         names, tensors = _columns(named_tensors)
         if expected is not None and _keeps_names(name_map):
@@ -93,7 +106,7 @@ class TrainerWeights:
                 names, tensors = _columns(_without_tied(names, tensors, expected))
         self._names = names
         self._tensors = tensors
-        self._plan = (plans or PushPlanCache()).of(names, tensors, name_map)
+        self._plan = (plans or PushPlanCache()).of(names, tensors, name_map, dtype)
         self.manifest = self._plan.manifest
         self.has_shards = any(map(_is_shard, tensors))
         self._bucket_bytes = bucket_bytes
@@ -130,7 +143,7 @@ class TrainerWeights:
             yield self._whole(share), share is shares[-1]
 
     def _whole(self, share: PlannedBucket) -> Pairs:
-        whole = gathered_whole(self._tensors[share.first : share.end])
+        whole = gathered_whole(self._tensors[share.first : share.end], self._plan.dtype)
         if self._plan.name_map is None:
             return Pairs(share.specs, whole)
         # After all gathers: an error of the name map must not leave other ranks in a gather.
@@ -141,12 +154,10 @@ class TrainerWeights:
         return Pairs(share.specs, tensors)
 
 
-def gathered_whole(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The whole tensors; the gathers of DTensors are started together.
-
-    Shards that are not of the whole mesh's ranks must be gathered by all ranks in the same order.
-    """
-    started = [_started(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
+def gathered_whole(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The whole tensors; the gathers of DTensors are started together, after the cast."""
+    detached = (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+    started = [_started(tensor.to(cast_dtype(tensor, dtype))) for tensor in detached]
     return [tensor.wait() if hasattr(tensor, "wait") else tensor for tensor in started]
 
 
