@@ -99,6 +99,11 @@ PURE = (
     "rollout.weights.store.node.limits",
     "rollout.weights.transports.broadcast_group",
 )
+NEED_TORCH = (
+    "rollout.__main__",
+    "rollout.driver.data.batch_torch",
+    "rollout.runtime.handle.pusher",
+)
 # Clocks, sockets, threads and processes.
 NOT_IN_DECISIONS = {
     "aiohttp",
@@ -226,8 +231,8 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
         if not name.startswith(
             ("rollout.runtime.ray", "engines.embedded", "engines.sglang_cpu.shims")
         )
-        and not name.startswith("rollout.weights.tensors")
-        and name not in ("rollout.__main__", "rollout.driver.data.batch_torch")
+        and not name.startswith(("rollout.weights.tensors", "rollout.weights.ranks"))
+        and name not in NEED_TORCH
     ]
     missing = "import sys; sys.modules |= dict.fromkeys(['ray', 'torch', 'transformers'])"
     code = f"{missing}; import {', '.join(bare)}"

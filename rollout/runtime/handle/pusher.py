@@ -15,6 +15,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
+from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_push
 from rollout.weights.push.push_version import checked_version
@@ -54,6 +55,7 @@ from rollout.weights.tensors import (
     KeptGroup,
     NamedTensors,
     NameMap,
+    NcclTerms,
     OutgoingPush,
     PushPlanCache,
     PushSender,
@@ -177,6 +179,7 @@ class _RankWork:
         self._check = _BucketCheck(pusher.expected, self._config)
         self._version = 0
         self._transport = Transport.TENSOR
+        self._fingerprints = ""
         self._handover: BucketHandover[Any] = BucketHandover()
         self._outgoing: OutgoingPush | None = None
         self._pending: Pending[StepReport] | None = None
@@ -234,7 +237,7 @@ class _RankWork:
                 pusher.pool,
                 turn=writers.index(rank) if rank in writers else None,
                 num_writers=len(writers),
-                fingerprint=self._config.fingerprint,
+                fingerprints=plan["fingerprints"],
             )
         else:
             self._maker = RankZeroMaker()
@@ -270,6 +273,7 @@ class _RankWork:
             "is_streamed": is_streamed,
             "transport": self._transport.value,
             "bucket_bytes": self._bucket_bytes(),
+            "fingerprints": self._fingerprint_method(),
         }
         if isinstance(self._source, PlannedSource):
             if expected is not None and self._config.update is not WeightUpdate.FROZEN:
@@ -278,6 +282,7 @@ class _RankWork:
                     expected,
                     must_be_complete=self._config.update is WeightUpdate.FULL,
                     casts=self._config.casts,
+                    not_pushed=self._config.not_pushed,
                 )
             tensors = self._source.tensors
             digest = digest_of(tensors)
@@ -294,6 +299,13 @@ class _RankWork:
     def _bucket_bytes(self) -> int:
         most = MOST_BUCKET_BYTES if self._transport is Transport.TENSOR else sys.maxsize
         return min(self._config.bucket_bytes, most)
+
+    def _fingerprint_method(self) -> str:
+        if not self._config.fingerprint:
+            return ""
+        methods = self._caller.call(RolloutServer.fingerprint_methods).result()
+        self._fingerprints = method_of_push(methods, has_store=False)
+        return self._fingerprints
 
     def _choose_transport(self, status: ServerStatus) -> Transport:
         wanted = self._config.transport
@@ -356,6 +368,8 @@ class _RankWork:
             timeout_s=timeout_s,
             model_path=pusher.config.model_path,
             kept=pusher.kept,
+            nccl=NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
+            fingerprints=self._fingerprints,
         )
         weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
         return sender.stream(weights, self._version, self._transport)
@@ -409,7 +423,13 @@ class _BucketCheck:
             return
         is_full = is_last and self._config.update is WeightUpdate.FULL
         checked = Manifest(self._seen) if is_last else Manifest.of(pairs.specs)
-        check_push(checked, self._expected, must_be_complete=is_full, casts=self._config.casts)
+        check_push(
+            checked,
+            self._expected,
+            must_be_complete=is_full,
+            casts=self._config.casts,
+            not_pushed=self._config.not_pushed,
+        )
 
 
 def _agreed_version(words: Sequence[Word]) -> int | None:

@@ -40,15 +40,16 @@ class SharedMemoryMaker:
 
     Args:
         turn: of this rank among the writers; None if it writes none.
+        fingerprints: the method of the fingerprints that are taken; empty takes none.
     """
 
     def __init__(
-        self, pool: ShmBufferPool, *, turn: int | None, num_writers: int, fingerprint: bool
+        self, pool: ShmBufferPool, *, turn: int | None, num_writers: int, fingerprints: str
     ) -> None:
         self._pool = pool
         self._turn = turn
         self._num_writers = num_writers
-        self._fingerprint = fingerprint
+        self._fingerprints = fingerprints
         self._taken: dict[int, ShmBuffer] = {}
 
     def make(self, index: int, pairs: Pairs) -> dict[str, Any]:
@@ -57,9 +58,7 @@ class SharedMemoryMaker:
             self._pool.give(self._taken.pop(applied))
         if self._turn is None or index % self._num_writers != self._turn:
             return {}
-        self._taken[index], found = write_shm_buffer(
-            pairs, self._pool, fingerprint=self._fingerprint
-        )
+        self._taken[index], found = write_shm_buffer(pairs, self._pool, method=self._fingerprints)
         return {
             "path": str(self._taken[index].folder),
             "fingerprints": dict(found),

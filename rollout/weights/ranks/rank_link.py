@@ -186,7 +186,7 @@ def link_ranks(own_host: str, group: Any = None) -> RankLink:
 
 
 def _meet(rank: int, own_host: str, group: Any) -> Any:
-    """A store of these ranks alone; the group itself tells them its address."""
+    """A store of these ranks alone; the group passes its address to them."""
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     host = own_host if len(set(hosts)) > 1 else "127.0.0.1"

@@ -11,7 +11,7 @@ Rank 0 says ``wait`` while it waits, so that the other ranks notice its end.
 
 Always true:
 
-- a rank makes a bucket, which is a collective, only after rank 0 has said go, and rank 0 says go
+- a rank makes a bucket, which is a collective, only after rank 0 has sent go, and rank 0 sends go
   only after every rank has reported the bucket before;
 - a rank that waits for rank 0 too long takes the place of its next word, so that rank 0 cannot go
   on alone;
@@ -258,7 +258,7 @@ class PushRound:
     def _rank_0_is_silent(self) -> dict[str, Any]:
         return error_to_word(
             RankFailure(
-                f"rank 0 has said nothing within {self.timeout_s:g} s: it has ended, hangs, or did "
+                f"rank 0 has sent nothing within {self.timeout_s:g} s: it has ended, hangs, or did "
                 "not call push"
             )
         )
