@@ -184,7 +184,9 @@ async def _async_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before_kv", "found"), [(5, "a int"), (_async_turn, "an async function")], ids=str
+    ("before_kv", "found"),
+    [(5, "a int"), (_async_turn, "an async function")],
+    ids=["number", "async function"],
 )
 def test_what_cannot_take_the_turn_is_refused_before_anything_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_kv: Any, found: str
