@@ -74,7 +74,7 @@ def test_a_taken_router_port_is_named_before_any_engine_starts(tmp_path: Path) -
 @pytest.mark.torch
 def test_too_few_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    path = config(tmp_path, fake_checkpoint(tmp_path), num_engines=4, engine={"gpus": 4})
+    path = config(tmp_path, fake_checkpoint(tmp_path), num_engines=16, engine={"gpus": 1})
     said = refused("serve", path, status=1)
     assert "placement needs 16 GPUs, this machine has 2" in said
 

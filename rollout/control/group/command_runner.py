@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollout.control.engine.group_settings import GroupSettings, fewest_engines
+from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet, format_failures
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.fanout import EngineReply
@@ -23,11 +24,11 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
 from rollout.rules.fingerprint_check import Verification
-from rollout.rules.lifecycle import Command, GroupTraits, Phase
+from rollout.rules.lifecycle import TAKE_MEMORY, Command, GroupTraits, Phase
 
 logger = logging.getLogger(__name__)
 
-_CHANGE_MEMORY = (Command.RELEASE, Command.RESUME_WEIGHTS, Command.RESUME_KV)
+_CHANGE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
 
 
 class CommandRunner:
@@ -121,6 +122,8 @@ class CommandRunner:
         self, command: Command, answers: Mapping[str, EngineReply[Any]], started: float
     ) -> PhaseReport:
         """The report of one command: per engine, and the group's phase."""
+        # A stop may have removed engines meanwhile.
+        members = {member.engine_id: member for member in self._engines.members()}
         return PhaseReport(
             group=self._settings.name,
             command=command.value,
@@ -133,10 +136,7 @@ class CommandRunner:
                     failure=str(answer.failure or ""),
                     freed_bytes=answer.value if isinstance(answer.value, int) else 0,
                     verified_by=answer.value.by if isinstance(answer.value, Verification) else "",
-                    used_bytes=self._engines[engine_id].used_after
-                    if command in _CHANGE_MEMORY
-                    else None,
-                    num_gpus=self._engines[engine_id].slot.num_gpus,
+                    **_memory_of(members.get(engine_id), command),
                 )
                 for engine_id, answer in answers.items()
             ),
@@ -162,3 +162,11 @@ class CommandRunner:
 def now() -> float:
     """The time, in seconds."""
     return asyncio.get_running_loop().time()
+
+
+def _memory_of(member: EngineState | None, command: Command) -> dict[str, Any]:
+    """The GPUs of an engine, and the memory in use after a command that changes it."""
+    if member is None:
+        return {}
+    used_bytes = member.used_after if command in _CHANGE_MEMORY else None
+    return {"num_gpus": member.slot.num_gpus, "used_bytes": used_bytes}

@@ -103,7 +103,7 @@ def test_a_push_that_differs_from_the_checkpoint_is_named_across_actors(
     world: World, tmp_path: Path
 ) -> None:
     launch_ray = world.load("launch").launch_ray
-    with launched(launch_ray, tmp_path, ONE_ENGINE, health=UNWATCHED) as deployment:
+    with launched(launch_ray, tmp_path, ONE_ENGINE, health=UNWATCHED, run_id="path") as deployment:
         policy = deployment["policy"]
         sent = policy._caller.ship(push(1))
         with pytest.raises(PhaseFailed, match=r"weights differ .*lm_head\.weight"):

@@ -103,7 +103,7 @@ def test_a_trainer_takes_the_whole_bundle_of_each_slot_while_the_engines_live(
 ) -> None:
     groups = {
         "apart": {"needs_offload": False, "engine": {"gpus": 1}},
-        "main": {"num_engines": 1, "engine": {"gpus": 2}},
+        "main": {"num_engines": 1, "engine": {"kind": "sglang", "gpus": 2}},
     }
     with launched_in(world, tmp_path, groups=groups, run_id="whole") as handle:
         slots = handle.trainer_slots
@@ -171,8 +171,8 @@ def test_each_slot_names_the_gpu_of_its_engine_however_bundles_were_granted(
     tmp_path: Path, seed: int
 ) -> None:
     groups = {
-        "apart": {"needs_offload": False, "engine": {"gpus": 2}},
-        "main": {"num_engines": 2, "engine": {"gpus": 2}},
+        "apart": {"needs_offload": False, "engine": {"kind": "sglang", "gpus": 2}},
+        "main": {"num_engines": 2, "engine": {"kind": "sglang", "gpus": 2}},
     }
     nodes = ({"CPU": 8, "GPU": 2},) * 3
     with stub_world(nodes, seed) as world, launched_in(world, tmp_path, groups=groups) as handle:

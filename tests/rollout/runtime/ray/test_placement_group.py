@@ -81,7 +81,7 @@ def test_gpus_that_somebody_else_holds_are_missed_in_words_and_no_longer_asked_f
 
 
 def test_engines_start_on_the_gpus_of_their_slots(world: World, tmp_path: Any) -> None:
-    groups = {"main": {"num_engines": 2, "engine": {"gpus": 2}}}
+    groups = {"main": {"num_engines": 2, "engine": {"kind": "sglang", "gpus": 2}}}
     cluster = {"trainer_gpus": 4}
     launch = world.load("launch").launch_ray
     with launched(launch, tmp_path, groups, run_id="gpus", cluster=cluster) as handle:
