@@ -25,8 +25,6 @@ RUN_EXTRAS := ray,embedded,bench,data
 DEV_EXTRAS := $(RUN_EXTRAS),otel,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev
-# The explorer's searches take minutes of CPU, and find the same on every Python.
-FAST_WITHOUT := --ignore=tests/explore/test_interleavings.py
 FAST_TESTS := not (ray or embedded or slow or sglang or chaos or gpu)
 # A stamp file in the environment records each installation; it runs again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
@@ -52,7 +50,7 @@ test: $(DEV_STAMP) ## install, then run the default test suite
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(PYTEST_ARGS)
 
 test-fast: $(FAST_STAMP) ## run only the tests that need neither torch nor Ray
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" $(FAST_WITHOUT) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" $(PYTEST_ARGS)
 
 test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and newest Python
 	@set -e; pythons=$$($(BIN)/python .ci/pythons.py); for python in $$pythons; do \

@@ -10,6 +10,9 @@ import pytest
 from tests.explore.plans import DEFAULT, Plan
 from tests.explore.search import Explorer
 
+# Minutes of CPU; the planted bugs, which the same searches must find, are in the default run.
+pytestmark = pytest.mark.slow
+
 LEAST_SCHEDULES = 100_000
 _done: dict[str, float] = {}
 _traces: set[int] = set()
