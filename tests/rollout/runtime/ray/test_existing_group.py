@@ -24,7 +24,15 @@ from tests.support.served_fakes import TIMEOUT_S, config
 
 TWO_ENGINES = {"main": {"num_engines": 2, "engine": {"gpus": 1}}}
 ONE_GPU = {"GPU": 1, "CPU": 1}
-HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 1.0, "probes_to_dead": 2, "backoff_s": 0.1}
+HEALTH = {
+    "probe_interval_s": 0.2,
+    "probe_timeout_s": 1.0,
+    "probes_to_dead": 2,
+    "backoff_s": 0.1,
+    "max_backoff_s": 1.0,
+    # A node takes longer to join than five attempts to find room.
+    "max_restarts": 100,
+}
 
 
 class Rank:
