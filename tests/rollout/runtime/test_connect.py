@@ -110,7 +110,7 @@ def test_the_key_is_for_the_user_alone_and_goes_with_the_launch(tmp_path: Path) 
     with pytest.raises(ActorLost, match="does not answer"):
         handle.status().result(30)
     with pytest.raises(ConfigError, match=r"no launch of run .*connect\.json"):
-        rollout.connect(file.parent)
+        rollout.connect(file.parent, backend="local")
 
 
 def test_a_wrong_key_is_refused_and_the_run_goes_on(run: DeploymentHandle) -> None:
