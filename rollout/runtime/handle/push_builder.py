@@ -19,7 +19,7 @@ from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.optional_deps import optional_import
 from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
-from rollout.core.types import StepReport
+from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
@@ -170,14 +170,8 @@ class PushBuilder:
         wanted = self._config.weights.transport
         if wanted not in (Transport.AUTO, Transport.SHARED_MEMORY, Transport.CUDA_IPC):
             return wanted
-        groups = self._caller.call(RolloutServer.status).result().groups
-        engines = [engine for group in groups for engine in group.engines]
-        remote = [
-            engine.engine_id
-            for engine in engines
-            if not engine.fence_reason
-            and not self._caller.is_here(engine.node_id, engine.endpoint.host)
-        ]
+        status = self._caller.call(RolloutServer.status).result()
+        remote = remote_engines(status, self._caller)
         return choose_transport(wanted, remote, self._why_no_room(weights))
 
     def _loads_at_once(self, transport: Transport) -> bool:
@@ -226,14 +220,8 @@ class PushBuilder:
             model_path=self._config.model_path,
             kept=self._kept,
             nccl=NcclTerms(self._config.why_no_nccl, self._config.nccl_cumem),
-            fingerprints=self._fingerprint_method(),
+            fingerprints=fingerprint_method(self._config, self._caller),
         )
-
-    def _fingerprint_method(self) -> str:
-        if not self._config.weights.fingerprint:
-            return ""
-        methods = self._caller.call(RolloutServer.fingerprint_methods).result()
-        return method_of_push(methods, has_store=self._config.weights.store is not None)
 
     # -- end --------------------------------------------------------------------------------
 
@@ -267,3 +255,21 @@ class PushBuilder:
             self._kept = None
         if self._pool is not None:
             self._pool.close()
+
+
+def remote_engines(status: ServerStatus, caller: Caller) -> list[str]:
+    """Ids of the engines that do not run on this host; fenced ones get no push."""
+    return [
+        engine.engine_id
+        for group in status.groups
+        for engine in group.engines
+        if not engine.fence_reason and not caller.is_here(engine.node_id, engine.endpoint.host)
+    ]
+
+
+def fingerprint_method(config: ServerConfig, caller: Caller) -> str:
+    """The method of the fingerprints that a push takes now; empty takes none."""
+    if not config.weights.fingerprint:
+        return ""
+    methods = caller.call(RolloutServer.fingerprint_methods).result()
+    return method_of_push(methods, has_store=config.weights.store is not None)

@@ -10,19 +10,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout.config import ServerConfig, Transport, WeightsConfig, WeightUpdate
+from rollout.config import ServerConfig, Transport, WeightUpdate
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
-from rollout.rules.fingerprint_check import method_of_push
+from rollout.runtime.handle.push_builder import fingerprint_method, remote_engines
 from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.manifest import Manifest, TensorSpec, check_push
+from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.transport_choice import choose_transport
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.ranks.bucket_check import BucketCheck
 from rollout.weights.ranks.bucket_handover import BucketHandover, GatheredWeights
 from rollout.weights.ranks.bucket_makers import (
     BucketMaker,
@@ -176,7 +177,7 @@ class _RankWork:
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._maker: BucketMaker | None = None
-        self._check = _BucketCheck(pusher.expected, self._config)
+        self._check = BucketCheck(pusher.expected, self._config)
         self._version = 0
         self._transport = Transport.TENSOR
         self._fingerprints = ""
@@ -268,12 +269,13 @@ class _RankWork:
             plans=pusher.plans,
         )
         is_streamed = isinstance(self._source, StreamedSource)
+        self._fingerprints = fingerprint_method(config, self._caller)
         self._transport = self._choose_transport(status)
         plan: dict[str, Any] = {
             "is_streamed": is_streamed,
             "transport": self._transport.value,
             "bucket_bytes": self._bucket_bytes(),
-            "fingerprints": self._fingerprint_method(),
+            "fingerprints": self._fingerprints,
         }
         if isinstance(self._source, PlannedSource):
             if expected is not None and self._config.update is not WeightUpdate.FROZEN:
@@ -300,13 +302,6 @@ class _RankWork:
         most = MOST_BUCKET_BYTES if self._transport is Transport.TENSOR else sys.maxsize
         return min(self._config.bucket_bytes, most)
 
-    def _fingerprint_method(self) -> str:
-        if not self._config.fingerprint:
-            return ""
-        methods = self._caller.call(RolloutServer.fingerprint_methods).result()
-        self._fingerprints = method_of_push(methods, has_store=False)
-        return self._fingerprints
-
     def _choose_transport(self, status: ServerStatus) -> Transport:
         wanted = self._config.transport
         if wanted is Transport.DISK:
@@ -324,14 +319,7 @@ class _RankWork:
             )
         if wanted in (Transport.DISTRIBUTED, Transport.TENSOR):
             return wanted
-        remote = [
-            engine.engine_id
-            for group in status.groups
-            for engine in group.engines
-            if not engine.fence_reason
-            and not self._caller.is_here(engine.node_id, engine.endpoint.host)
-        ]
-        return choose_transport(wanted, remote, self._why_no_room())
+        return choose_transport(wanted, remote_engines(status, self._caller), self._why_no_room())
 
     def _why_no_room(self) -> str:
         if not isinstance(self._source, PlannedSource):
@@ -395,41 +383,6 @@ class _RankWork:
             raise RolloutError(f"the server ended the push before bucket {index}: {report}")
         word: Word = _REPORT.dump_python(report, mode="json")
         return word
-
-
-class _BucketCheck:
-    """Checks the buckets of a push one by one against the model's tensors.
-
-    An iterator's tensors are known only when they come.  The last bucket makes the engines publish
-    the version, so it is sent only if the push is complete.
-    """
-
-    def __init__(self, expected: Manifest | None, config: WeightsConfig) -> None:
-        self._expected = expected
-        self._config = config
-        self._seen: dict[str, TensorSpec] = {}
-
-    def __call__(self, pairs: Pairs, is_last: bool) -> None:
-        """Check a bucket.
-
-        Raises:
-            WeightMismatch: a tensor does not fit, comes twice, or is missing at the end.
-        """
-        for spec in pairs.specs:
-            if spec.name in self._seen:
-                raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
-            self._seen[spec.name] = spec
-        if self._expected is None:
-            return
-        is_full = is_last and self._config.update is WeightUpdate.FULL
-        checked = Manifest(self._seen) if is_last else Manifest.of(pairs.specs)
-        check_push(
-            checked,
-            self._expected,
-            must_be_complete=is_full,
-            casts=self._config.casts,
-            not_pushed=self._config.not_pushed,
-        )
 
 
 def _agreed_version(words: Sequence[Word]) -> int | None:

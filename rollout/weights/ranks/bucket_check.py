@@ -1,0 +1,43 @@
+"""Checks the buckets of a push against the model's tensors, one by one."""
+
+from __future__ import annotations
+
+from rollout.config import WeightsConfig, WeightUpdate
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest, TensorSpec, check_push
+from rollout.weights.tensors.tensor_sources import Pairs
+
+
+class BucketCheck:
+    """Checks the buckets of a push one by one against the model's tensors.
+
+    An iterator's tensors are known only when they come.  The last bucket makes the engines publish
+    the version, so it is sent only if the push is complete.
+    """
+
+    def __init__(self, expected: Manifest | None, config: WeightsConfig) -> None:
+        self._expected = expected
+        self._config = config
+        self._seen: dict[str, TensorSpec] = {}
+
+    def __call__(self, pairs: Pairs, is_last: bool) -> None:
+        """Check a bucket.
+
+        Raises:
+            WeightMismatch: a tensor does not fit, comes twice, or is missing at the end.
+        """
+        for spec in pairs.specs:
+            if spec.name in self._seen:
+                raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
+            self._seen[spec.name] = spec
+        if self._expected is None:
+            return
+        is_full = is_last and self._config.update is WeightUpdate.FULL
+        checked = Manifest(self._seen) if is_last else Manifest.of(pairs.specs)
+        check_push(
+            checked,
+            self._expected,
+            must_be_complete=is_full,
+            casts=self._config.casts,
+            not_pushed=self._config.not_pushed,
+        )
