@@ -66,11 +66,11 @@ test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, 
 	$(BIN)/rollout sglang-cpu install
 	$(BIN)/python -m pytest -m "sglang and not chaos" $(PYTEST_ARGS)
 
-check: $(DEV_STAMP) ## check format, lint, strict types, imports and wording
+check: $(DEV_STAMP) ## check format, lint, types, imports, wording and links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_plain_english.py tests/test_workflows.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_plain_english.py tests/test_workflows.py tests/test_docs.py
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix-only .
