@@ -89,7 +89,7 @@ def test_too_few_cpus_in_the_cluster_are_counted_at_once(tmp_path: Path) -> None
 @pytest.mark.embedded
 def test_an_engine_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path) -> None:
     said = refused("serve", config(tmp_path, fake_checkpoint(tmp_path), num_engines=2), status=1)
-    assert "engine main-0" in said
+    assert "engine main-" in said
     assert "exited with status" in said
     assert "engines.embedded: cannot serve" in said
 
