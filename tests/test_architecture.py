@@ -238,3 +238,9 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
     code = f"{missing}; import {', '.join(bare)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_import_rollout_loads_no_server_of_the_router() -> None:
+    code = "import rollout, sys; assert 'fastapi' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -22,13 +22,17 @@ from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.metrics import metrics_text
 
 _MAX_FIGURES_BYTES = 256 << 10
+_ENGINE_TIMEOUT_S = 10.0
 
 
-def control_app(proxy: Proxy, client: EngineQueryClient) -> FastAPI:
+def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     """Health, engines, step metrics, sessions, model info and aborts.
 
     Its lifespan opens and closes the connections to engines.
     """
+    client = EngineQueryClient(
+        connect_timeout_s=connect_timeout_s, total_timeout_s=_ENGINE_TIMEOUT_S
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
