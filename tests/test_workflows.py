@@ -45,3 +45,18 @@ def test_jobs_run_targets_that_the_makefile_has(generate: ModuleType) -> None:
     targets = set(re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     called = set(re.findall(r"run: make ([\w-]+)", generate.render()))
     assert {"check", "test"} <= called <= targets
+
+
+def test_jobs_name_files_and_modules_that_exist(generate: ModuleType) -> None:
+    commands = "\n".join(re.findall(r"run: (.*)", generate.render()))
+    files = re.findall(r"(?<![\w/])tests/[\w/.]+", commands)
+    modules = [
+        name.replace(".", "/") + ".py" for name in re.findall(r"from (rollout[\w.]+)", commands)
+    ]
+    assert files
+    assert modules
+    assert [name for name in files + modules if not (ROOT / name).exists()] == []
+
+
+def test_no_command_of_a_job_hides_its_failure(generate: ModuleType) -> None:
+    assert "|| true" not in generate.render()

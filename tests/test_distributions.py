@@ -1,0 +1,104 @@
+"""What ``make dist`` builds can be installed into an empty environment, and works there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[1]
+NOT_COPIED = shutil.ignore_patterns(
+    ".git",
+    ".venv*",
+    ".*_cache",
+    ".hypothesis",
+    "__pycache__",
+    "*.egg-info",
+    "build",
+    "dist",
+    "runs",
+)
+
+
+def run(*command: object, folder: Path) -> str:
+    # Not this environment's packages, and not the checkout's.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def python_versions() -> dict[str, Path]:
+    """The oldest and the newest Python here that are supported."""
+    spec = spec_from_file_location("pythons", ROOT / ".ci/pythons.py")
+    assert spec
+    assert spec.loader
+    pythons: Any = module_from_spec(spec)
+    spec.loader.exec_module(pythons)
+    paths = {pythons.ask_version(path): path for path in pythons.candidates(dict(os.environ))}
+    versions = pythons.usable({*paths, sys.version_info[:3]})
+    paths[sys.version_info[:3]] = Path(sys.executable)
+    return {"oldest": paths[versions[0]], "newest": paths[versions[-1]]}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel and the source distribution, built from a copy of this folder."""
+    copy = tmp_path_factory.mktemp("dist") / "source"
+    shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+    run("make", "dist", f"PYTHON={sys.executable}", folder=copy)
+    names = sorted(path.name for path in (copy / "dist").iterdir())
+    assert len(names) == 2, names
+    (wheel,), (source,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
+    return {"wheel": wheel, "source": source}
+
+
+def test_one_wheel_is_for_every_python_and_every_linux_of_ten_years(built: dict[str, Path]) -> None:
+    name = built["wheel"].name
+    assert "-cp311-abi3-manylinux" in name
+    assert "_2_17_" in name
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        names = wheel.namelist()
+    assert "engines/tensors/_bulk.abi3.so" in names
+    assert "rollout/observability/page/static/index.html" in names
+    assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/"))]
+
+
+def test_the_source_distribution_has_its_tests_and_examples(built: dict[str, Path]) -> None:
+    with tarfile.open(built["source"]) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert {"Makefile", "constraints.txt", "tests/conftest.py", "examples/grpo.py"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+@pytest.mark.parametrize(("kind", "age"), [("wheel", "oldest"), ("source", "newest")])
+def test_it_works_in_an_empty_environment(
+    built: dict[str, Path], tmp_path: Path, kind: str, age: str
+) -> None:
+    run(python_versions()[age], "-m", "venv", "env", folder=tmp_path)
+    python = tmp_path / "env/bin/python"
+    run(python, "-m", "pip", "install", "-q", built[kind], folder=tmp_path)
+    run(python, "-m", "pip", "check", folder=tmp_path)
+    assert run(python.with_name("rollout"), "--version", folder=tmp_path).strip() == "0.1.0"
+    printed = run(python, "-c", "import rollout, engines; print(rollout.__file__)", folder=tmp_path)
+    assert printed.startswith(str(tmp_path))
+    table = run(python.with_name("rollout"), "bench", folder=tmp_path)
+    assert "update_weights" in table
+    assert "lost per step" in table
