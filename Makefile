@@ -128,7 +128,7 @@ constraints: build/pins/bin/python ## pin the newest versions that pyproject.tom
 	cp build/pins/constraints.txt $(CONSTRAINTS)
 
 $(RUN_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
-	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two"
+	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two, and 6 GB of CUDA if pip finds no CPU build of torch (PIP_EXTRA_INDEX_URL)"
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 

@@ -67,6 +67,7 @@ FOLDERS = (
     "rollout",
     "rollout.cli.lib",
     "rollout.cli.bench",
+    "rollout.cli.trial",
     "rollout.cli",
     "rollout.testing",
 )

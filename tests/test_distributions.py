@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 
 
-def run(*command: object, folder: Path) -> str:
+def run(*command: object, folder: Path, status: int = 0) -> str:
     # Not this environment's packages, and not the checkout's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -41,8 +42,8 @@ def run(*command: object, folder: Path) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stderr if status else done.stdout
 
 
 def python_versions() -> dict[str, Path]:
@@ -102,3 +103,20 @@ def test_it_works_in_an_empty_environment(
     table = run(python.with_name("rollout"), "bench", folder=tmp_path)
     assert "update_weights" in table
     assert "lost per step" in table
+    assert python.with_name("py-spy").exists()  # of `rollout doctor`
+    refused = run(python.with_name("rollout"), "quickstart", folder=tmp_path, status=2)
+    assert "the quickstart needs torch" in refused
+    assert "pip install 'ray-rollout[embedded]'" in refused
+
+
+def test_the_quickstart_runs_from_a_wheel(built: dict[str, Path], tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "env", folder=tmp_path)
+    python = tmp_path / "env/bin/python"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", built["wheel"], folder=tmp_path)
+    # The other packages are those of this environment; its link to the checkout is not followed.
+    (site_packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    (site_packages / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    printed = run(python.with_name("rollout"), "quickstart", "--steps", "1", folder=tmp_path)
+    assert "accuracy" in printed
+    figures = json.loads((tmp_path / "runs/colocated_grpo/colocated_grpo.json").read_text())
+    assert len(figures["steps"]) == 1

@@ -43,8 +43,9 @@ def test_no_mark_of_the_template_is_left(generate: ModuleType) -> None:
 
 def test_jobs_run_targets_that_the_makefile_has(generate: ModuleType) -> None:
     targets = set(re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    called = set(re.findall(r"run: make ([\w-]+)", generate.render()))
-    assert {"check", "test"} <= called <= targets
+    for workflow in WORKFLOWS.glob("*.yml"):
+        called = set(re.findall(r"run: make ([\w-]+)", workflow.read_text()))
+        assert {"check"} <= called <= targets, workflow.name
 
 
 def test_jobs_name_files_and_modules_that_exist(generate: ModuleType) -> None:

@@ -17,7 +17,8 @@ import rollout
 from rollout.cli import attach, doctor, plan, report, serve, status, stop, trace
 from rollout.cli.bench.command import bench
 from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.cli.sglang_cpu import app as sglang_cpu
+from rollout.cli.trial.quickstart import quickstart
+from rollout.cli.trial.sglang_cpu import app as sglang_cpu
 from rollout.core.errors import ConfigError, RolloutError
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ for command in (
     *(stop.stop, attach.attach, trace.trace, report.report, bench),
 ):
     app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quickstart)
 
 
 def main() -> None:

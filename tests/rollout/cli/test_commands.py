@@ -366,8 +366,9 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
 def test_every_command_with_output_can_print_json() -> None:
     commands = dict(typer.main.get_command(app).commands)
     of_sglang = commands.pop("sglang-cpu").commands
-    # This command becomes SGLang itself and prints nothing.
+    # These become SGLang and an example, and print nothing themselves.
     assert of_sglang.pop("serve")
+    assert commands.pop("quickstart")
     for name, command in (commands | of_sglang).items():
         assert any("--json" in option.opts for option in command.params), name
 

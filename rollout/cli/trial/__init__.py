@@ -1,0 +1,1 @@
+"""Commands that need no trainer: the quickstart, and SGLang on a CPU."""

@@ -1,0 +1,40 @@
+"""``rollout quickstart``: the example ``colocated_grpo.py``, from a clone or from a wheel."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+
+import rollout
+from rollout.core.errors import ConfigError
+
+_NEEDED = ("torch", "transformers", "accelerate", "safetensors", "jinja2")
+
+
+def quickstart(context: typer.Context) -> None:
+    """Train a tiny model with colocated GRPO on this machine; no GPU is needed.
+
+    Figures and model are written to runs/colocated_grpo in this folder.  Further options are those
+    of examples/colocated_grpo.py, for example --steps 5; `rollout quickstart -- --help` lists them.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the quickstart needs {', '.join(missing)}: pip install 'ray-rollout[embedded]'; pip "
+            "takes torch's build for CUDA unless a build for CPUs is installed already"
+        )
+    script = example_folder() / "colocated_grpo.py"
+    backend = [] if find_spec("ray") else ["--backend", "local"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *backend, *context.args])
+
+
+def example_folder() -> Path:
+    """Where the examples are: in the installed package, or in the clone."""
+    package = Path(rollout.__file__).parent
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parent / "examples"
