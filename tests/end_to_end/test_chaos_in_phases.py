@@ -25,7 +25,7 @@ from tests.support.processes import shared_memory_of, wait_until
 from tests.support.real_sglang import RealPolicy, Sabotage
 from tests.support.referee import Referee
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # The request that each phase sends to every engine.
 PATHS = {
     "pause": "/pause_generation",
@@ -85,8 +85,8 @@ CASES += [
         id=f"{kind}{ON_GPU}-{fault}-{phase}",
     )
     for kind, fault, phase, *marks in [
-        ("embedded", "kill", "release", pytest.mark.slow),
-        ("embedded", "kill", "resume_kv", pytest.mark.slow),
+        ("embedded", "kill", "release"),
+        ("embedded", "kill", "resume_kv"),
         ("embedded", "502", "release", pytest.mark.chaos),
         ("embedded", "stop", "update", pytest.mark.chaos),
         ("sglang", "kill", "release", pytest.mark.chaos),

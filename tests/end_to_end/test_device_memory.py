@@ -174,6 +174,7 @@ def test_without_room_for_the_kv_cache_the_resume_is_refused_and_no_engine_dies(
     assert policy.used() == whole
 
 
+@pytest.mark.slow
 def test_a_killed_engine_leaves_its_gpu_and_comes_back_to_it(
     policy: GpuPolicy, whole: list[int]
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_killed_engine_leaves_its_gpu_and_comes_back_to_it(
     assert policy.is_whole()
 
 
+@pytest.mark.slow
 def test_an_engine_killed_while_offloaded_leaves_the_gpu_to_the_trainer_until_the_onload(
     policy: GpuPolicy, whole: list[int]
 ) -> None:

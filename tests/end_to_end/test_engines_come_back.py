@@ -18,7 +18,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 1.0, "probes_to_dead": 3}
 
 
@@ -60,7 +60,7 @@ def deployment(
 
 on_either = pytest.mark.parametrize(
     "deployment",
-    ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])],
+    ["local", pytest.param("ray", marks=pytest.mark.ray)],
     indirect=True,
 )
 on_this_machine = pytest.mark.parametrize("deployment", ["local"], indirect=True)

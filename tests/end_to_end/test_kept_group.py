@@ -26,7 +26,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])],
+    params=["local", pytest.param("ray", marks=pytest.mark.ray)],
 )
 def policy(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -128,7 +128,6 @@ def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
     assert push() == with_it
 
 
-@pytest.mark.slow
 def test_an_engine_that_stands_still_between_two_pushes_is_left_behind(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:

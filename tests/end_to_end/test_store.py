@@ -17,7 +17,7 @@ from rollout.core.types import EngineStatus, StoreStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
@@ -116,7 +116,6 @@ def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
     assert greedy(policy) == pushed
 
 
-@pytest.mark.slow
 def test_what_is_not_pushed_survives_an_offload_and_a_kill_without_the_trainer(
     tmp_path: Path,
 ) -> None:

@@ -42,6 +42,7 @@ def fill_with_three(tensor: torch.Tensor, is_done: Any) -> None:
     is_done.set()
 
 
+@pytest.mark.slow
 def test_a_tensor_is_shared_by_two_processes_and_not_copied(gpu: Gpu) -> None:
     tensor = torch.full((gpu.need_free(SHARED_GIB),), 2, dtype=torch.uint8, device=gpu.device)
     context: Any = torch.multiprocessing.get_context("spawn")
@@ -59,6 +60,7 @@ def test_a_tensor_is_shared_by_two_processes_and_not_copied(gpu: Gpu) -> None:
     record(f"ipc round trip {gpu.device}", seconds=seconds, num_bytes=tensor.nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["index", "uuid"])
 def test_our_figure_is_that_of_a_process_that_sees_the_gpu_by(gpu: Gpu, spelling: str) -> None:
     num_bytes = gpu.need_free(4 + CONTEXT_GIB) - int(CONTEXT_GIB * gpu.gib)
