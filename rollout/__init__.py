@@ -23,6 +23,7 @@ from rollout.core.errors import (
     PhaseFailed,
     PhaseTimeout,
     PlacementError,
+    RankFailure,
     RolloutError,
     WeightError,
     WeightMismatch,
@@ -121,12 +122,14 @@ def connect(
 
     if backend not in (None, "local", "ray"):
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
+    if backend == "ray" and key:
+        raise ConfigError("key is of a local launch; Ray has its own, RAY_AUTH_TOKEN")
     if backend != "ray" and (found := connect_local(run, address, key)):
         return found
     if backend == "local" or not (backend or _has_joined_ray()):
         raise ConfigError(
             f"no launch of run {str(run)!r} is found: no {CONNECT_FILE} in {run} or runs/{run}. "
-            "Give the run's folder; or, from another host, address and key from that file; or "
+            "Give the run's folder, or address and key from that file; for a run on a Ray cluster, "
             "backend='ray'"
         )
     with _needing_ray():
@@ -170,6 +173,7 @@ __all__ = [
     "PlacementError",
     "Prompt",
     "PromptData",
+    "RankFailure",
     "RolloutConfig",
     "RolloutDriver",
     "RolloutError",

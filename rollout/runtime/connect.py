@@ -62,7 +62,10 @@ def _parsed(address: Any, key: Any) -> ControlAddress:
             f"address = {address!r}: must be host:port, as in the run's {CONNECT_FILE}"
         )
     if not key:
-        raise ConfigError(f"key: the address {address} needs the key from the run's {CONNECT_FILE}")
+        raise ConfigError(
+            f"key: the address {address} needs the key from the run's {CONNECT_FILE}; or, if it is "
+            "a Ray cluster's, backend='ray'"
+        )
     return ControlAddress(host.strip("[]"), int(port), str(key))
 
 

@@ -86,16 +86,21 @@ def _actors_of(run_id: str, address: str, namespace: str) -> dict[str, tuple[str
                 log_to_driver=False,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"--address {address!r}: cannot join that cluster: {error}") from None
+            raise ConfigError(
+                f"address {address!r}: cannot join that Ray cluster: {error}"
+            ) from None
     actors = list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in actors]
     here = [actor["name"] for actor in actors if actor["namespace"] == namespace]
     mine = {server: name for name in sorted(here) if (server := server_of(name, run_id))}
     if not mine:
-        others = sorted(name for name in names if name.startswith("rollout-"))
+        others = sorted(
+            f"{actor['name']} in namespace {actor['namespace']!r}"
+            for actor in actors
+            if actor["name"].startswith("rollout-")
+        )
         raise ConfigError(
             f"no server of run {run_id!r} in namespace {namespace!r}; "
-            f"named actors there: {', '.join(others) or 'none'}"
+            f"named actors of that cluster: {', '.join(others) or 'none'}"
         )
     return {
         server: (name, ray.get_actor(name, namespace=namespace)) for server, name in mine.items()

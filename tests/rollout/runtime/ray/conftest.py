@@ -25,6 +25,7 @@ SLOW_ON_RAY = (
     "existing_group",
     "stacked",
     "attached",
+    "connect",
 )
 
 
