@@ -33,6 +33,9 @@ PROMPT_LENGTH = 6
 MAX_NEW_TOKENS = 4
 """Tokens of the longest right completion: three digits and the end token."""
 
+SAMPLING = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
+"""Of training; the evaluation is greedy."""
+
 NUM_EVAL_PAIRS, NUM_TRAIN_PAIRS = 256, 800
 """Pairs for evaluation and pairs for GRPO; the other 3 039 are for the warm start."""
 
@@ -110,6 +113,18 @@ def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
         rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
         for problem in problems
     ]
+
+
+def training_prompts(splits: Splits, step: int, num_prompts: int) -> list[rollout.Prompt]:
+    """The prompts of a training step, counted from 1; after the last problem, the first again."""
+    start = (step - 1) * num_prompts % len(splits.train)
+    return prompts((splits.train * 2)[start : start + num_prompts])
+
+
+def held_out_sums(splits: Splits) -> dict[str, rollout.EvalDataset]:
+    """The evaluation: greedy answers to problems that are not trained on."""
+    greedy = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+    return {"addition": rollout.EvalDataset(prompts(splits.held_out), greedy)}
 
 
 def judge(sample: rollout.Sample) -> float:

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import rollout
 import torch
 from rollout.weights.tensors.adapters import merged
-from transformers.utils import logging as transformers_logging
 
-from arithmetic import (
-    MAX_NEW_TOKENS,
-    judge,
-    make_splits,
-    make_warm_started_model,
-    prompts,
-)
+from arithmetic import SAMPLING, held_out_sums, judge, make_splits, training_prompts
 from grpo import GrpoConfig, GrpoTrainer
+from options import (
+    ENGINE_OPTIONS,
+    find_model,
+    make_config,
+    make_parser,
+    prepare_model,
+    read_options,
+)
 
 ADAPTER = "policy"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,48 +81,24 @@ class LoraTrainer(GrpoTrainer):
         return named
 
 
-def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
-    """Engines that load adapters, and release their memory in each step."""
-    options = {
-        "dtype": "float32",
-        "max-total-tokens": 32768,
-        "log-level": "warning",
-        "enable-lora": True,
-        "max-lora-rank": args.rank,
-    }
-    return rollout.RolloutConfig.from_dict(
-        {
-            "run_id": f"lora-grpo-{args.seed}",
-            "log_dir": str(args.out / "logs"),
-            "servers": {
-                "policy": {
-                    "model_path": str(model_path),
-                    "weights": {"update": "lora", "adapter": ADAPTER},
-                    "groups": {
-                        "main": {
-                            "num_engines": args.engines,
-                            "engine": {"kind": "embedded", "cpus": 1, "options": options},
-                        }
-                    },
-                }
-            },
-        }
-    )
+def config(args: argparse.Namespace) -> rollout.RolloutConfig:
+    """Engines that load adapters."""
+    options = ENGINE_OPTIONS | {"enable-lora": True, "max-lora-rank": args.rank}
+    weights = {"update": "lora", "adapter": ADAPTER}
+    return make_config(args, f"lora-grpo-{args.seed}", weights, options=options)
 
 
-def train(args: argparse.Namespace, model_path: Path) -> None:
+def train(args: argparse.Namespace) -> None:
     """Steps of rollout, training of the adapter, and a push of the adapter alone."""
     splits = make_splits(args.seed)
-    sampling = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
-    greedy = rollout.SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
-    held_out = {"addition": rollout.EvalDataset(prompts(splits.held_out), greedy)}
-    torch.manual_seed(args.seed)
-    trainer = LoraTrainer(model_path, args.rank, GrpoConfig(learning_rate=2e-3), args.seed)
+    held_out = held_out_sums(splits)
+    learning = GrpoConfig(learning_rate=2e-3)
+    trainer = LoraTrainer(find_model(args), args.rank, learning, args.seed)
     adapter_bytes = sum(tensor.nbytes for tensor in trainer.adapter().values())
     base_bytes = sum(tensor.nbytes for tensor in trainer.base.values())
 
     with (
-        rollout.launch(config(args, model_path), backend=args.backend) as deployment,
+        rollout.launch(config(args), backend=args.backend) as deployment,
         rollout.Driver(
             deployment["policy"].url, judge, lora_path=None if args.merge else ADAPTER
         ) as driver,
@@ -145,10 +121,9 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
         before = accuracy = evaluate(0)
         print(f"before training: accuracy {before:.1%} on held-out sums")
         for step in range(1, args.steps + 1):
-            start = (step - 1) * args.prompts % len(splits.train)
-            batch = prompts((splits.train * 2)[start : start + args.prompts])
+            batch = training_prompts(splits, step, args.prompts)
             groups = driver.rollout(
-                step, batch, group_size=args.group_size, sampling=sampling
+                step, batch, group_size=args.group_size, sampling=SAMPLING
             ).result()
             with policy.offloaded() as window:
                 trainer.onload()
@@ -171,28 +146,13 @@ def train(args: argparse.Namespace, model_path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=6, help="training steps")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
-    parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
+    parser = make_parser(__doc__, "runs/lora_grpo", num_steps=6)
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
-    parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
     parser.add_argument("--merge", action="store_true", help="push base and adapter merged")
     parser.add_argument("--backend", default="local", choices=["ray", "local"])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, help="start from this model directory")
-    parser.add_argument("--out", type=Path, default=Path("runs/lora_grpo"))
-    args = parser.parse_args()
-    args.out = args.out.absolute()
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    model_path = args.model or args.out / f"model-{args.seed}"
-    if args.model is None:
-        started = time.monotonic()
-        make_warm_started_model(model_path, args.seed)
-        print(f"warm start took {time.monotonic() - started:.1f} s")
-    train(args, model_path)
+    args = read_options(parser)
+    prepare_model(args)
+    train(args)
 
 
 if __name__ == "__main__":

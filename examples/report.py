@@ -1,4 +1,4 @@
-"""The output of ``colocated_grpo.py``: progress, a line per step, a table, a picture, JSON."""
+"""The output of a training program: progress, a line per step, a table, a picture, JSON."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class Report:
 
     Args:
         path: path of the picture and of the JSON file, without suffix.
+        is_quiet: print nothing, as a rank that is not the first.
     """
 
-    def __init__(self, path: Path, num_steps: int) -> None:
+    def __init__(self, path: Path, num_steps: int, *, is_quiet: bool = False) -> None:
         self._path = path
-        self._console = Console()
+        self._console = Console(quiet=is_quiet)
         # Found out before the training, not after it.
         self._can_draw = importlib.util.find_spec("matplotlib") is not None
         if not self._can_draw:
@@ -81,12 +82,6 @@ class Report:
 
     def print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def note(self, text: str) -> Iterator[None]:
-        """Show ``text`` while the block runs."""
-        with self._console.status(text):
-            yield
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

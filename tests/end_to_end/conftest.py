@@ -10,11 +10,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def warm_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
     sys.path.insert(0, str(EXAMPLES))
     try:
         from arithmetic import make_warm_started_model
     finally:
         sys.path.remove(str(EXAMPLES))
     path = tmp_path_factory.mktemp("warm") / "model"
-    make_warm_started_model(path, 0)
+    # On one thread: a model this small is far slower on two where the cores are busy.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        make_warm_started_model(path, 0)
+    finally:
+        torch.set_num_threads(num_threads)
     return path

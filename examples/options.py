@@ -1,0 +1,69 @@
+"""What the programs that train on ``arithmetic.py`` share: options, model, engines."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import rollout
+import torch
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from arithmetic import make_warm_started_model
+
+ENGINE_OPTIONS = {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"}
+
+
+def make_parser(description: str, out: str, *, num_steps: int = 20) -> argparse.ArgumentParser:
+    """The options that all have; ``out`` is the default of the folder for results."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=num_steps, help="training steps")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts in a step")
+    parser.add_argument("--group-size", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--engines", type=int, default=2, help="engines behind the router")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="start from this model directory")
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of this process, which uses one thread of torch."""
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    transformers_logging.disable_progress_bar()
+    return args
+
+
+def find_model(args: argparse.Namespace) -> Path:
+    """The model to start from."""
+    path: Path = args.model or args.out / f"model-{args.seed}"
+    return path
+
+
+def prepare_model(args: argparse.Namespace) -> None:
+    """Make the model, unless ``--model`` names one."""
+    if args.model is None:
+        started = time.monotonic()
+        with Console().status("making and warm-starting a tiny Qwen3 model"):
+            make_warm_started_model(find_model(args), args.seed)
+        print(f"warm start took {time.monotonic() - started:.1f} s", flush=True)
+
+
+def make_config(
+    args: argparse.Namespace, run_id: str, weights: dict[str, Any] | None = None, **engine: Any
+) -> rollout.RolloutConfig:
+    """One server, the policy, whose engines release their memory in each step."""
+    engine = {"kind": "embedded", "cpus": 1, "options": ENGINE_OPTIONS} | engine
+    group = {"num_engines": args.engines, "engine": engine}
+    model_path = str(find_model(args))
+    server = {"model_path": model_path, "weights": weights or {}, "groups": {"main": group}}
+    return rollout.RolloutConfig.from_dict(
+        {"run_id": run_id, "log_dir": str(args.out / "logs"), "servers": {"policy": server}}
+    )
