@@ -1,0 +1,128 @@
+"""Ranks that are Ray actors push, and the end of one ends the push on the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.embedded.tiny_model import make_tiny_model
+from rollout import DeploymentHandle, RankFailure, RolloutConfig, launch
+from rollout.weights.push.shm_buffers import remove_leftovers
+from tests.support.ray_worlds import RayWorld
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.embedded,
+    pytest.mark.timeout(240),
+]
+NUM_RANKS = 3
+RANK_TIMEOUT_S = 4  # in rank_trainer.py
+
+
+class Rank:
+    """One rank; its commands are those of ``rank_trainer.Trainer``."""
+
+    def __init__(self, run_id: str, model_path: str, meet: str, rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from tests.end_to_end.rank_trainer import Trainer
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meet}", rank=rank, world_size=NUM_RANKS
+        )
+        self.trainer = Trainer(run_id, model_path)
+
+    def do(self, command: str, arguments: Mapping[str, Any]) -> tuple[int, str, str, float]:
+        """The version, or kind and text of the error; and the seconds."""
+        started = time.monotonic()
+        version, kind, text = 0, "", ""
+        try:
+            version = getattr(self.trainer, command)(**arguments).weight_version
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        return version, kind, text, time.monotonic() - started
+
+
+class Ranks:
+    """The actors of a trainer."""
+
+    def __init__(self, world: RayWorld, run: DeploymentHandle, meet: Path) -> None:
+        self.ray = world.ray
+        model_path = run.config.servers["policy"].model_path
+        kind = self.ray.remote(num_cpus=1)(Rank)
+        self.actors = [
+            kind.remote(run.config.run_id, model_path, str(meet), rank) for rank in range(NUM_RANKS)
+        ]
+
+    def do(self, command: str, **arguments: Any) -> list[Any]:
+        """What each rank returns; of one that was killed, None."""
+        calls = [actor.do.remote(command, arguments) for actor in self.actors]
+        return [self._result(call) for call in calls]
+
+    def _result(self, call: Any) -> Any:
+        try:
+            return self.ray.get(call, timeout=90)
+        except self.ray.exceptions.RayActorError:
+            return None
+
+    def end(self) -> None:
+        for actor in self.actors:
+            self.ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def run(
+    ray_cluster: RayWorld, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeploymentHandle]:
+    folder = tmp_path_factory.mktemp("run")
+    model_path = make_tiny_model(folder / "tiny", architecture="qwen3", tie_embeddings=True)
+    server = {
+        "model_path": str(model_path),
+        "groups": {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}},
+        "weights": {"bucket_bytes": 100_000},
+    }
+    config = {"run_id": "ranks", "log_dir": str(folder), "servers": {"policy": server}}
+    with launch(RolloutConfig.from_dict(config), backend="ray") as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    remove_leftovers(Path("/dev/shm"))  # of ranks that were killed
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
+    ray_cluster: RayWorld, run: DeploymentHandle, folder: Path, rank: int
+) -> None:
+    policy = run["policy"]
+    before = policy.weight_version
+    ranks = Ranks(ray_cluster, run, folder / "meet")
+    try:
+        assert [one[0] for one in ranks.do("push", seed=1)] == [before + 1] * NUM_RANKS
+        found = ranks.do("dies", rank=rank)
+    finally:
+        ranks.end()
+    assert found[rank] is None
+    others = [one for one in found if one is not None]
+    assert len(others) == NUM_RANKS - 1
+    for _, kind, text, seconds in others:
+        assert kind == RankFailure.__name__
+        assert f"rank {rank} " in text
+        assert seconds < 4 * RANK_TIMEOUT_S
+    assert len({text for _, _, text, _ in others}) == 1, others
+    assert policy.status().result(30).gate != "open"
+    again = Ranks(ray_cluster, run, folder / "meet-again")
+    try:
+        assert [one[0] for one in again.do("push", seed=4)] == [before + 2] * NUM_RANKS
+    finally:
+        again.end()
+    assert policy.status().result(30).gate == "open"
