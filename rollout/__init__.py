@@ -123,7 +123,7 @@ def connect(
     if backend not in (None, "local", "ray"):
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
     if backend == "ray" and key:
-        raise ConfigError("key is of a local launch; Ray has its own, RAY_AUTH_TOKEN")
+        raise ConfigError("key is of a local launch, not of a Ray cluster; leave it out")
     if backend != "ray" and (found := connect_local(run, address, key)):
         return found
     if backend == "local" or not (backend or _has_joined_ray()):
