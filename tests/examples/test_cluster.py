@@ -1,0 +1,138 @@
+"""The files of examples/cluster are accepted by the tools that read them; the Slurm script runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from engines.process.tcp_ports import reserve_port
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples/cluster"
+# KubeRay's CRDs v1, of its commit feeaf72f, without descriptions and without the fields of Pods.
+SCHEMAS = Path(__file__).parent / "kuberay"
+
+
+def strict(schema: Any) -> Any:
+    """The same schema, which refuses unknown fields: Kubernetes drops them in silence."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: strict(part) for name, part in schema.items()}
+    if isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    return {path.name: yaml.safe_load(path.read_text()) for path in CLUSTER.glob("*.yaml")}
+
+
+def cluster_of(document: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = document["spec"]
+    cluster: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    return cluster
+
+
+@pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_job.yaml"])
+def test_a_manifest_fits_the_schema_of_kuberay(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    document = documents()[name]
+    schema = strict(json.loads((SCHEMAS / f"{document['kind']}.json").read_text()))
+    errors = jsonschema.Draft7Validator(schema).iter_errors(document)
+    assert [f"{error.json_path}: {error.message}" for error in errors] == []
+
+
+def test_the_schema_finds_a_field_that_kuberay_does_not_know() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    document = documents()["ray_cluster.yaml"]
+    document["spec"]["workerGroupSpecs"][0]["replica"] = 2
+    schema = strict(json.loads((SCHEMAS / "RayCluster.json").read_text()))
+    assert not jsonschema.Draft7Validator(schema).is_valid(document)
+
+
+@pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_job.yaml"])
+def test_a_cluster_has_a_token_a_known_ray_and_shared_memory_where_engines_run(name: str) -> None:
+    cluster = cluster_of(documents()[name])
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
+    with_engines = cluster.get("workerGroupSpecs") or [cluster["headGroupSpec"]]
+    for group in with_engines:
+        pod = group["template"]["spec"]
+        in_memory = {v["name"] for v in pod["volumes"] if v.get("emptyDir", {}).get("medium")}
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert mounts["/dev/shm"] in in_memory
+
+
+@pytest.mark.parametrize("tool", ["hadolint", "shellcheck"])
+def test_the_tools_for_dockerfiles_and_scripts_find_nothing(tool: str) -> None:
+    beside = Path(sys.executable).with_name(tool)
+    found = str(beside) if beside.exists() else shutil.which(tool)
+    assert found, f"{tool} is in the dev extra"
+    paths = CLUSTER.glob("Dockerfile*" if tool == "hadolint" else "*.sh")
+    done = subprocess.run([found, *map(str, sorted(paths))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """A machine of one node, on which srun runs the command at once."""
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do\n'
+        '  case $1 in --overlap) shift;; *) shift 2;; esac\ndone\nexec "$@"\n'
+    )
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    with reserve_port("127.0.0.1") as reservation:
+        port = reservation.port
+    search = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {
+        **os.environ,
+        "PATH": search,
+        "SLURM_JOB_NODELIST": "node",
+        "RAY_PORT": str(port),
+        "RAY_START_SECONDS": "60",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("code", "status"), [("print('nodes', len(ray.nodes()))", 0), ("raise SystemExit(7)", 7)]
+)
+def test_the_slurm_script_starts_ray_runs_the_command_and_ends_all(
+    slurm: dict[str, str], code: str, status: int
+) -> None:
+    command = [sys.executable, "-c", f"import ray; ray.init(log_to_driver=False); {code}"]
+    done = subprocess.run(
+        [CLUSTER / "ray_on_slurm.sh", *command],
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("nodes 1" in done.stdout) == (status == 0)
+    mine = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if slurm["RAY_PORT"] in " ".join(p.info["cmdline"] or [])
+    ]
+    assert mine == []
+
+
+def test_the_slurm_script_without_a_command_explains_itself() -> None:
+    done = subprocess.run([CLUSTER / "ray_on_slurm.sh"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "usage: sbatch" in done.stderr
