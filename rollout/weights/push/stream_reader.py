@@ -5,7 +5,8 @@
     reader -> {"next": index, "keeps"}                               earlier buckets are applied
     server -> {"payload" or "num_bytes", "is_last", "fingerprints"}  then ``num_bytes`` bytes
 
-Each message is a line of JSON.
+Each message is a line of JSON.  A payload that is a mapping may have bytes under one of its keys:
+``bytes_of`` names it, and the bytes come after the message.
 
 Always true: the trainer makes a bucket when every reader has applied the one before the last, so at
 most two are in memory; if a reader does not connect, no reader gets a bucket; every wait has a
@@ -50,6 +51,25 @@ class PushStreamAddress:
 def encode_message(fields: Mapping[str, Any]) -> bytes:
     """One message of the stream: a line of JSON."""
     return json.dumps(fields).encode() + b"\n"
+
+
+def split_payload(payload: Payload) -> tuple[bytes, dict[str, Any]]:
+    """A payload as the bytes after a message, and the fields of the message."""
+    if isinstance(payload, bytes):
+        return payload, {"num_bytes": len(payload)}
+    rest = {key: part for key, part in payload.items() if not isinstance(part, bytes)}
+    if len(rest) == len(payload):
+        return b"", {"payload": rest}
+    (key,) = payload.keys() - rest.keys()
+    return payload[key], {"payload": rest, "bytes_of": key, "num_bytes": len(payload[key])}
+
+
+def join_payload(message: Mapping[str, Any], body: bytes | None) -> Payload:
+    """The payload that ``split_payload`` has split."""
+    if body is None:
+        joined: Payload = message["payload"]
+        return joined
+    return {**message["payload"], message["bytes_of"]: body} if "bytes_of" in message else body
 
 
 class BucketSource:
@@ -128,7 +148,7 @@ class PushStreamReader(BucketSource):
             reply, body = await self._request({"next": index})
             self.fingerprints.update(reply["fingerprints"])
             is_last = reply["is_last"]
-            yield reply["payload"] if body is None else body, is_last
+            yield join_payload(reply, body), is_last
             index += 1
         await self._request({"next": index, "keeps": self.keeps})  # the last one is applied
 

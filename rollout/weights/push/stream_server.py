@@ -18,7 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from engines.protocol.plain_text import describe
-from rollout.weights.push.stream_reader import MAX_LINE_BYTES, PushStreamAddress, encode_message
+from rollout.weights.push.stream_reader import (
+    MAX_LINE_BYTES,
+    PushStreamAddress,
+    encode_message,
+    split_payload,
+)
 from rollout.weights.transports.broadcast_group import BroadcastMember, from_json
 from rollout.weights.transports.carriers import Payload
 
@@ -272,11 +277,9 @@ class PushStreamServer:
                 connection.sendall(encode_message({"error": self._error}))
                 return
         fields = {"is_last": bucket.is_last, "fingerprints": dict(bucket.fingerprints)}
-        if isinstance(bucket.payload, bytes):
-            connection.sendall(encode_message(fields | {"num_bytes": len(bucket.payload)}))
-            connection.sendall(bucket.payload)
-        else:
-            connection.sendall(encode_message(fields | {"payload": dict(bucket.payload)}))
+        body, where = split_payload(bucket.payload)
+        connection.sendall(encode_message(fields | where))
+        connection.sendall(body)
         with self._changed:
             self._given[reader] = index
             self._changed.notify_all()

@@ -159,6 +159,7 @@ class _PushRun:
     ) -> None:
         self._push = push
         self._targets = targets
+        self._carriers = {engine_id: push.carrier.of(engine_id) for engine_id in targets}
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + budget_s
         self._failed: dict[str, EngineReply[None]] = {}
@@ -169,18 +170,15 @@ class _PushRun:
     async def run(
         self, reader: str, on_begin: Callable[[], None], fingerprints: dict[str, str]
     ) -> dict[str, EngineReply[None]]:
-        joins = self._push.carrier.joins
-        if joins:  # an engine that does not reply is left out of the group
-            checks = {
-                engine_id: partial(self._check_group, engine_id) for engine_id in self._active()
-            }
-            await self._call("look", checks)
+        # An engine that does not reply is left out of the group.
+        checks = {engine_id: partial(self._check_group, engine_id) for engine_id in self._joiners()}
+        await self._call("look", checks)
         source = self._open(reader)
         try:
             async with asyncio.timeout_at(self._deadline):
-                await source.open(self._members() if joins else ())
-            if joins:
-                await self._join(source.terms)
+                await source.open(self._members())
+            if joiners := self._joiners():
+                await self._join(joiners, source.terms)
             on_begin()
             await self._send_all(source)
         except BaseException:
@@ -222,12 +220,15 @@ class _PushRun:
                 self._held.get(engine_id, ""),
                 self._targets[engine_id].takes_flat,
             )
-            for engine_id in self._active()
+            for engine_id in self._joiners()
         ]
 
-    async def _join(self, terms: Mapping[str, Any]) -> None:
+    def _joiners(self) -> list[str]:
+        return [engine_id for engine_id in self._active() if self._carriers[engine_id].joins]
+
+    async def _join(self, joiners: list[str], terms: Mapping[str, Any]) -> None:
         """All engines join, or none. If it fails, no weights have changed."""
-        self._joined = self._active()
+        self._joined = joiners
         if not terms["is_new"]:
             return
         await self._leave(self._joined, terms["over"])
@@ -236,7 +237,7 @@ class _PushRun:
         for engine_id in self._joined:
             target = self._targets[engine_id]
             joining[engine_id] = partial(
-                self._push.carrier.join, target, {**terms, "rank_offset": first}
+                self._carriers[engine_id].join, target, {**terms, "rank_offset": first}
             )
             first += target.payload_copies
             self._held[engine_id] = terms["group_name"]
@@ -255,19 +256,19 @@ class _PushRun:
         for engine_id in engine_ids:
             names = {self._held.pop(engine_id, ""), over} - {""}
             if names:
-                leaving[engine_id] = partial(self._leave_all, self._targets[engine_id], names)
+                leaving[engine_id] = partial(self._leave_all, engine_id, names)
         await self._call("leave", leaving)
 
-    async def _leave_all(self, target: PushTarget, names: Iterable[str]) -> None:
+    async def _leave_all(self, engine_id: str, names: Iterable[str]) -> None:
         for name in names:
-            await self._push.carrier.leave(target, name)
+            await self._carriers[engine_id].leave(self._targets[engine_id], name)
 
     def _is_whole(self) -> bool:
         """Whether no engine that joined has failed."""
         return not any(engine_id in self._failed for engine_id in self._joined)
 
     async def _send_all(self, source: BucketSource) -> None:
-        begun = self._active() if self._push.carrier.needs_session else []
+        begun = [one for one in self._active() if self._carriers[one].needs_session]
         try:
             await self._call("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
@@ -276,14 +277,21 @@ class _PushRun:
                     break
                 packed = await self._pack(payload)
                 stage = Stage(self._push.version, is_last, self._push.checks_path)
-                send = self._each(self._active(), self._push.carrier.send, packed, stage)
-                await self._call("update_weights", send)
+                await self._call("update_weights", self._sends(packed, stage))
                 source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
         finally:
             await self._call("end_weight_update", self._each(begun, _end))
 
+    def _sends(self, packed: Any, stage: Stage) -> dict[str, Callable[[], Awaitable[Any]]]:
+        return {
+            engine_id: partial(self._carriers[engine_id].send, target, packed, stage)
+            for engine_id, target in self._targets.items()
+            if engine_id not in self._failed and self._carriers[engine_id].has_part_in(packed)
+        }
+
     async def _pack(self, payload: Payload) -> Any:
-        if isinstance(payload, bytes) and len(payload) > _MOST_INLINE_BYTES:
+        parts = [payload] if isinstance(payload, bytes) else payload.values()
+        if any(isinstance(part, bytes) and len(part) > _MOST_INLINE_BYTES for part in parts):
             return await asyncio.to_thread(self._push.carrier.pack, payload)
         return self._push.carrier.pack(payload)
 
@@ -291,9 +299,9 @@ class _PushRun:
         return [engine_id for engine_id in self._targets if engine_id not in self._failed]
 
     def _each(
-        self, wanted: Iterable[str], call: Callable[..., Awaitable[Any]], *more: Any
+        self, wanted: Iterable[str], call: Callable[..., Awaitable[Any]]
     ) -> dict[str, Callable[[], Awaitable[Any]]]:
-        return {engine_id: partial(call, self._targets[engine_id], *more) for engine_id in wanted}
+        return {engine_id: partial(call, self._targets[engine_id]) for engine_id in wanted}
 
     async def _call(
         self, operation: str, calls: Mapping[str, Callable[[], Awaitable[Any]]]

@@ -87,6 +87,14 @@ class Carrier:
     needs_session = False
     joins = False
 
+    def of(self, engine_id: str) -> Carrier:
+        """The carrier of one engine; ``pack`` is called on this one, all else on that."""
+        return self
+
+    def has_part_in(self, packed: Any) -> bool:
+        """Whether a bucket has something for the engines of this carrier."""
+        return True
+
     async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
         """Join the broadcast group; ``terms``: the trainer's, and this engine's first rank."""
 
