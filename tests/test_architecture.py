@@ -96,6 +96,7 @@ PURE = (
     "rollout.rules",
     "rollout.weights.push.push_version",
     "rollout.weights.push.transport_choice",
+    "rollout.weights.ranks.carrier_choice",
     "rollout.weights.store.layout.commit",
     "rollout.weights.store.node.limits",
     "rollout.weights.transports.broadcast_group",
