@@ -173,6 +173,8 @@ class EngineStatus:
         resident_bytes: host memory of its processes; None if not measured.
         gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
         num_gpus: its GPUs; 0 for an engine on the CPU.
+        num_payloads: its tensor-parallel ranks.
+        num_stages: its pipeline stages.
         processes: its processes, one for each of its nodes; empty for an attached engine.
         fingerprints: the method of its fingerprints; empty if they are not compared with pushed
             ones.
@@ -193,6 +195,8 @@ class EngineStatus:
     gpus: tuple[GpuMemory, ...] = ()
     fingerprints: str = ""
     num_gpus: int = 0
+    num_payloads: int = 1
+    num_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

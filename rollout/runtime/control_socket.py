@@ -30,6 +30,7 @@ from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.pending import LoopThread, Pending
+from rollout.runtime.handle.transport import LAUNCH_NODE, node_without_ray
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -186,8 +187,12 @@ class SocketCaller:
     def ship(self, push: WeightPush) -> WeightPush:
         return push
 
-    def is_here(self, node_id: str, host: str) -> bool:
-        return self.own_host() == "127.0.0.1" and host in ("127.0.0.1", "localhost", "::1")
+    def node_of(self, node_id: str, host: str) -> str:
+        return node_without_ray(host)
+
+    def own_node(self) -> str:
+        own = self.own_host()
+        return LAUNCH_NODE if own == "127.0.0.1" else f"trainer {own}"
 
     def own_host(self) -> str:
         """The address of this machine on the way to the listener."""

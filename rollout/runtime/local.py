@@ -26,6 +26,7 @@ from rollout.rules.placement import assign_slots, local_bundles, plan_of, traine
 from rollout.runtime.connect import publish
 from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle.transport import LAUNCH_NODE, node_without_ray
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.push.weight_push import WeightPush
@@ -60,8 +61,11 @@ class LocalCaller:
     def ship(self, push: WeightPush) -> WeightPush:
         return push
 
-    def is_here(self, node_id: str, host: str) -> bool:
-        return host in ("127.0.0.1", "localhost", "::1")
+    def node_of(self, node_id: str, host: str) -> str:
+        return node_without_ray(host)
+
+    def own_node(self) -> str:
+        return LAUNCH_NODE
 
     def own_host(self) -> str:
         return "127.0.0.1"

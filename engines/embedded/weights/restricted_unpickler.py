@@ -12,6 +12,7 @@ from typing import Any
 
 import pybase64
 import torch
+from torch.multiprocessing import reductions
 
 from engines.embedded.core.errors import Invalid
 from engines.tensors.dtypes import DTYPES
@@ -37,7 +38,6 @@ _IMPORTED = {
 }
 # Handles to memory of another process on the same GPU; meaningless on CPU.
 _IMPORTED_ON_CUDA = {
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
     ("torch.storage", "TypedStorage"),
     ("torch.storage", "UntypedStorage"),
     ("torch", "UntypedStorage"),
@@ -48,18 +48,49 @@ def _load_storage(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
+# Of the arguments of ``rebuild_cuda_tensor``.
+_DEVICE = 6
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> Any:
+    """As torch does; the device may be a UUID, because each process counts its GPUs on its own."""
+    own: list[Any] = list(arguments)
+    if isinstance(own[_DEVICE], str):
+        own[_DEVICE] = _device_of(own[_DEVICE])
+    return reductions.rebuild_cuda_tensor(*own)
+
+
+def _device_of(uuid: str) -> int:
+    own = [
+        str(torch.cuda.get_device_properties(device).uuid)
+        for device in range(torch.cuda.device_count())
+    ]
+    if uuid not in own:
+        raise Invalid(f"the payload is on GPU {uuid}, and this engine has {', '.join(own)}")
+    return own.index(uuid)
+
+
 _REPLACED = {
     ("torch.storage", "_load_from_bytes"): _load_storage,  # torch's own unpickles what is inside
     **{("torch", name): getattr(torch, name) for name in DTYPES},
 }
 
 
+_REPLACED_ON_CUDA = _REPLACED | {
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda_tensor
+}
+
+
 def read_payload(payload: str, load_format: str | None) -> NamedTensors:
     """The named tensors of one base64 payload; ``Invalid`` if it holds anything else."""
-    imported = _IMPORTED | _IMPORTED_ON_CUDA if torch.cuda.is_available() else _IMPORTED
+    imported, replaced = _IMPORTED, _REPLACED
+    if torch.cuda.is_available():
+        imported, replaced = _IMPORTED | _IMPORTED_ON_CUDA, _REPLACED_ON_CUDA
     try:
         stream = io.BytesIO(pybase64.b64decode(payload, validate=True))
-        loaded = PayloadReader(stream, _REPLACED, imported).load()
+        loaded = PayloadReader(stream, replaced, imported).load()
+    except Invalid:
+        raise
     except (binascii.Error, ValueError) as error:
         raise Invalid(f"payload is not base64 of a pickle: {error}") from error
     except Exception as error:  # a broken pickle raises anything at all

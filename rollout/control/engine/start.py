@@ -132,6 +132,7 @@ class Starter:
             engine=engine,
             has_session=features.has_weight_session,
             num_payloads=features.num_payloads,
+            num_stages=features.num_stages,
             takes_flat_broadcast=features.takes_flat_broadcast,
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,

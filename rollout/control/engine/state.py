@@ -26,6 +26,7 @@ class EngineState:
 
     Attributes:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
+        num_stages: its pipeline stages.
         takes_flat_broadcast: it accepts many tensors flattened into one broadcast.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
@@ -58,6 +59,7 @@ class EngineState:
     has_session: bool
     weight_version: int | None
     num_payloads: int = 1
+    num_stages: int = 1
     takes_flat_broadcast: bool = False
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
@@ -202,6 +204,8 @@ class EngineState:
             gpus=tuple(await self.gpu_memory()),
             fingerprints=self.fingerprint_method if self.has_checker else "",
             num_gpus=self.slot.num_gpus,
+            num_payloads=self.num_payloads,
+            num_stages=self.num_stages,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -259,11 +259,12 @@ class PushBuilder:
 
 def remote_engines(status: ServerStatus, caller: Caller) -> list[str]:
     """Ids of the engines that do not run on this host; fenced ones get no push."""
+    own = caller.own_node()
     return [
         engine.engine_id
         for group in status.groups
         for engine in group.engines
-        if not engine.fence_reason and not caller.is_here(engine.node_id, engine.endpoint.host)
+        if not engine.fence_reason and caller.node_of(engine.node_id, engine.endpoint.host) != own
     ]
 
 

@@ -12,6 +12,14 @@ from rollout.weights.push.weight_push import WeightPush
 P = ParamSpec("P")
 T = TypeVar("T")
 
+LAUNCH_NODE = "local"
+"""The machine that launched a run without Ray, where its own engines are."""
+
+
+def node_without_ray(host: str) -> str:
+    """The machine of an engine that listens on ``host``, which may be attached."""
+    return LAUNCH_NODE if host in ("127.0.0.1", "localhost", "::1") else host
+
 
 class Caller(Protocol):
     """How a handle calls its server; differs between in-process and Ray."""
@@ -29,8 +37,12 @@ class Caller(Protocol):
         """Put the payload of a push where the server can read it cheaply."""
         ...
 
-    def is_here(self, node_id: str, host: str) -> bool:
-        """Whether an engine on ``node_id``, listening on ``host``, runs on this machine."""
+    def node_of(self, node_id: str, host: str) -> str:
+        """Names the machine of an engine on ``node_id``, listening on ``host``."""
+        ...
+
+    def own_node(self) -> str:
+        """Names this machine; equal to ``node_of`` for the engines that run here."""
         ...
 
     def own_host(self) -> str:

@@ -107,8 +107,12 @@ class RayCaller:
         buckets: tuple[Any, ...] = tuple(_put(bucket) for bucket in push.buckets)
         return replace(push, buckets=buckets)
 
-    def is_here(self, node_id: str, host: str) -> bool:
-        return node_id == ray.get_runtime_context().get_node_id()
+    def node_of(self, node_id: str, host: str) -> str:
+        return node_id
+
+    def own_node(self) -> str:
+        own: str = ray.get_runtime_context().get_node_id()
+        return own
 
     def own_host(self) -> str:
         address: str = ray.util.get_node_ip_address()

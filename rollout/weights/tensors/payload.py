@@ -17,9 +17,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing  # registers how tensors become handles
+from torch.multiprocessing import reductions
 
 from engines.embedded.weights.torch_fingerprint import as_bytes
+from rollout.core.errors import WeightMismatch
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
@@ -41,10 +42,28 @@ _OWN_NAME = f"c{__name__}\nFlattenedTensorMetadata\n".encode()
 _SGLANG_NAME = b"csglang.srt.weight_sync.tensor_bucket\nFlattenedTensorMetadata\n"
 
 
-class _HandlePickler(pickle.Pickler):
-    """Pickles CUDA tensors as handles, as torch's processes do."""
+# Of the arguments of torch's ``rebuild_cuda_tensor``.
+_DEVICE = 6
 
-    dispatch_table = copyreg.dispatch_table | ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """As torch's processes do, with the GPU's UUID, which SGLang reads in place of its number:
+    each process counts the GPUs that it sees."""
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    device = arguments[_DEVICE]
+    if isinstance(device, int):
+        device = str(torch.cuda.get_device_properties(device).uuid)
+    return rebuild, (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
+
+
+class _HandlePickler(pickle.Pickler):
+    """Pickles CUDA tensors as handles."""
+
+    dispatch_table = (
+        copyreg.dispatch_table
+        | ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        | {torch.Tensor: _reduce_tensor}
+    )
 
 
 def flattened_bucket(pairs: Pairs) -> bytes:
@@ -109,17 +128,59 @@ def _storage_head(num_bytes: int) -> bytes:
     )
 
 
-def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
-    """The same as a CUDA IPC handle, with its tensor: keep that until the engine has read it.
-    Not tested on a GPU."""
-    device = pairs[0][1].device
+@dataclass(frozen=True, slots=True)
+class IpcHandle:
+    """A flattened bucket in the memory of one GPU.
+
+    Attributes:
+        handle: the opcodes that open it in another process on that GPU.
+        flat: its memory; keep it until the engine has read it.
+    """
+
+    handle: bytes
+    flat: torch.Tensor
+
+
+def ipc_handle(pairs: Pairs, device: torch.device) -> IpcHandle:
+    """Flatten a bucket on a GPU.  Not tested on a GPU.
+
+    Raises:
+        WeightMismatch: the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise WeightMismatch(
+            f"tensor {pairs[0][0]!r} is on {device}: weights.transport = cuda_ipc pushes tensors "
+            "of a GPU; leave weights.transport out, or set it to shared_memory",
+            tensor=pairs[0][0],
+        )
     metadata, ordered = _laid_out(pairs)
     flat = torch.empty(sum(tensor.nbytes for tensor in ordered), dtype=torch.uint8, device=device)
     for place, tensor in zip(metadata, ordered, strict=True):
         flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
+    return IpcHandle(_handle_ops(flat), flat)
+
+
+def around_handle(pairs: Pairs) -> tuple[bytes, bytes]:
+    """What is before and after the handle in the pickle of a bucket; equal on all ranks."""
+    metadata, _ = _laid_out(pairs)
+    head = pickle.PROTO + b"\x03" + pickle.EMPTY_DICT + pickle.MARK + _ops("flattened_tensor")
+    named = _named_as_sglang_does(pickle.dumps(metadata, 3))[2:-1]
+    return head, _ops("metadata") + named + pickle.SETITEMS + pickle.STOP
+
+
+def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
+    """The same as ``flattened_bucket`` as a CUDA IPC handle, with the memory behind it."""
+    made = ipc_handle(pairs, pairs[0][1].device)
+    head, tail = around_handle(pairs)
+    return head + made.handle + tail, made.flat
+
+
+def _handle_ops(flat: torch.Tensor) -> bytes:
     stream = io.BytesIO()
-    _HandlePickler(stream, 3).dump({"flattened_tensor": flat, "metadata": metadata})
-    return _named_as_sglang_does(stream.getvalue()), flat
+    pickler = _HandlePickler(stream, 3)
+    pickler.fast = True  # as in ``_ops``
+    pickler.dump(flat)
+    return stream.getvalue()[2:-1]
 
 
 def _laid_out(pairs: Pairs) -> tuple[list[FlattenedTensorMetadata], list[torch.Tensor]]:

@@ -106,6 +106,13 @@ class PushSender:
                 setting="weights.transport",
                 value=transport.value,
             )
+        if transport is Transport.CUDA_IPC and not weights.is_on_cuda:
+            raise ConfigError(
+                "weights.transport = cuda_ipc: the tensors are in host memory; leave "
+                "weights.transport out, or set it to shared_memory",
+                setting="weights.transport",
+                value=transport.value,
+            )
         if transport is Transport.DISK:
             return self._to_disk(weights, version, contents)
         if only_streams or (may_stream and self.settings.stream and not at_once):

@@ -1,17 +1,21 @@
 """Opens a pushed payload with SGLang's own code and prints what is in it, as JSON.
 
 ``payload_reader SOURCES``: a folder with single files of SGLang; the payload is the standard input.
-The whole of SGLang cannot be imported where its libraries are not installed.
+The whole of SGLang cannot be imported where its libraries are not installed.  With UUIDs in
+``ROLLOUT_CUDA_DOUBLE`` there are these GPUs, and they are doubles.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tests.support import cuda_double
 
 FILES = ("utils/common.py", "utils/patch_torch.py", "weight_sync/tensor_bucket.py")
 _IMPORTS = """
@@ -49,6 +53,8 @@ def main(sources: Path) -> None:
     load_sglang(sources)
     from engines.embedded.weights.torch_fingerprint import device_fingerprint
 
+    if uuids := os.environ.get("ROLLOUT_CUDA_DOUBLE"):
+        cuda_double.CudaDouble(uuids.split(",")).install(setattr)
     sglang: Any = sys.modules
     sglang["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions()
     serializer = sglang["sglang.srt.utils.common"].MultiprocessingSerializer
@@ -59,6 +65,7 @@ def main(sources: Path) -> None:
         json.dumps(
             {
                 "device": str(bucket.flattened_tensor.device),
+                "devices": cuda_double.opened,
                 "fingerprints": {
                     name: device_fingerprint(name, one) for name, one in tensors.items()
                 },
