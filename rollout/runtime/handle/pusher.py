@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,23 +16,36 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
-from rollout.runtime.handle.push_builder import fingerprint_method, remote_engines
+from rollout.runtime.handle.push_builder import fingerprint_method
+from rollout.runtime.handle.push_places import engine_places
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.stream_server import PushStreamServer
-from rollout.weights.push.transport_choice import choose_transport
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.bucket_check import BucketCheck
-from rollout.weights.ranks.bucket_handover import BucketHandover, GatheredWeights
+from rollout.weights.ranks.bucket_handover import BucketHandover
 from rollout.weights.ranks.bucket_makers import (
     BucketMaker,
-    RankZeroMaker,
+    HandleMaker,
     SharedMemoryMaker,
     check_same,
     with_content,
 )
+from rollout.weights.ranks.carrier_choice import (
+    Chosen,
+    RankPlace,
+    by_value_note,
+    choose_carriers,
+)
+from rollout.weights.ranks.offered_buckets import (
+    OfferedBucket,
+    OfferedStream,
+    join_words,
+    mixed_carrier,
+)
+from rollout.weights.ranks.own_gpu import gpu_with
 from rollout.weights.ranks.rank_link import RankLink
 from rollout.weights.ranks.rank_protocol import (
     AwaitEngines,
@@ -59,11 +73,12 @@ from rollout.weights.tensors import (
     NcclTerms,
     OutgoingPush,
     PushPlanCache,
-    PushSender,
 )
+from rollout.weights.tensors.broadcast_sender import BroadcastPush
 from rollout.weights.tensors.tensor_sources import Pairs
-from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath
+from rollout.weights.transports.carriers import MOST_BUCKET_BYTES
 
+logger = logging.getLogger(__name__)
 _REPORT = TypeAdapter(StepReport)
 # Words of so many pushes stay for ranks that are late.
 _PUSHES_REMEMBERED = 4
@@ -90,8 +105,8 @@ class Pusher:
         self.plans = PushPlanCache()
         self.kept = KeptGroup()
         self.tensors: TensorList = ()
-        # Which ranks share the memory of rank 0's host.
-        self.writers = link.sharing(config.weights.shared_memory_path)
+        # For each rank, the lowest one that shares its host's memory.
+        self.hosts = link.hosts(config.weights.shared_memory_path)
         self._num_pushes = 0
         self._words_left: list[tuple[str, ...]] = []
 
@@ -124,7 +139,12 @@ class Pusher:
         turn = PushRound(str(self._num_pushes), link.rank, link.num_ranks, self.timeout_s)
         work = _RankWork(self, named_tensors, name_map, dtype)
         chosen = None if version is None else checked_version(version)
-        ready = {"knows": digest_of(self.tensors), "version": chosen}
+        ready = {
+            "knows": digest_of(self.tensors),
+            "version": chosen,
+            "node": self.caller.own_node(),
+            "gpu": work.gpu,
+        }
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
             report = link.run(steps, work.do)
@@ -137,6 +157,12 @@ class Pusher:
         """Free this rank's shared memory, and leave the broadcast group."""
         self.kept.close()
         self.pool.close()
+
+    @property
+    def writers(self) -> list[int]:
+        """The ranks that write into the memory of this rank's host."""
+        own = self.hosts[self.link.rank]
+        return [rank for rank, host in enumerate(self.hosts) if host == own]
 
     @cached_property
     def expected(self) -> Manifest | None:
@@ -176,12 +202,15 @@ class _RankWork:
         self._dtype = dtype
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
-        self._maker: BucketMaker | None = None
+        self._makers: list[BucketMaker] = []
+        self._pairs: Pairs | None = None
         self._check = BucketCheck(pusher.expected, self._config)
         self._version = 0
-        self._transport = Transport.TENSOR
+        self.gpu = gpu_with(named_tensors)
+        self._ranks: list[RankPlace] = []
+        self._chosen: Mapping[str, Chosen] = {}
         self._fingerprints = ""
-        self._handover: BucketHandover[Any] = BucketHandover()
+        self._handover: BucketHandover[OfferedBucket] = BucketHandover()
         self._outgoing: OutgoingPush | None = None
         self._pending: Pending[StepReport] | None = None
 
@@ -211,8 +240,9 @@ class _RankWork:
             # After a failure here, the server ends the push too, before the next one begins.
             with suppress(Exception):
                 self._pending.result(self._pusher.timeout_s)
-        if self._maker is not None:
-            self._maker.close()
+        self._pairs = None
+        for maker in self._makers:
+            maker.close()
 
     # -- all ranks --------------------------------------------------------------------------
 
@@ -232,26 +262,34 @@ class _RankWork:
         if isinstance(self._source, StreamedSource) is not plan["is_streamed"]:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._buckets = self._source.buckets(plan["bucket_bytes"])
-        if plan["transport"] == Transport.SHARED_MEMORY:
-            rank, writers = pusher.link.rank, pusher.writers
-            self._maker = SharedMemoryMaker(
-                pusher.pool,
-                turn=writers.index(rank) if rank in writers else None,
-                num_writers=len(writers),
-                fingerprints=plan["fingerprints"],
-            )
-        else:
-            self._maker = RankZeroMaker()
+        self._makers = list(self._made_here(plan))
         return {}
 
+    def _made_here(self, plan: Word) -> Iterator[BucketMaker]:
+        pusher, writers = self._pusher, self._pusher.writers
+        if writers[0] in plan["hosts"]:
+            hashes = writers[0] == plan["hosts"][0]
+            yield SharedMemoryMaker(
+                pusher.pool,
+                turn=writers.index(pusher.link.rank),
+                num_writers=len(writers),
+                fingerprints=plan["fingerprints"] if hashes else "",
+            )
+        if self.gpu and self.gpu in plan["gpus"]:
+            yield HandleMaker()
+
     def _make(self, index: int) -> Word:
-        assert self._maker is not None
         pairs, is_last = next(self._buckets)
         self._check(pairs, is_last)
         if isinstance(self._source, StreamedSource):
             # The push announces the model's dtypes, because these are known only now.
             pairs = cast_to(pairs, self._pusher.expected)
-        return with_content(self._maker.make(index, pairs), pairs, is_last)
+        word: dict[str, Any] = {}
+        for maker in self._makers:
+            word |= maker.make(index, pairs)
+        if self._pusher.link.rank == 0:
+            self._pairs = pairs
+        return with_content(word, pairs, is_last)
 
     # -- rank 0 -----------------------------------------------------------------------------
 
@@ -270,10 +308,11 @@ class _RankWork:
         )
         is_streamed = isinstance(self._source, StreamedSource)
         self._fingerprints = fingerprint_method(config, self._caller)
-        self._transport = self._choose_transport(status)
+        self._choose_carriers(status, words)
         plan: dict[str, Any] = {
             "is_streamed": is_streamed,
-            "transport": self._transport.value,
+            "hosts": self._hosts,
+            "gpus": sorted({gpu for one in self._chosen.values() for gpu in one.gpus}),
             "bucket_bytes": self._bucket_bytes(),
             "fingerprints": self._fingerprints,
         }
@@ -298,11 +337,22 @@ class _RankWork:
             )
         return plan
 
+    def _uses(self, transport: Transport) -> bool:
+        return any(one.transport is transport for one in self._chosen.values())
+
+    @property
+    def _hosts(self) -> list[int]:
+        """The hosts whose ranks write into shared memory."""
+        hosts = {
+            one.host for one in self._chosen.values() if one.transport is Transport.SHARED_MEMORY
+        }
+        return sorted(hosts)
+
     def _bucket_bytes(self) -> int:
-        most = MOST_BUCKET_BYTES if self._transport is Transport.TENSOR else sys.maxsize
+        most = MOST_BUCKET_BYTES if self._uses(Transport.TENSOR) else sys.maxsize
         return min(self._config.bucket_bytes, most)
 
-    def _choose_transport(self, status: ServerStatus) -> Transport:
+    def _choose_carriers(self, status: ServerStatus, words: Sequence[Word]) -> None:
         wanted = self._config.transport
         if wanted is Transport.DISK:
             raise ConfigError(
@@ -311,15 +361,21 @@ class _RankWork:
                 setting="weights.transport",
                 value=wanted.value,
             )
-        if wanted is Transport.CUDA_IPC and self._pusher.link.num_ranks > 1:
-            raise ConfigError(
-                "weights.transport = cuda_ipc: with several ranks use shared_memory or distributed",
-                setting="weights.transport",
-                value=wanted.value,
-            )
-        if wanted in (Transport.DISTRIBUTED, Transport.TENSOR):
-            return wanted
-        return choose_transport(wanted, remote_engines(status, self._caller), self._why_no_room())
+        self._ranks = [
+            RankPlace(word["node"], host, word["gpu"])
+            for word, host in zip(words, self._pusher.hosts, strict=True)
+        ]
+        places = engine_places(status, self._caller)
+        self._chosen = choose_carriers(wanted, self._ranks, places, self._why_no_room())
+        if note := by_value_note(wanted, self._chosen, self._num_bytes()):
+            logger.warning("%s", note)
+
+    def _num_bytes(self) -> int:
+        """Of the model; 0 if unknown."""
+        if isinstance(self._source, PlannedSource):
+            return self._source.num_bytes
+        expected = self._pusher.expected
+        return sum(spec.num_bytes for spec in expected.tensors.values()) if expected else 0
 
     def _why_no_room(self) -> str:
         if not isinstance(self._source, PlannedSource):
@@ -342,30 +398,45 @@ class _RankWork:
         return self._pusher.expected or Manifest({})
 
     def _streamed(self, manifest: Manifest) -> OutgoingPush:
-        pusher, host = self._pusher, self._caller.own_host()
-        timeout_s = pusher.config.lifecycle.update_timeout_s
-        if self._transport is Transport.SHARED_MEMORY:
-            server = PushStreamServer(self._handover, host=host, timeout_s=timeout_s)
-            push = WeightPush(self._version, manifest, carrier=ByPath(), stream=server.address)
-            return OutgoingPush(push, server.close)
-        is_on_cuda = isinstance(self._source, PlannedSource) and self._source.is_on_cuda
-        sender = PushSender(
-            self._config,
-            pusher.pool,
-            host=host,
-            timeout_s=timeout_s,
-            model_path=pusher.config.model_path,
-            kept=pusher.kept,
-            nccl=NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
-            fingerprints=self._fingerprints,
+        host, timeout_s = self._caller.own_host(), self._pusher.config.lifecycle.update_timeout_s
+        broadcast = self._broadcast() if self._uses(Transport.DISTRIBUTED) else None
+        stream = OfferedStream(
+            self._handover,
+            broadcast,
+            is_by_value=self._uses(Transport.TENSOR),
+            fingerprints="" if self._hosts else self._fingerprints,
         )
-        weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
-        return sender.stream(weights, self._version, self._transport)
+        if broadcast is None:
+            server = PushStreamServer(stream, host=host, timeout_s=timeout_s)
+        else:
+            server = PushStreamServer(
+                stream,
+                host=host,
+                timeout_s=timeout_s,
+                terms=broadcast.terms,
+                when_ended=broadcast.ended,
+            )
+        carrier = mixed_carrier(self._chosen)
+        push = WeightPush(self._version, manifest, carrier=carrier, stream=server.address)
+        return OutgoingPush(push, server.close)
+
+    def _broadcast(self) -> BroadcastPush:
+        pusher = self._pusher
+        return BroadcastPush(
+            self._version,
+            self._config,
+            self._caller.own_host(),
+            pusher.kept,
+            NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
+            "" if self._hosts else self._fingerprints,
+            is_on_cuda=isinstance(self._source, PlannedSource) and self._source.is_on_cuda,
+        )
 
     def _offer(self, words: Sequence[Word]) -> None:
-        assert self._maker is not None
         check_same(words)
-        self._handover.put(self._maker.joined(words, bool(words[0]["is_last"])))
+        pairs, self._pairs = self._pairs, None
+        assert pairs is not None
+        self._handover.put(join_words(words, self._ranks, pairs))
 
     def _await_engines(self, index: int | None, timeout_s: float) -> Word | None:
         assert self._pending is not None

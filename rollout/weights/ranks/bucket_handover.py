@@ -10,9 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from rollout.weights.format.manifest import Manifest
-from rollout.weights.ranks.bucket_makers import GatheredBucket
-
 T = TypeVar("T")
 
 
@@ -73,18 +70,3 @@ class BucketHandover(Generic[T]):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-
-
-class GatheredWeights:
-    """Buckets that are gathered elsewhere, for ``PushSender.stream``."""
-
-    def __init__(
-        self, manifest: Manifest, buckets: BucketHandover[GatheredBucket], *, is_on_cuda: bool
-    ) -> None:
-        self.manifest = manifest
-        self.is_on_cuda = is_on_cuda
-        self._buckets = buckets
-
-    def gathered(self, most_bytes: int | None = None) -> Iterator[GatheredBucket]:
-        """Each bucket's whole tensors, and whether it is the last."""
-        return iter(self._buckets)

@@ -1,4 +1,4 @@
-"""One rank's part of a bucket, by transport: what it makes, and how rank 0 joins the parts.
+"""One rank's part of a bucket: what it makes for each of the ways that its engines are on.
 
 Always true: the memory of a bucket is used again only after the engines have applied it; ``close``
 frees all of it, in any state.
@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import pybase64
+import torch
+
 from rollout.core.errors import WeightMismatch
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
-from rollout.weights.push.stream_server import BUCKETS_AHEAD, StreamedBucket
+from rollout.weights.push.stream_server import BUCKETS_AHEAD
 from rollout.weights.ranks.rank_sources import content_of
 from rollout.weights.tensors.bucket_writer import write_shm_buffer
+from rollout.weights.tensors.payload import ipc_handle
 from rollout.weights.tensors.tensor_sources import Pairs
 
 Word = Mapping[str, Any]
-GatheredBucket = tuple[Pairs, bool]
-"""Whole tensors, and whether they are the last."""
 
 
 class BucketMaker(Protocol):
@@ -28,10 +30,6 @@ class BucketMaker(Protocol):
         """This rank's part, as a word for rank 0."""
         ...
 
-    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket | GatheredBucket:
-        """On rank 0: the bucket, from the words of all ranks."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -39,12 +37,12 @@ class SharedMemoryMaker:
     """The ranks of a host write its buckets in turn, each one bucket of ``num_writers``.
 
     Args:
-        turn: of this rank among the writers; None if it writes none.
+        turn: of this rank among the writers.
         fingerprints: the method of the fingerprints that are taken; empty takes none.
     """
 
     def __init__(
-        self, pool: ShmBufferPool, *, turn: int | None, num_writers: int, fingerprints: str
+        self, pool: ShmBufferPool, *, turn: int, num_writers: int, fingerprints: str
     ) -> None:
         self._pool = pool
         self._turn = turn
@@ -56,7 +54,7 @@ class SharedMemoryMaker:
         # The engines have asked for this bucket, so they have applied those before the last.
         for applied in [made for made in self._taken if made < index - BUCKETS_AHEAD]:
             self._pool.give(self._taken.pop(applied))
-        if self._turn is None or index % self._num_writers != self._turn:
+        if index % self._num_writers != self._turn:
             return {}
         self._taken[index], found = write_shm_buffer(pairs, self._pool, method=self._fingerprints)
         return {
@@ -65,32 +63,33 @@ class SharedMemoryMaker:
             "num_bytes": self._taken[index].num_bytes,
         }
 
-    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket:
-        word = next(word for word in words if "path" in word)
-        return StreamedBucket({"path": word["path"]}, is_last, word["fingerprints"])
-
     def close(self) -> None:
         while self._taken:
             self._pool.give(self._taken.popitem()[1])
 
 
-class RankZeroMaker:
-    """Rank 0 sends every bucket by itself; the others only gather."""
+class HandleMaker:
+    """Flattens each bucket on this process's current GPU, for the engine rank on the same GPU."""
 
     def __init__(self) -> None:
-        self._pairs: Pairs | None = None
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._kept: dict[int, torch.Tensor] = {}
 
     def make(self, index: int, pairs: Pairs) -> dict[str, Any]:
-        self._pairs = pairs
-        return {}
-
-    def joined(self, words: Sequence[Word], is_last: bool) -> GatheredBucket:
-        pairs, self._pairs = self._pairs, None
-        assert pairs is not None
-        return pairs, is_last
+        # As in ``SharedMemoryMaker``: the engines have applied what is freed here.
+        self._free([made for made in self._kept if made < index - BUCKETS_AHEAD])
+        made = ipc_handle(pairs, self._device)
+        self._kept[index] = made.flat
+        return {"handle": pybase64.b64encode_as_string(made.handle)}
 
     def close(self) -> None:
-        self._pairs = None
+        self._free(list(self._kept))
+
+    def _free(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            del self._kept[index]
+        if indices:
+            torch.cuda.ipc_collect()
 
 
 def check_same(words: Sequence[Word]) -> None:

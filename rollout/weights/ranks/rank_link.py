@@ -117,25 +117,22 @@ class RankLink:
             value: T = ended.value
             return value
 
-    def sharing(self, root: str) -> list[int]:
-        """The ranks that see rank 0's files in this folder of tmpfs; every rank calls this.
+    def hosts(self, root: str) -> list[int]:
+        """For each rank, the lowest rank that sees its files in this folder of tmpfs; every rank
+        calls this.
 
         Raises:
             RankFailure: a rank did not call it.
         """
         if self.num_ranks == 1:
             return [0]
-        others = [f"sees/{rank}" for rank in range(1, self.num_ranks)]
-        if self.rank:
-            token = self._expect(["token"])[0]
-            self.words.put(f"sees/{self.rank}", "yes" if Path(token).exists() else "no")
-            return list(json.loads(self._expect(["sharing"])[0]))
+        ranks = range(self.num_ranks)
         with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
-            self.words.put("token", file.name)
-            seen = self._expect(others)
-        sharing = [0, *(rank for rank, answer in enumerate(seen, 1) if answer == "yes")]
-        self.words.put("sharing", json.dumps(sharing))
-        return sharing
+            self.words.put(f"token/{self.rank}", file.name)
+            tokens = self._expect([f"token/{rank}" for rank in ranks])
+            lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
+            self.words.put(f"host/{self.rank}", str(lowest))
+            return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
 
     def _expect(self, keys: Sequence[str]) -> list[str]:
         found = self.words.get(keys, _CONNECT_S)

@@ -121,6 +121,7 @@ class BroadcastPush:
     """One push by broadcast.
 
     Args:
+        is_on_cuda: whether the tensors are on a GPU.
         host: address of this machine for the engines.
         kept: keeps the group for the next push; None closes it.
         fingerprints: the method of the fingerprints that are taken; empty takes none.
@@ -131,15 +132,15 @@ class BroadcastPush:
 
     def __init__(
         self,
-        weights: BucketsOfTensors,
         version: int,
         settings: WeightsConfig,
         host: str,
         kept: KeptGroup | None,
         nccl: NcclTerms | None = None,
         fingerprints: str = BYTES,
+        *,
+        is_on_cuda: bool,
     ) -> None:
-        self._weights = weights
         self._version = version
         self._settings = settings
         self._host = host
@@ -148,7 +149,7 @@ class BroadcastPush:
         self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
         self._group: _Group | None = None
         self._must_join = True
-        self._backend = _backend(settings, nccl or NcclTerms(), is_on_cuda=weights.is_on_cuda)
+        self._backend = _backend(settings, nccl or NcclTerms(), is_on_cuda=is_on_cuda)
 
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
         """Terms of the group for this push: the kept one if it fits, else a new one."""
@@ -187,21 +188,28 @@ class BroadcastPush:
             and is_same_group(group.root.name, group.members, members)
         )
 
-    def buckets(self) -> Iterator[StreamedBucket]:
+    def buckets(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
         """The buckets, after all readers have the terms; each is broadcast when all have it."""
+        self.join()
+        for pairs, is_last in weights.gathered():
+            parts = self.parts(pairs, is_last)
+            del pairs  # frees gathered tensors early
+            yield from parts
+            del parts
+
+    def join(self) -> None:
+        """Wait until the engines are in the group, after all readers have the terms."""
+        assert self._group is not None
+        if self._must_join:
+            self._group.root.join()
+
+    def parts(self, pairs: Pairs, is_last: bool) -> Iterator[StreamedBucket]:
+        """One bucket, in parts if it is combined; ``is_last`` is said of the last part."""
         assert self._group is not None
         root = self._group.root
-        if self._must_join:
-            root.join()
-        is_flat = all(member.takes_flat for member in self._group.members)
-        for pairs, is_last in self._weights.gathered():
-            if is_flat and is_worth_flattening(pairs):
-                buckets = self._flat(root, pairs, is_last)
-            else:
-                buckets = iter([self._one_by_one(root, pairs, is_last)])
-            del pairs  # frees gathered tensors early
-            yield from buckets
-            del buckets
+        if all(member.takes_flat for member in self._group.members) and is_worth_flattening(pairs):
+            return self._flat(root, pairs, is_last)
+        return iter([self._one_by_one(root, pairs, is_last)])
 
     def ended(self, is_kept: bool) -> None:
         """The push has ended. ``is_kept``: all engines got it and stay in the group."""

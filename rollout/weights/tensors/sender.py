@@ -129,16 +129,16 @@ class PushSender:
         """A push whose buckets are made while engines load the ones before; not to disk."""
         if transport is Transport.DISTRIBUTED:
             broadcast = BroadcastPush(
-                weights,
                 version,
                 self.settings,
                 self.host,
                 self.kept,
                 self.nccl,
                 self.fingerprints,
+                is_on_cuda=weights.is_on_cuda,
             )
             server = PushStreamServer(
-                broadcast.buckets(),
+                broadcast.buckets(weights),
                 host=self.host,
                 timeout_s=self.timeout_s,
                 terms=broadcast.terms,

@@ -39,10 +39,13 @@ def kept() -> Iterator[KeptGroup]:
     group.close()
 
 
-def a_broadcast(kept: KeptGroup | None, **tensors: torch.Tensor) -> BroadcastPush:
+def a_broadcast(kept: KeptGroup | None) -> BroadcastPush:
     settings = WeightsConfig(group_timeout_s=10)
-    weights = TrainerWeights(tensors or {"x": torch.ones(2)}, bucket_bytes=settings.bucket_bytes)
-    return BroadcastPush(weights, 1, settings, "127.0.0.1", kept)
+    return BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False)
+
+
+def weights_of(**tensors: torch.Tensor) -> TrainerWeights:
+    return TrainerWeights(tensors or {"x": torch.ones(2)}, bucket_bytes=256 << 20)
 
 
 def sent(
@@ -51,7 +54,7 @@ def sent(
     """One push through any group; returns its terms."""
     broadcast = a_broadcast(kept)
     terms = broadcast.terms(members)
-    for bucket in broadcast.buckets():
+    for bucket in broadcast.buckets(weights_of()):
         assert bucket.then is not None
         bucket.then()
     broadcast.ended(well)
@@ -67,22 +70,19 @@ def holding(
 def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = TrainerWeights({"x": torch.ones(2)}, bucket_bytes=8)
-    settings = WeightsConfig(backend="nccl")
+    settings, nccl = WeightsConfig(backend="nccl"), NcclTerms(cumem={"main": "0"})
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set in the trainer, and the"):
-        BroadcastPush(weights, 1, settings, "127.0.0.1", None, NcclTerms(cumem={"main": "0"}))
+        BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    BroadcastPush(weights, 1, settings, "127.0.0.1", None, NcclTerms(cumem={"main": "0"}))
+    BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
 
 
 def test_auto_says_why_tensors_on_a_gpu_go_by_gloo(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(TrainerWeights, "is_on_cuda", True)
-    weights = TrainerWeights({"x": torch.ones(2)}, bucket_bytes=8)
     nccl = NcclTerms("group main: it offloads", {"main": "0"})
-    push = BroadcastPush(weights, 1, WeightsConfig(), "127.0.0.1", None, nccl)
+    push = BroadcastPush(1, WeightsConfig(), "127.0.0.1", None, nccl, is_on_cuda=True)
     assert push.terms(ENGINES)["backend"] == "gloo"
     push.ended(is_kept=False)
     assert "by gloo, through host memory: group main: it offloads" in caplog.text
@@ -154,7 +154,7 @@ def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
     kept = KeptGroup()
     broadcast = a_broadcast(kept)
     broadcast.terms(ENGINES)
-    list(broadcast.buckets())
+    list(broadcast.buckets(weights_of()))
     kept.close()
     broadcast.ended(True)
     assert kept.name == ""
@@ -183,24 +183,25 @@ def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup
 
 
 def all_of(
-    broadcast: BroadcastPush, members: tuple[BroadcastMember, ...] = ENGINES
+    members: tuple[BroadcastMember, ...] = ENGINES, **tensors: torch.Tensor
 ) -> list[StreamedBucket]:
+    broadcast = a_broadcast(None)
     broadcast.terms(members)
-    buckets = list(broadcast.buckets())
+    buckets = list(broadcast.buckets(weights_of(**tensors)))
     broadcast.ended(False)
     return buckets
 
 
 def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
     tensors = {"half": torch.ones(3).half(), "whole": torch.ones(3)}
-    (one,) = all_of(a_broadcast(None, **tensors))
+    (one,) = all_of(**tensors)
     assert isinstance(one.payload, Mapping)
     assert one.payload["load_format"] == "flattened_bucket"
     assert one.payload["names"] == ["whole", "half"]
     assert one.payload["dtypes"] == ["float32", "float16"]
     assert set(one.fingerprints) == set(tensors)
     old = (ENGINES[0], replace(ENGINES[1], takes_flat=False))
-    (one,) = all_of(a_broadcast(None, **tensors), old)
+    (one,) = all_of(old, **tensors)
     assert isinstance(one.payload, Mapping)
     assert "load_format" not in one.payload
     assert one.payload["names"] == ["half", "whole"]
@@ -208,14 +209,14 @@ def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
 
 
 def test_large_tensors_go_from_where_they_are() -> None:
-    (one,) = all_of(a_broadcast(None, a=torch.ones(2 << 20), b=torch.ones(2 << 20)))
+    (one,) = all_of(a=torch.ones(2 << 20), b=torch.ones(2 << 20))
     assert isinstance(one.payload, Mapping)
     assert "load_format" not in one.payload
 
 
 def test_only_the_last_part_of_the_last_bucket_is_the_last() -> None:
     one = torch.ones(200_000)
-    buckets = all_of(a_broadcast(None, **{f"t{index:03}": one for index in range(100)}))
+    buckets = all_of(**{f"t{index:03}": one for index in range(100)})
     assert [bucket.is_last for bucket in buckets] == [False, True]
     names = [
         name for one in buckets if isinstance(one.payload, Mapping) for name in one.payload["names"]
