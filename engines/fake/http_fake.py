@@ -177,6 +177,7 @@ class FakeHttpApp:
     async def _server_info(self, body: Mapping[str, Any]) -> Any:
         info = await self.engine.server_info()
         return {
+            **info.raw,
             "version": info.version,
             "engine": info.engine,
             "enable_memory_saver": info.enable_memory_saver,

@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +22,59 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
 from rollout.config import Transport
+from rollout.control.server.server import RolloutServer
+from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 
 TIED = "lm_head.weight"
 
 
+class FarEngine:
+    """A caller for which one engine is on another host.
+
+    Attributes:
+        ways: engine id -> the name of its way in the last push that was sent here.
+    """
+
+    def __init__(self, caller: Any, engine_id: str, own_host: str) -> None:
+        self._caller = caller
+        self._engine_id = engine_id
+        self._own_host = own_host
+        self.ways: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._caller, name)
+
+    def own_host(self) -> str:
+        return self._own_host
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = self._caller.call(method, *args, **kwargs)
+        if method is not RolloutServer.status:
+            return pending
+        return SimpleNamespace(result=lambda *timeout: self._moved(pending.result(*timeout)))
+
+    def ship(self, push: Any) -> Any:
+        self.ways = {engine_id: way.name for engine_id, way in push.carrier.ways.items()}
+        return self._caller.ship(push)
+
+    def _moved(self, status: ServerStatus) -> ServerStatus:
+        groups = tuple(
+            replace(group, engines=tuple(map(self._moved_engine, group.engines)))
+            for group in status.groups
+        )
+        return replace(status, groups=groups)
+
+    def _moved_engine(self, engine: EngineStatus) -> EngineStatus:
+        if engine.engine_id != self._engine_id:
+            return engine
+        return replace(engine, endpoint=replace(engine.endpoint, host="192.0.2.1"))
+
+
 class Trainer:
     def __init__(self, run: str, model_path: str) -> None:
+        self.ways: dict[str, str] = {}
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (self.num_ranks,))
         manifest = read_checkpoint_manifest(model_path)
@@ -63,6 +110,16 @@ class Trainer:
         weights = config.weights.model_copy(update={"transport": Transport(transport)})
         self.pusher.config = config.model_copy(update={"weights": weights})
         return self.streamed(seed) if is_streamed else self.push(seed)
+
+    def push_far(self, far: str, own_host: str, seed: int, is_streamed: bool = False) -> Any:
+        """One engine listens on another host, as far as this rank knows."""
+        caller = self.pusher.caller
+        self.pusher.caller = FarEngine(caller, far, own_host)
+        try:
+            return self.streamed(seed) if is_streamed else self.push(seed)
+        finally:
+            self.ways = self.pusher.caller.ways
+            self.pusher.caller = caller
 
     def push_wide(self, seed: int) -> Any:
         """Tensors of float64, which no engine would take, pushed as float32."""
@@ -141,6 +198,7 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
         except Exception as error:
             found = {"error": str(error), "type": type(error).__name__}
         found["seconds"] = time.monotonic() - started
+        found["ways"] = trainer.ways
         found["shm_bytes"] = trainer.pusher.pool.num_bytes()
         print(json.dumps(found), flush=True)
     trainer.pusher.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -96,9 +97,7 @@ def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
 
 
 def served_seed(run: DeploymentHandle, seed: int) -> None:
-    """Check that the engine holds what every rank draws from this seed."""
-    import urllib.request
-
+    """Check that every engine holds what every rank draws from this seed."""
     manifest = read_checkpoint_manifest(run.config.servers["policy"].model_path)
     assert manifest is not None
     torch.manual_seed(seed)
@@ -106,15 +105,15 @@ def served_seed(run: DeploymentHandle, seed: int) -> None:
         name: bytes_fingerprint(name, torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
         for name, spec in manifest.tensors.items()
     }
-    (engine,) = run["policy"].status().result(30).groups[0].engines
-    request = urllib.request.Request(
-        f"{engine.endpoint.url}/weights_checker",
-        json.dumps({"action": "checksum"}).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        found = json.load(reply)["ranks"][0]["checksums"]
-    assert found == {name: wanted[name] for name in found}
+    for engine in run["policy"].status().result(30).groups[0].engines:
+        request = urllib.request.Request(
+            f"{engine.endpoint.url}/weights_checker",
+            json.dumps({"action": "checksum"}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            found = json.load(reply)["ranks"][0]["checksums"]
+        assert found == {name: wanted[name] for name in found}
 
 
 def errors(said: list[dict[str, Any]]) -> set[str]:

@@ -21,7 +21,7 @@ def gpu_with(named_tensors: Any) -> str:
     if not isinstance(named_tensors, Iterator):
         try:
             _, first = next(named_pairs(named_tensors))
-        except (StopIteration, WeightMismatch):  # what is wrong is said when they are planned
+        except (StopIteration, WeightMismatch):  # the plan reports what is wrong
             return ""
         if getattr(first, "device", torch.device("cpu")).type != "cuda":
             return ""

@@ -204,7 +204,7 @@ class BroadcastPush:
             self._group.root.join()
 
     def parts(self, pairs: Pairs, is_last: bool) -> Iterator[StreamedBucket]:
-        """One bucket, in parts if it is combined; ``is_last`` is said of the last part."""
+        """One bucket, in parts if it is large; ``is_last`` is that of its last part."""
         assert self._group is not None
         root = self._group.root
         if all(member.takes_flat for member in self._group.members) and is_worth_flattening(pairs):

@@ -1,0 +1,72 @@
+"""One push of two ranks reaches engines by different carriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.embedded.tiny_model import make_tiny_model
+from rollout import DeploymentHandle, RolloutConfig, launch
+from tests.end_to_end.test_rank_push import BUCKET_BYTES, Ranks, served_seed
+
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    """Two engines on this host."""
+    folder = tmp_path_factory.mktemp("run")
+    server = {
+        "model_path": str(make_tiny_model(folder / "tiny", architecture="qwen3")),
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
+        "weights": {"bucket_bytes": BUCKET_BYTES},
+    }
+    config = {"log_dir": str(folder), "servers": {"policy": server}}
+    with launch(RolloutConfig.from_dict(config)) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
+    found = Ranks(run, tmp_path, 2)
+    yield found
+    found.end()
+
+
+def test_an_engine_here_gets_shared_memory_and_one_elsewhere_another_carrier(
+    run: DeploymentHandle, ranks: Ranks
+) -> None:
+    """The other engine is on another host by a double of the server's status."""
+    before = run["policy"].weight_version
+    cases = [
+        ("127.0.0.1", "tensor", False),
+        ("127.0.0.2", "distributed", False),
+        ("127.0.0.2", "distributed", True),
+        ("127.0.0.1", "tensor", True),
+    ]
+    for number, (own_host, way, is_streamed) in enumerate(cases, 1):
+        said = ranks.do(
+            "push_far",
+            far="main-1",
+            own_host=own_host,
+            seed=50 + number,
+            is_streamed=is_streamed,
+        )
+        assert [one.get("version") for one in said] == [before + number] * 2, said
+        assert said[0]["ways"] == {"main-0": "shared_memory 0", "main-1": way}
+        served_seed(run, 50 + number)
+        # Both ranks have written for the engine that is here.
+        assert all(one["shm_bytes"] for one in said)
+
+
+def test_a_mixed_push_after_a_failed_one_serves(run: DeploymentHandle, ranks: Ranks) -> None:
+    before = run["policy"].weight_version
+    said = ranks.do("raises", rank=1)
+    assert "rank 1: ValueError" in said[0]["error"]
+    said = ranks.do("push_far", far="main-0", own_host="127.0.0.2", seed=60)
+    assert [one.get("version") for one in said] == [before + 1] * 2, said
+    assert said[1]["ways"] == {}
+    assert said[0]["ways"] == {"main-0": "distributed", "main-1": "shared_memory 0"}
+    served_seed(run, 60)

@@ -1,0 +1,254 @@
+"""Two ranks push CUDA IPC handles to an engine of two tensor-parallel ranks.
+
+The engines are fakes, CUDA is a double (``tests/support/cuda_double.py``), and a rank is a thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.fake import FakeEngine
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, ServerInfo
+from rollout.config import Transport
+from rollout.core.errors import ConfigError
+from rollout.core.types import StepReport
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.handle.pusher import Pusher
+from rollout.runtime.local import launch_local
+from rollout.weights.ranks.rank_link import RankLink
+from rollout.weights.tensors.payload import flattened_bucket
+from tests.support import cuda_double, served_fakes
+from tests.support.cuda_double import CudaDouble
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
+# As torch and NVML name the GPUs of the fakes: the engine's rank 0 is on GPU 0.
+UUIDS = ["1", "0", "9"]
+
+
+class TwoRanks(FakeEngine):
+    """Opens each entry as its tensor-parallel rank would.
+
+    Attributes:
+        entries: of each update, the tensors that each rank finds.
+        devices: of each update, the index of each rank's GPU.
+    """
+
+    entries: list[list[dict[str, torch.Tensor]]]
+    devices: list[list[int]]
+
+    async def server_info(self) -> ServerInfo:
+        info = await super().server_info()
+        return replace(info, raw={**info.raw, "tp_size": 2})
+
+    async def update_weights_from_tensor(
+        self, serialized_named_tensors: Sequence[str], **more: Any
+    ) -> None:
+        cuda_double.opened.clear()
+        found = [dict(read_payload(one, more["load_format"])) for one in serialized_named_tensors]
+        self.entries.append(found)
+        self.devices.append(list(cuda_double.opened))
+        by_value = base64.b64encode(flattened_bucket(list(found[0].items()))).decode()
+        await super().update_weights_from_tensor([by_value], **more)
+
+
+class Words:
+    """A store between threads."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, word: str) -> None:
+        with self._changed:
+            self._words[key] = word
+            self._changed.notify_all()
+
+    def claim(self, key: str, word: str) -> str:
+        with self._changed:
+            stored = self._words.setdefault(key, word)
+            self._changed.notify_all()
+            return stored
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
+        with self._changed:
+            self._changed.wait_for(lambda: all(key in self._words for key in keys), timeout_s)
+            return [self._words.get(key) for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with self._changed:
+            for key in keys:
+                self._words.pop(key, None)
+
+
+@dataclass
+class Trainer:
+    """Two ranks, each a thread with a GPU of its own."""
+
+    run: DeploymentHandle
+    cuda: CudaDouble
+    gpus: Sequence[int]
+    words: Words = field(default_factory=Words)
+
+    def __post_init__(self) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in self.gpus]
+        policy = self.run["policy"]
+        for thread, gpu in zip(self._threads, self.gpus, strict=True):
+            thread.submit(self.cuda.use, gpu).result()
+
+        def pusher(rank: int) -> Pusher:
+            link = RankLink(rank, len(self.gpus), self.words)
+            return Pusher(policy._config, policy._caller, link, timeout_s=10)
+
+        self.pushers = self._each(pusher)
+
+    def push(self, tensors: Callable[[int], Any]) -> list[StepReport | Exception]:
+        def one(rank: int) -> StepReport | Exception:
+            try:
+                return self.pushers[rank].push(tensors(rank))
+            except Exception as error:
+                return error
+
+        return self._each(one)
+
+    def close(self) -> None:
+        self._each(lambda rank: self.pushers[rank].close())
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _each(self, do: Callable[[int], Any]) -> list[Any]:
+        futures = [thread.submit(do, rank) for rank, thread in enumerate(self._threads)]
+        return [future.result(60) for future in futures]
+
+
+def tensors_of(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Other values on each rank, which the ranks of a trainer never have; the test knows them by these.
+
+    An iterator, which is copied to the rank's GPU.
+    """
+    for one in DEFAULT_TENSORS:
+        yield one.name, torch.full(one.shape, rank + 1.0, dtype=getattr(torch, one.dtype))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaDouble:
+    double = CudaDouble(UUIDS)
+    double.install(monkeypatch.setattr)
+    return double
+
+
+@pytest.fixture
+def engines() -> list[TwoRanks]:
+    return []
+
+
+@pytest.fixture
+def run(
+    cuda: CudaDouble, engines: list[TwoRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[DeploymentHandle]:
+    """One engine on GPUs 0 and 1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> TwoRanks:
+        engine = TwoRanks(spec.engine_id, endpoint=endpoint, model_path=spec.model_path)
+        engine.entries, engine.devices = [], []
+        engines.append(engine)
+        return engine
+
+    groups = {"main": {"num_engines": 1, "engine": {"kind": "fake", "gpus": 2}}}
+    server = {"weights": {"bucket_bytes": 64, "fingerprint": False}}
+    config = served_fakes.config(tmp_path, groups, server=server)
+    with launch_local(config, launcher=HttpFakeLauncher(make)) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def trainer_on(run: DeploymentHandle, cuda: CudaDouble) -> Iterator[Callable[..., Trainer]]:
+    """Makes a trainer with ranks on these GPUs."""
+    made: list[Trainer] = []
+
+    def make(*gpus: int) -> Trainer:
+        made.append(Trainer(run, cuda, gpus))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_each_tensor_parallel_rank_gets_the_bucket_of_the_rank_on_its_gpu(
+    trainer_on: Callable[..., Trainer], cuda: CudaDouble, engines: list[TwoRanks]
+) -> None:
+    # Rank 0 of the trainer is on the GPU of rank 1 of the engine.
+    trainer = trainer_on(0, 1)
+    said = trainer.push(tensors_of)
+    assert [getattr(one, "weight_version", one) for one in said] == [1, 1]
+    (engine,) = engines
+    assert len(engine.entries) > 1
+    for entries in engine.entries:
+        values = [{float(one.flatten()[0]) for one in entry.values()} for entry in entries]
+        assert values == [{2.0}, {1.0}]
+    # The engine finds the GPU by its UUID: entry 0 is on GPU "0", which torch counts second here.
+    assert engine.devices == [[1, 0]] * len(engine.entries)
+    names = [name for entries in engine.entries for name in entries[0]]
+    assert names == [one.name for one in DEFAULT_TENSORS]
+    assert cuda.num_collects > 0
+    assert all(pusher.pool.num_bytes() == 0 for pusher in trainer.pushers)
+
+
+def test_memory_of_a_bucket_is_kept_on_all_ranks_until_the_engine_has_answered(
+    trainer_on: Callable[..., Trainer], engines: list[TwoRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected_at: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "ipc_collect", lambda: collected_at.append(len(engines[0].entries))
+    )
+    trainer = trainer_on(0, 1)
+    said = trainer.push(tensors_of)
+    assert [getattr(one, "weight_version", one) for one in said] == [1, 1]
+    num_buckets = len(engines[0].entries)
+    # Each rank frees bucket k once k + 1 were applied, and the rest at the end.
+    at_the_end = [at for at in collected_at if at == num_buckets]
+    assert len(at_the_end) >= 2
+    for freed, at in enumerate(sorted(collected_at)[: 2 * (num_buckets - 2)]):
+        assert at >= freed // 2 + 1
+
+
+def test_a_rank_on_another_gpu_leaves_shared_memory(
+    trainer_on: Callable[..., Trainer], engines: list[TwoRanks]
+) -> None:
+    trainer = trainer_on(0, 2)
+    ways = trainer.push(lambda rank: dict(tensors_of(0)))
+    loaded = [call.operation for call in engines[0].calls]
+    assert [getattr(one, "weight_version", one) for one in ways] == [1, 1]
+    assert "update_weights_from_disk" in loaded
+    assert engines[0].entries == []
+
+
+def test_cuda_ipc_that_was_named_is_refused_before_anything_is_sent(
+    run: DeploymentHandle, trainer_on: Callable[..., Trainer], engines: list[TwoRanks]
+) -> None:
+    trainer = trainer_on(0, 1)
+    for pusher in trainer.pushers:
+        weights = pusher.config.weights.model_copy(update={"transport": Transport.CUDA_IPC})
+        pusher.config = pusher.config.model_copy(update={"weights": weights})
+    said = trainer.push(lambda rank: dict(tensors_of(0)))  # tensors in host memory
+    assert all(isinstance(one, ConfigError) for one in said), said
+    assert "no rank has its tensors on GPU GPU-0" in str(said[0])
+    assert run["policy"].status().result(30).gate == "open"
+    operations = [call.operation for call in engines[0].calls]
+    assert "begin_weight_update" not in operations
+    said = trainer.push(tensors_of)
+    assert [getattr(one, "weight_version", one) for one in said] == [1, 1]
