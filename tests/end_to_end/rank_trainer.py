@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
+from engines.protocol import Endpoint
 from rollout.config import Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineStatus, ServerStatus
@@ -69,7 +70,7 @@ class FarEngine:
     def _moved_engine(self, engine: EngineStatus) -> EngineStatus:
         if engine.engine_id != self._engine_id:
             return engine
-        return replace(engine, endpoint=replace(engine.endpoint, host="192.0.2.1"))
+        return replace(engine, endpoint=Endpoint("192.0.2.1", engine.endpoint.port))
 
 
 class Trainer:

@@ -134,7 +134,7 @@ class Trainer:
 
 
 def tensors_of(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Other values on each rank, which the ranks of a trainer never have; the test knows them by these.
+    """Other values on each rank, which the ranks of a trainer never have.
 
     An iterator, which is copied to the rank's GPU.
     """
