@@ -86,8 +86,9 @@ class WeightsConfig(ConfigSection):
     """Bytes of tensors sent in one request."""
     transport: Transport = Transport.AUTO
     """How a push travels. ``auto`` uses ``shared_memory`` if all engines run on the trainer's host
-    and it has room, else ``tensor``. ``distributed`` broadcasts (gloo, NCCL) through a process
-    group that is kept as long as the engines stay the same. ``disk`` saves each version."""
+    and it has room, else ``tensor``; from every rank (``pusher()``) it chooses for each engine.
+    ``distributed`` broadcasts (gloo, NCCL) through a process group that is kept as long as the
+    engines stay the same. ``disk`` saves each version."""
     casts: Casts = Casts.NARROW
     """Which tensors of another float type than the checkpoint's are accepted. ``narrow``: wider
     ones, such as float32 for a bfloat16 model, which the engine rounds. ``any``: also bfloat16 or

@@ -19,7 +19,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
     """Two engines on this host."""
     folder = tmp_path_factory.mktemp("run")
     server = {
-        "model_path": str(make_tiny_model(folder / "tiny", architecture="qwen3")),
+        "model_path": str(
+            make_tiny_model(folder / "tiny", architecture="qwen3", tie_embeddings=True)
+        ),
         "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
         "weights": {"bucket_bytes": BUCKET_BYTES},
     }

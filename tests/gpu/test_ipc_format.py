@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from engines.embedded.weights.torch_fingerprint import device_fingerprint
-from rollout.weights.tensors.payload import Pairs, flattened_bucket, ipc_bucket
+from rollout.weights.tensors.payload import (
+    Pairs,
+    around_handle,
+    flattened_bucket,
+    ipc_bucket,
+    ipc_handle,
+)
 from tests.support.gpu.figures import record
 from tests.support.gpu.machine import Gpu, need, timed
 from tests.support.gpu.payloads import opened
@@ -47,3 +55,21 @@ def test_a_process_that_sees_the_gpu_by_index_or_uuid_opens_it(gpu: Gpu, spellin
     (found,) = opened([payload], CUDA_VISIBLE_DEVICES=visible)
     del kept
     assert found["fingerprints"] == {name: device_fingerprint(name, one) for name, one in pairs}
+
+
+def test_each_rank_hands_over_memory_of_its_own_gpu(gpu: Gpu) -> None:
+    """Entries that differ, each with its own GPU by UUID; the readers see the GPUs in reverse."""
+    if not gpu.is_real:
+        pytest.skip("no CUDA device")
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    shares = [some_pairs(gpu, seed) for seed in range(len(devices))]
+    made = [ipc_handle(share, device) for share, device in zip(shares, devices, strict=True)]
+    head, tail = around_handle(shares[0])
+    payloads = [head + one.handle + tail for one in made]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = visible if visible != [""] else [str(device.index) for device in devices]
+    found = opened(payloads, CUDA_VISIBLE_DEVICES=",".join(reversed(numbers)))
+    for index, (share, one) in enumerate(zip(shares, found, strict=True)):
+        assert one["fingerprints"] == {name: device_fingerprint(name, pair) for name, pair in share}
+        assert one["device"] == f"cuda:{len(devices) - 1 - index}"
+    record("ipc handles of ranks", ranks=len(devices))

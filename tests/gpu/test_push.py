@@ -126,6 +126,20 @@ def test_a_push_by_ipc_copies_little_to_the_host(policy: OneEngine) -> None:
     assert copied < num_bytes / 16
 
 
+def test_a_pusher_hands_over_memory_of_its_gpu(policy: OneEngine) -> None:
+    """One rank; on a logical GPU the tensors are in host memory, and go by shared memory."""
+    tensors = renewed(policy)
+    with pushing_by(policy, transport="auto").pusher() as pusher:
+        pusher.push(tensors)
+        check_held(policy, tensors)
+        again = renewed(policy)
+        seconds = timed(lambda: pusher.push(again))
+        check_held(policy, again)
+        assert bool(pusher.pool.num_bytes()) is not policy.gpu.is_real
+    num_bytes = sum(one.nbytes for one in tensors.values())
+    record(f"push of a rank {policy.gpu.device}", seconds=seconds, num_bytes=num_bytes)
+
+
 def test_nccl_onto_the_trainers_own_gpu_is_refused_in_words(policy: OneEngine) -> None:
     if not policy.gpu.is_real:
         pytest.skip("NCCL: the tensors are not on a GPU")

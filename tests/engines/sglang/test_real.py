@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import base64
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineNotReady, EngineRejected
 from engines.protocol.features import read_features
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
+from rollout.weights.tensors.payload import flattened_bucket
+from rollout.weights.transports.mixed import ByHandles, Mixed, Way
 from tests.engines.embedded.reference import greedy
 from tests.engines.test_attached import config
 from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, Bench, Models, client, payload
@@ -204,3 +209,45 @@ async def test_a_push_by_path_is_one_load_of_linked_files_and_may_lack_what_is_n
         assert (await bench.running.log_tail(400)).count("online from disk begin") == 1
         expected = greedy(contract_models.second, list(PROMPT), GREEDY.max_new_tokens)
         assert await bench.greedy() == tuple(expected)
+
+
+async def test_each_tensor_parallel_rank_opens_the_entry_of_its_own_gpu(
+    contract_models: Models, tmp_path: Path
+) -> None:
+    """The entries differ, and hold bytes in place of CUDA IPC handles: there is no GPU."""
+    wanted = spec(
+        contract_models,
+        tmp_path,
+        options={"tp": 2},
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    async with launched(wanted, contract_models) as bench:
+        entries = {
+            which: flattened_bucket(list(bench.tensors(which).items()))
+            for which in ("first", "second")
+        }
+
+        async def ranks_after(version: int, *handles: str) -> Sequence[Mapping[str, str]]:
+            payload = {
+                "head": "",
+                "tail": "",
+                "handles": {
+                    f"gpu-{rank}": base64.b64encode(entries[which]).decode()
+                    for rank, which in enumerate(handles)
+                },
+            }
+            carrier = Mixed({"real-0": Way("handles", ByHandles(("gpu-0", "gpu-1")))})
+            push = WeightPush(version, Manifest({}), [{"handles": payload}], carrier)
+            answers = await push_weights(
+                push, {"real-0": PushTarget(bench.engine, payload_copies=2)}, budget_s=60
+            )
+            assert answers["real-0"].failure is None
+            assert await bench.engine.weight_version() == str(version)
+            return (await bench.engine.weights_checker()).tensors
+
+        first = await ranks_after(1, "first", "first")
+        second = await ranks_after(2, "second", "second")
+        mixed = await ranks_after(3, "second", "first")
+        assert first[0] != second[0]
+        assert first[1] != second[1]
+        assert list(mixed) == [second[0], first[1]]
