@@ -24,7 +24,7 @@ from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.lora_check import check_adapter, completed_config
-from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.transport_choice import (
     choose_transport,
@@ -32,7 +32,7 @@ from rollout.weights.push.transport_choice import (
     stream_note,
     why_loads_cost,
 )
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import WeightPush, default_contents
 from rollout.weights.transports.carriers import AsAdapter
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         NameMap,
         OutgoingPush,
         PushPlanCache,
+        PushSender,
         TrainerWeights,
     )
 
@@ -67,8 +68,8 @@ class PushBuilder:
         self._has_expected = False
         self._plans: PushPlanCache | None = None
         self._why_loads_cost: str | None = None
-        # The last manifest that fits the model, and whether it was checked as a full push.
-        self._checked: tuple[Manifest, bool] | None = None
+        # The last manifest that fits the model, and what it was checked as.
+        self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
 
     # -- build ------------------------------------------------------------------------------
 
@@ -98,9 +99,8 @@ class PushBuilder:
             name_map=name_map,
             plans=self._kept_plans(),
         )
-        update = contents or self._config.weights.update
-        if expected is not None and update is not WeightUpdate.FROZEN:
-            self._check(weights.manifest, expected, is_full=update is WeightUpdate.FULL)
+        update = contents or default_contents(self._config.weights.update)
+        self._check(weights.manifest, expected, update)
         transport = self._transport(weights)
         at_once = self._loads_at_once(transport)
         with self._naming_path(transport):
@@ -142,16 +142,11 @@ class PushBuilder:
             named_tensors, self._config.model_path, self._expected_manifest()
         )
 
-    def _check(self, manifest: Manifest, expected: Manifest, *, is_full: bool) -> None:
-        if self._checked is None or self._checked[0] is not manifest or is_full > self._checked[1]:
-            check_push(
-                manifest,
-                expected,
-                must_be_complete=is_full,
-                casts=self._config.weights.casts,
-                not_pushed=self._config.weights.not_pushed,
-            )
-            self._checked = manifest, is_full
+    def _check(self, manifest: Manifest, expected: Manifest | None, contents: WeightUpdate) -> None:
+        last, last_contents = self._checked
+        if manifest is not last or contents is not last_contents:
+            check_contents(manifest, expected, self._config.weights, contents)
+            self._checked = manifest, contents
 
     def _kept_plans(self) -> PushPlanCache:
         if self._plans is None:
@@ -205,23 +200,15 @@ class PushBuilder:
             "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
         )
 
-    def _sender(self) -> Any:
-        from rollout.weights.tensors import KeptGroup, NcclTerms, PushSender
+    def _sender(self) -> PushSender:
+        from rollout.weights.tensors import KeptGroup
 
         if self._pool is None:
             self._pool = ShmBufferPool(self._config.weights.shared_memory_path)
         if self._kept is None:
             self._kept = KeptGroup()
-        return PushSender(
-            self._config.weights,
-            self._pool,
-            host=self._caller.own_host(),
-            timeout_s=self._config.lifecycle.update_timeout_s,
-            model_path=self._config.model_path,
-            kept=self._kept,
-            nccl=NcclTerms(self._config.why_no_nccl, self._config.nccl_cumem),
-            fingerprints=fingerprint_method(self._config, self._caller),
-        )
+        method = fingerprint_method(self._config, self._caller)
+        return make_sender(self._config, self._caller, self._pool, self._kept, fingerprints=method)
 
     # -- end --------------------------------------------------------------------------------
 
@@ -255,6 +242,29 @@ class PushBuilder:
             self._kept = None
         if self._pool is not None:
             self._pool.close()
+
+
+def make_sender(
+    config: ServerConfig,
+    caller: Caller,
+    pool: ShmBufferPool,
+    kept: KeptGroup,
+    *,
+    fingerprints: str,
+) -> PushSender:
+    """What sends the pushes of this process to a server; see ``PushSender``."""
+    from rollout.weights.tensors import NcclTerms, PushSender
+
+    return PushSender(
+        config.weights,
+        pool,
+        host=caller.own_host(),
+        timeout_s=config.lifecycle.update_timeout_s,
+        model_path=config.model_path,
+        kept=kept,
+        nccl=NcclTerms(config.why_no_nccl, config.nccl_cumem),
+        fingerprints=fingerprints,
+    )
 
 
 def remote_engines(status: ServerStatus, caller: Caller) -> list[str]:

@@ -10,19 +10,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.config import ServerConfig, Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
-from rollout.runtime.handle.push_builder import fingerprint_method, remote_engines
+from rollout.runtime.handle.push_builder import fingerprint_method, make_sender, remote_engines
 from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.transport_choice import choose_transport
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import WeightPush, default_contents
 from rollout.weights.ranks.bucket_check import BucketCheck
 from rollout.weights.ranks.bucket_handover import BucketHandover, GatheredWeights
 from rollout.weights.ranks.bucket_makers import (
@@ -56,10 +56,8 @@ from rollout.weights.tensors import (
     KeptGroup,
     NamedTensors,
     NameMap,
-    NcclTerms,
     OutgoingPush,
     PushPlanCache,
-    PushSender,
 )
 from rollout.weights.tensors.tensor_sources import Pairs
 from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath
@@ -278,14 +276,8 @@ class _RankWork:
             "fingerprints": self._fingerprints,
         }
         if isinstance(self._source, PlannedSource):
-            if expected is not None and self._config.update is not WeightUpdate.FROZEN:
-                check_push(
-                    self._source.manifest,
-                    expected,
-                    must_be_complete=self._config.update is WeightUpdate.FULL,
-                    casts=self._config.casts,
-                    not_pushed=self._config.not_pushed,
-                )
+            contents = default_contents(self._config.update)
+            check_contents(self._source.manifest, expected, self._config, contents)
             tensors = self._source.tensors
             digest = digest_of(tensors)
             if any(word["knows"] != digest for word in words[1:]):
@@ -349,15 +341,8 @@ class _RankWork:
             push = WeightPush(self._version, manifest, carrier=ByPath(), stream=server.address)
             return OutgoingPush(push, server.close)
         is_on_cuda = isinstance(self._source, PlannedSource) and self._source.is_on_cuda
-        sender = PushSender(
-            self._config,
-            pusher.pool,
-            host=host,
-            timeout_s=timeout_s,
-            model_path=pusher.config.model_path,
-            kept=pusher.kept,
-            nccl=NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
-            fingerprints=self._fingerprints,
+        sender = make_sender(
+            pusher.config, self._caller, pusher.pool, pusher.kept, fingerprints=self._fingerprints
         )
         weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
         return sender.stream(weights, self._version, self._transport)

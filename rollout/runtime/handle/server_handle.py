@@ -101,8 +101,8 @@ class ServerHandle:
         """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
 
         Args:
-            named_tensors: tensors by checkpoint name, DTensors too; or an existing push.  None
-                pushes nothing.
+            named_tensors: tensors by checkpoint name, or an existing push.  None pushes nothing.
+                Tensors that are sharded over several ranks need ``pusher``.
             version: the new weight version; by default one more than the last.
             name_map: maps the trainer's names and fused tensors to the checkpoint's; see
                 ``rollout.weights.tensors.NameMap``.

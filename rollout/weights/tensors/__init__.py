@@ -20,7 +20,7 @@ from rollout.weights.tensors.broadcast_sender import KeptGroup, NcclTerms
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
-from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights, take_part
+from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights
 
 
 def make_push(
@@ -37,7 +37,7 @@ def make_push(
     model has (a tied ``lm_head.weight`` in a ``state_dict``).
 
     Args:
-        named_tensors: under their checkpoint names, on any device; DTensors are gathered.
+        named_tensors: under their checkpoint names, on any device; a DTensor is on one rank.
         expected: the model's manifest, to find tied tensors; None keeps every name.
 
     Raises:
@@ -84,5 +84,4 @@ __all__ = [
     "device_fingerprint",
     "fp8_block_quantiser",
     "make_push",
-    "take_part",
 ]
