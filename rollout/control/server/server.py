@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import LifecycleError, WeightMismatch
+from rollout.core.errors import ConfigError, LifecycleError, WeightMismatch
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
@@ -431,6 +432,33 @@ class RolloutServer:
         """The methods of the engines' fingerprints, as last known; calls no engine."""
         statuses = self._registry.all_last_known()
         return frozenset(one.fingerprints for status in statuses for one in status.engines)
+
+    # -- store ------------------------------------------------------------------------------
+
+    async def make_way_in_store(self, folder: str) -> int | None:
+        """A push begins whose copies will lie in this folder, for the store.
+
+        The copies of an earlier push that wait for the store are not read any more.  Returns the
+        version whose copies the store reads at this moment, if any.
+
+        Raises:
+            ConfigError: this process does not see the folder.
+        """
+        if self._store is None:
+            return None
+        if not await asyncio.to_thread(os.path.isdir, folder):
+            raise ConfigError(
+                f"weights.store: the process of server {self.name} does not see {folder}, where "
+                "rank 0 of the trainer keeps copies for the store: it runs on another host; run "
+                "rank 0 on its host, or leave weights.store out",
+                setting="weights.store",
+            )
+        return self._store.make_way()
+
+    async def offer_to_store(self, push: WeightPush) -> None:
+        """Copies of the weights that were published last; others are ignored."""
+        if self._store is not None and push.version == self.weight_version:
+            self._store.offer(push)
 
     async def _update_weights(self, push: WeightPush) -> StepReport:
         await self._check_push(push)

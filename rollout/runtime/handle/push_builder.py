@@ -7,13 +7,12 @@ call ends, before the caller gets the result.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.config import ServerConfig, Transport, WeightsConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.optional_deps import optional_import
@@ -21,22 +20,19 @@ from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.fingerprint_check import method_of_push
+from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.lora_check import check_adapter, completed_config
 from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
-from rollout.weights.push.transport_choice import (
-    choose_transport,
-    loads_at_once,
-    stream_note,
-    why_loads_cost,
-)
+from rollout.weights.push.transport_choice import choose_transport
 from rollout.weights.push.weight_push import WeightPush, default_contents
 from rollout.weights.transports.carriers import AsAdapter
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import (
+        CopiedWeights,
         KeptGroup,
         NamedTensors,
         NameMap,
@@ -45,9 +41,7 @@ if TYPE_CHECKING:
         PushSender,
         TrainerWeights,
     )
-
-
-logger = logging.getLogger(__name__)
+    from rollout.weights.tensors.tensor_sources import BucketsOfTensors
 
 
 def _torch() -> AbstractContextManager[None]:
@@ -62,12 +56,14 @@ class PushBuilder:
         self._caller = caller
         self._open: dict[int, OutgoingPush] = {}
         self._last: OutgoingPush | None = None
+        self._copied: dict[int, CopiedWeights] = {}
+        self._copies: StoreCopies | None = None
         self._pool: ShmBufferPool | None = None
         self._kept: KeptGroup | None = None
         self._expected: Manifest | None = None
         self._has_expected = False
         self._plans: PushPlanCache | None = None
-        self._why_loads_cost: str | None = None
+        self._loads = LoadCosts(config)
         # The last manifest that fits the model, and what it was checked as.
         self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
 
@@ -102,12 +98,27 @@ class PushBuilder:
         update = contents or default_contents(self._config.weights.update)
         self._check(weights.manifest, expected, update)
         transport = self._transport(weights)
-        at_once = self._loads_at_once(transport)
-        with self._naming_path(transport):
-            outgoing = self._sender().send(
-                weights, version, transport, contents, may_stream=may_stream, at_once=at_once
+        at_once = self._loads.is_at_once(transport)
+        sender = self._sender()
+        with naming_path(self._config.weights, transport):
+            streams = sender.streams(transport, may_stream=may_stream, at_once=at_once)
+            sent: BucketsOfTensors = weights
+            if streams and keeps_copies(self._config.weights, update):
+                sent = self._copied[version] = self._with_copies(weights, version, sender.pool)
+            outgoing = sender.send(
+                sent, version, transport, contents, may_stream=may_stream, at_once=at_once
             )
         return self._opened(outgoing)
+
+    def _with_copies(
+        self, weights: TrainerWeights, version: int, pool: ShmBufferPool
+    ) -> CopiedWeights:
+        from rollout.weights.tensors import CopiedWeights
+
+        if self._copies is None:
+            self._copies = StoreCopies(pool)
+        reads = version_in_store(self._caller, pool)
+        return CopiedWeights(weights, self._copies.begin(version, reads))
 
     def adapter(
         self, named_tensors: NamedTensors, config: Mapping[str, Any], version: int
@@ -169,20 +180,6 @@ class PushBuilder:
         remote = remote_engines(status, self._caller)
         return choose_transport(wanted, remote, self._why_no_room(weights))
 
-    def _loads_at_once(self, transport: Transport) -> bool:
-        """Whether all buckets of a push are loaded in one call; the reason is logged once."""
-        settings = self._config.weights
-        if self._why_loads_cost is None:
-            kinds = {group.engine.kind for group in self._config.groups.values()}
-            checkpoint = read_checkpoint_config(self._config.model_path)
-            why = self._why_loads_cost = why_loads_cost(kinds, checkpoint)
-            if note := stream_note(settings.transport, why, streams=settings.stream):
-                logger.warning("%s", note)
-            elif loads_at_once(settings.transport, transport, why, streams=settings.stream):
-                logger.info("engines load all buckets of a push in one call: %s", why)
-        why = self._why_loads_cost
-        return loads_at_once(settings.transport, transport, why, streams=settings.stream)
-
     def _why_no_room(self, weights: TrainerWeights) -> str:
         more = weights.num_bytes - (self._pool.num_bytes() if self._pool else 0)
         root = self._config.weights.shared_memory_path
@@ -190,15 +187,6 @@ class PushBuilder:
             return why_no_room(max(0, more), root)
         except OSError as error:
             return f"{root}: {error.strerror}"
-
-    def _naming_path(self, transport: Transport) -> AbstractContextManager[None]:
-        """A block in which an OSError names the setting of the path that this transport uses."""
-        weights = self._config.weights
-        if transport is Transport.DISK:
-            return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
-        return naming_setting(
-            "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
-        )
 
     def _sender(self) -> PushSender:
         from rollout.weights.tensors import KeptGroup
@@ -219,12 +207,23 @@ class PushBuilder:
 
     def ended_with(self, pending: Pending[StepReport], push: WeightPush) -> Pending[StepReport]:
         """The same call; when it ends, the push's resources are freed."""
-        return pending.then(lambda: self.end(push.version))
+        return pending.then(lambda: self._ended(pending, push.version))
+
+    def _ended(self, pending: Pending[StepReport], version: int) -> None:
+        self.end(version)
+        weights = self._copied.pop(version, None)
+        if weights is None:
+            return
+        with suppress(Exception):  # a failed push is not kept
+            pending.result(0)
+            if (push := weights.copied.push(version)) is not None:
+                self._caller.call(RolloutServer.offer_to_store, push)
 
     def end(self, version: int) -> None:
         """Free the resources of the push of this version, if there is one."""
         outgoing = self._open.pop(version, None)
-        if outgoing is not None and self._config.weights.store is not None:
+        is_read_later = self._config.weights.store is not None and version not in self._copied
+        if outgoing is not None and is_read_later:
             # The store reads a push after it serves, so keep it until the next push.
             outgoing, self._last = self._last, outgoing
         if outgoing is not None:
@@ -242,6 +241,30 @@ class PushBuilder:
             self._kept = None
         if self._pool is not None:
             self._pool.close()
+
+
+def keeps_copies(weights: WeightsConfig, contents: WeightUpdate) -> bool:
+    """Whether the store keeps a push of this part of the model."""
+    return weights.store is not None and contents is WeightUpdate.FULL
+
+
+def version_in_store(caller: Caller, pool: ShmBufferPool) -> int | None:
+    """Before a push whose copies lie in this pool: the version whose copies the store reads now.
+
+    Raises:
+        ConfigError: the server does not see the pool.
+    """
+    folder = str(pool.made_folder())
+    return caller.call(RolloutServer.make_way_in_store, folder).result()
+
+
+def naming_path(weights: WeightsConfig, transport: Transport) -> AbstractContextManager[None]:
+    """A block in which an OSError names the setting of the path that this transport uses."""
+    if transport is Transport.DISK:
+        return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
+    return naming_setting(
+        "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
+    )
 
 
 def make_sender(

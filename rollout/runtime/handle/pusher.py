@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +16,19 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
-from rollout.runtime.handle.push_builder import fingerprint_method, make_sender, remote_engines
+from rollout.runtime.handle.load_costs import LoadCosts
+from rollout.runtime.handle.push_builder import (
+    fingerprint_method,
+    keeps_copies,
+    make_sender,
+    naming_path,
+    remote_engines,
+    version_in_store,
+)
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.push.copied_push import CopiedPush
+from rollout.weights.push.held_buffers import HeldBuffers, StoreCopies
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.stream_server import PushStreamServer
@@ -32,6 +43,7 @@ from rollout.weights.ranks.bucket_makers import (
     check_same,
     with_content,
 )
+from rollout.weights.ranks.folder_makers import CheckpointMaker, JoinedMaker
 from rollout.weights.ranks.rank_link import RankLink
 from rollout.weights.ranks.rank_protocol import (
     AwaitEngines,
@@ -51,6 +63,7 @@ from rollout.weights.ranks.rank_sources import (
     digest_of,
     make_source,
 )
+from rollout.weights.ranks.store_share import ShareCopier, add_bucket
 from rollout.weights.tensors import (
     Dtype,
     KeptGroup,
@@ -58,9 +71,12 @@ from rollout.weights.tensors import (
     NameMap,
     OutgoingPush,
     PushPlanCache,
+    PushSender,
 )
 from rollout.weights.tensors.tensor_sources import Pairs
 from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath
+
+logger = logging.getLogger(__name__)
 
 _REPORT = TypeAdapter(StepReport)
 # Words of so many pushes stay for ranks that are late.
@@ -85,6 +101,8 @@ class Pusher:
         self.link = link
         self.timeout_s = timeout_s
         self.pool = ShmBufferPool(config.weights.shared_memory_path)
+        self.copies = StoreCopies(self.pool)
+        self.loads = LoadCosts(config)
         self.plans = PushPlanCache()
         self.kept = KeptGroup()
         self.tensors: TensorList = ()
@@ -126,6 +144,7 @@ class Pusher:
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
             report = link.run(steps, work.do)
+            work.keep()
         finally:
             work.close()
             self._forget(turn)
@@ -175,9 +194,14 @@ class _RankWork:
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._maker: BucketMaker | None = None
+        self._held: HeldBuffers | None = None
+        self._copier: ShareCopier | None = None
+        self._copied: CopiedPush | None = None
         self._check = BucketCheck(pusher.expected, self._config)
         self._version = 0
         self._transport = Transport.TENSOR
+        # Whether the engines get one folder, when all buckets are written.
+        self._is_one_load = False
         self._fingerprints = ""
         self._handover: BucketHandover[Any] = BucketHandover()
         self._outgoing: OutgoingPush | None = None
@@ -211,6 +235,18 @@ class _RankWork:
                 self._pending.result(self._pusher.timeout_s)
         if self._maker is not None:
             self._maker.close()
+        if self._held is not None:
+            self._held.release()
+
+    def keep(self) -> None:
+        """After the push: leave this rank's copies to the store; rank 0 says where all are."""
+        self._held = None
+        push = None if self._copied is None else self._copied.push(self._version)
+        if push is not None:
+            try:
+                self._caller.call(RolloutServer.offer_to_store, push).result()
+            except RolloutError as error:
+                logger.warning("store: weight version %d is not kept: %s", self._version, error)
 
     # -- all ranks --------------------------------------------------------------------------
 
@@ -230,17 +266,37 @@ class _RankWork:
         if isinstance(self._source, StreamedSource) is not plan["is_streamed"]:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._buckets = self._source.buckets(plan["bucket_bytes"])
-        if plan["transport"] == Transport.SHARED_MEMORY:
-            rank, writers = pusher.link.rank, pusher.writers
-            self._maker = SharedMemoryMaker(
-                pusher.pool,
-                turn=writers.index(rank) if rank in writers else None,
-                num_writers=len(writers),
-                fingerprints=plan["fingerprints"],
-            )
-        else:
-            self._maker = RankZeroMaker()
+        self._transport = Transport(plan["transport"])
+        with naming_path(self._config, self._transport):
+            self._maker = self._make_maker(plan)
         return {}
+
+    def _make_maker(self, plan: Word) -> BucketMaker:
+        pusher, keeps = self._pusher, plan["store"] is not None
+        if keeps:
+            self._held = pusher.copies.begin(plan["store"]["version"], plan["store"]["reads"])
+        if self._transport is Transport.DISK:
+            is_writer = pusher.link.rank == 0
+            return CheckpointMaker(
+                self._sender().checkpoint_writer(self._version) if is_writer else None
+            )
+        if self._transport is Transport.SHARED_MEMORY:
+            if plan["at_once"]:
+                held = self._held or HeldBuffers(pusher.pool)
+                return JoinedMaker(self._share(held, plan), held, releases=not keeps)
+            return self._share(self._held or pusher.pool, plan)
+        if self._held is not None:
+            self._copier = ShareCopier(self._share(self._held, plan))
+        return RankZeroMaker()
+
+    def _share(self, pool: ShmBufferPool | HeldBuffers, plan: Word) -> SharedMemoryMaker:
+        rank, writers = self._pusher.link.rank, self._pusher.writers
+        return SharedMemoryMaker(
+            pool,
+            turn=writers.index(rank) if rank in writers else None,
+            num_writers=len(writers),
+            fingerprints=plan["fingerprints"],
+        )
 
     def _make(self, index: int) -> Word:
         assert self._maker is not None
@@ -249,7 +305,12 @@ class _RankWork:
         if isinstance(self._source, StreamedSource):
             # The push announces the model's dtypes, because these are known only now.
             pairs = cast_to(pairs, self._pusher.expected)
-        return with_content(self._maker.make(index, pairs), pairs, is_last)
+        if self._copied is not None:
+            self._copied.has_tensors(pairs.specs)
+        copied = {} if self._copier is None else self._copier.copied(index, pairs)
+        with naming_path(self._config, self._transport):
+            made = self._maker.make(index, pairs)
+        return with_content(made | copied, pairs, is_last)
 
     # -- rank 0 -----------------------------------------------------------------------------
 
@@ -269,9 +330,12 @@ class _RankWork:
         is_streamed = isinstance(self._source, StreamedSource)
         self._fingerprints = fingerprint_method(config, self._caller)
         self._transport = self._choose_transport(status)
+        at_once = pusher.loads.is_at_once(self._transport)
+        self._is_one_load = at_once or self._transport is Transport.DISK
         plan: dict[str, Any] = {
             "is_streamed": is_streamed,
             "transport": self._transport.value,
+            "at_once": at_once,
             "bucket_bytes": self._bucket_bytes(),
             "fingerprints": self._fingerprints,
         }
@@ -282,13 +346,16 @@ class _RankWork:
             digest = digest_of(tensors)
             if any(word["knows"] != digest for word in words[1:]):
                 plan["tensors"] = tensors
-        if config.weights.store is not None:
-            raise ConfigError(
-                "weights.store: the store keeps the pushes of one process; leave it out, or push "
-                "with onload(tensors) from rank 0",
-                setting="weights.store",
-            )
+        plan["store"] = self._stored()
         return plan
+
+    def _stored(self) -> Word | None:
+        """What the ranks know to keep copies for the store; None if it keeps none."""
+        if not keeps_copies(self._config, default_contents(self._config.update)):
+            return None
+        self._copied = CopiedPush()
+        reads = version_in_store(self._caller, self._pusher.pool)
+        return {"version": self._version, "reads": reads}
 
     def _bucket_bytes(self) -> int:
         most = MOST_BUCKET_BYTES if self._transport is Transport.TENSOR else sys.maxsize
@@ -296,20 +363,13 @@ class _RankWork:
 
     def _choose_transport(self, status: ServerStatus) -> Transport:
         wanted = self._config.transport
-        if wanted is Transport.DISK:
-            raise ConfigError(
-                "weights.transport = disk: save the checkpoint from one rank with onload(tensors), "
-                "or choose shared_memory, distributed or tensor",
-                setting="weights.transport",
-                value=wanted.value,
-            )
         if wanted is Transport.CUDA_IPC and self._pusher.link.num_ranks > 1:
             raise ConfigError(
                 "weights.transport = cuda_ipc: with several ranks use shared_memory or distributed",
                 setting="weights.transport",
                 value=wanted.value,
             )
-        if wanted in (Transport.DISTRIBUTED, Transport.TENSOR):
+        if wanted in (Transport.DISTRIBUTED, Transport.TENSOR, Transport.DISK):
             return wanted
         return choose_transport(wanted, remote_engines(status, self._caller), self._why_no_room())
 
@@ -334,26 +394,36 @@ class _RankWork:
         return self._pusher.expected or Manifest({})
 
     def _streamed(self, manifest: Manifest) -> OutgoingPush:
-        pusher, host = self._pusher, self._caller.own_host()
-        timeout_s = pusher.config.lifecycle.update_timeout_s
-        if self._transport is Transport.SHARED_MEMORY:
+        if self._transport in (Transport.SHARED_MEMORY, Transport.DISK):
+            host = self._caller.own_host()
+            timeout_s = self._pusher.config.lifecycle.update_timeout_s
             server = PushStreamServer(self._handover, host=host, timeout_s=timeout_s)
             push = WeightPush(self._version, manifest, carrier=ByPath(), stream=server.address)
             return OutgoingPush(push, server.close)
         is_on_cuda = isinstance(self._source, PlannedSource) and self._source.is_on_cuda
-        sender = make_sender(
+        weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
+        return self._sender().stream(weights, self._version, self._transport)
+
+    def _sender(self) -> PushSender:
+        pusher = self._pusher
+        return make_sender(
             pusher.config, self._caller, pusher.pool, pusher.kept, fingerprints=self._fingerprints
         )
-        weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
-        return sender.stream(weights, self._version, self._transport)
 
     def _offer(self, words: Sequence[Word]) -> None:
         assert self._maker is not None
         check_same(words)
-        self._handover.put(self._maker.joined(words, bool(words[0]["is_last"])))
+        with naming_path(self._config, self._transport):
+            bucket = self._maker.joined(words, bool(words[0]["is_last"]))
+        if self._copied is not None:
+            add_bucket(self._copied, words, bucket)
+        if bucket is not None:
+            self._handover.put(bucket)
 
     def _await_engines(self, index: int | None, timeout_s: float) -> Word | None:
         assert self._pending is not None
+        if self._is_one_load and index is not None:
+            index = 0  # the only one that they get
         if index is not None and self._handover.is_wanted(index, timeout_s):
             return {}
         if index is not None and not self._handover.is_over:

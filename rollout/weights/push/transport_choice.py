@@ -9,6 +9,8 @@ from rollout.config import EngineKind, Transport
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 
+ONLY_STREAM = (Transport.DISTRIBUTED, Transport.CUDA_IPC)
+"""They read the trainer's tensors while engines load them, so they cannot send a copy later."""
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 

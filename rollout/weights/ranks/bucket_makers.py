@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rollout.core.errors import WeightMismatch
+from rollout.weights.push.held_buffers import HeldBuffers
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
 from rollout.weights.push.stream_server import BUCKETS_AHEAD, StreamedBucket
 from rollout.weights.ranks.rank_sources import content_of
@@ -28,8 +29,10 @@ class BucketMaker(Protocol):
         """This rank's part, as a word for rank 0."""
         ...
 
-    def joined(self, words: Sequence[Word], is_last: bool) -> StreamedBucket | GatheredBucket:
-        """On rank 0: the bucket, from the words of all ranks."""
+    def joined(
+        self, words: Sequence[Word], is_last: bool
+    ) -> StreamedBucket | GatheredBucket | None:
+        """On rank 0: the bucket, from the words of all ranks; None if the engines wait for more."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +47,12 @@ class SharedMemoryMaker:
     """
 
     def __init__(
-        self, pool: ShmBufferPool, *, turn: int | None, num_writers: int, fingerprints: str
+        self,
+        pool: ShmBufferPool | HeldBuffers,
+        *,
+        turn: int | None,
+        num_writers: int,
+        fingerprints: str,
     ) -> None:
         self._pool = pool
         self._turn = turn

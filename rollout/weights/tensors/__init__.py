@@ -17,6 +17,8 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.broadcast_sender import KeptGroup, NcclTerms
+from rollout.weights.tensors.bucket_writer import CheckpointWriter
+from rollout.weights.tensors.copied_weights import CopiedWeights
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
@@ -70,6 +72,8 @@ def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[f
 
 
 __all__ = [
+    "CheckpointWriter",
+    "CopiedWeights",
     "Dtype",
     "KeptGroup",
     "NameMap",
