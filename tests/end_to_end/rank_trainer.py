@@ -77,6 +77,13 @@ class Trainer:
         self.pusher.loads = LoadCosts(config.model_copy(update={"groups": groups}))
         return self.push(seed)
 
+    def turn(self, seed: int, fails_on: int | None = None) -> Any:
+        def before_kv() -> None:
+            if self.rank == fails_on:
+                raise ValueError("the optimizer does not fit on the host")
+
+        return self.pusher.push(self.sharded(seed), before_kv=before_kv)
+
     def push_wide(self, seed: int) -> Any:
         """Tensors of float64, which no engine would take, pushed as float32."""
         wide = {

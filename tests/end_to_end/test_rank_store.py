@@ -1,4 +1,4 @@
-"""What all ranks push is kept by the store, saved to disk, or loaded by engines in one call."""
+"""What all ranks push is kept by the store, saved to disk, loaded in one call, or has a turn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from tests.end_to_end.test_rank_push import BUCKET_BYTES, Ranks, errors, served_seed
 from tests.support.processes import wait_until
@@ -145,3 +146,26 @@ def test_engines_that_pack_load_what_all_ranks_wrote_in_one_call(tmp_path: Path)
             served_seed(run, seed)
             # Nothing is loaded before all is written, so all of it is there.
             assert sum(one["shm_bytes"] for one in said) > model_bytes(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_turn_that_fails_on_one_rank_leaves_weights_without_kv_and_all_ranks_know(
+    tmp_path: Path, rank: int
+) -> None:
+    with launched(tmp_path) as run, with_ranks(run, tmp_path) as ranks:
+        policy = run["policy"]
+        policy.offload().result(60)
+        said = ranks.do("turn", seed=5, fails_on=rank)
+        assert len(errors(said)) == 1, said
+        assert f"rank {rank}: ValueError: the optimizer does not fit" in said[0]["error"]
+        assert WITHOUT_KV in said[0]["error"]
+        status = policy.status().result(30)
+        assert (status.phase, status.gate) == ("verified", "holding")
+        policy.onload().result(60)
+        served_seed(run, 5)
+        policy.offload().result(60)
+        said = ranks.do("turn", seed=6)
+        assert [one.get("version") for one in said] == [2, 2], said
+        assert said[0]["phases"][-2:] == ["resume_kv", "continue"]
+        served_seed(run, 6)

@@ -11,12 +11,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig, Transport
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
+from rollout.core.errors import ConfigError, RankFailure, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.runtime.handle.load_costs import LoadCosts
+from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv, check_before_kv
 from rollout.runtime.handle.push_builder import (
     fingerprint_method,
     keeps_copies,
@@ -48,12 +50,14 @@ from rollout.weights.ranks.rank_link import RankLink
 from rollout.weights.ranks.rank_protocol import (
     AwaitEngines,
     Begin,
+    Finish,
     Make,
     Offer,
     Plan,
     Prepare,
     PushRound,
     Step,
+    TakeTurn,
 )
 from rollout.weights.ranks.rank_sources import (
     PlannedSource,
@@ -118,6 +122,7 @@ class Pusher:
         version: int | None = None,
         name_map: NameMap | None = None,
         dtype: Dtype | None = None,
+        before_kv: BeforeKv | None = None,
     ) -> StepReport:
         """Push new weights from all ranks, and serve them.
 
@@ -130,17 +135,28 @@ class Pusher:
             version: the new weight version; by default one more than the server's.
             name_map: see ``ServerHandle.onload``.
             dtype: of float tensors, which are cast before they are gathered.
+            before_kv: frees memory of this rank that the KV caches need.  It runs on every rank
+                that gives one, after the engines have verified the weights; the KV caches are
+                resumed after it has run on all.  It has as long as a rank may be silent.  If it
+                raises, so does the push on all ranks: the engines hold the new weights and do not
+                serve, and ``onload()`` continues.  If the engines were not offloaded, it runs
+                after the push, while they serve.
 
         Raises:
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
             RankFailure: a rank failed, or is silent.
         """
+        check_before_kv(before_kv)
         self._num_pushes += 1
         link = self.link
         turn = PushRound(str(self._num_pushes), link.rank, link.num_ranks, self.timeout_s)
-        work = _RankWork(self, named_tensors, name_map, dtype)
+        work = _RankWork(self, named_tensors, name_map, dtype, before_kv)
         chosen = None if version is None else checked_version(version)
-        ready = {"knows": digest_of(self.tensors), "version": chosen}
+        ready = {
+            "knows": digest_of(self.tensors),
+            "version": chosen,
+            "has_turn": before_kv is not None,
+        }
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
             report = link.run(steps, work.do)
@@ -184,6 +200,7 @@ class _RankWork:
         named_tensors: NamedTensors,
         name_map: NameMap | None,
         dtype: Dtype | None,
+        before_kv: BeforeKv | None,
     ) -> None:
         self._pusher = pusher
         self._config = pusher.config.weights
@@ -191,6 +208,11 @@ class _RankWork:
         self._named_tensors = named_tensors
         self._name_map = name_map
         self._dtype = dtype
+        self._before_kv = before_kv
+        # Whether the engines serve when the push begins, and get the trainer's turn after it.
+        self._is_serving = False
+        self._has_turn = False
+        self._verified: StepReport | None = None
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._maker: BucketMaker | None = None
@@ -222,6 +244,10 @@ class _RankWork:
                 return self._offer(words)
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
+            case TakeTurn():
+                return self._take_turn()
+            case Finish():
+                return self._finish()
         raise AssertionError(step)
 
     def close(self) -> None:
@@ -267,6 +293,7 @@ class _RankWork:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._buckets = self._source.buckets(plan["bucket_bytes"])
         self._transport = Transport(plan["transport"])
+        self._is_serving = plan["is_serving"]
         with naming_path(self._config, self._transport):
             self._maker = self._make_maker(plan)
         return {}
@@ -312,6 +339,15 @@ class _RankWork:
             made = self._maker.make(index, pairs)
         return with_content(made | copied, pairs, is_last)
 
+    def _take_turn(self) -> Word:
+        try:
+            if self._before_kv is not None:
+                self._before_kv()
+        except Exception as error:
+            state = "the engines serve the new weights" if self._is_serving else WITHOUT_KV
+            raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
+        return {}
+
     # -- rank 0 -----------------------------------------------------------------------------
 
     def _plan(self, words: Sequence[Word]) -> Word:
@@ -332,7 +368,11 @@ class _RankWork:
         self._transport = self._choose_transport(status)
         at_once = pusher.loads.is_at_once(self._transport)
         self._is_one_load = at_once or self._transport is Transport.DISK
+        self._is_serving = status.gate == "open"
+        self._has_turn = any(word["has_turn"] for word in words)
         plan: dict[str, Any] = {
+            "is_serving": self._is_serving,
+            "has_turn": self._has_turn,
             "is_streamed": is_streamed,
             "transport": self._transport.value,
             "at_once": at_once,
@@ -382,11 +422,15 @@ class _RankWork:
 
     def _begin(self) -> None:
         assert self._source is not None
-        is_serving = self._caller.call(RolloutServer.status).result().gate == "open"
         self._outgoing = self._streamed(self._manifest())
         push = self._caller.ship(self._outgoing.push)
-        send = RolloutServer.update_and_continue if is_serving else RolloutServer.onload
-        self._pending = self._caller.call(send, push).then(self._handover.close)
+        if self._is_serving:
+            pending = self._caller.call(RolloutServer.update_and_continue, push)
+        elif self._has_turn:
+            pending = self._caller.call(RolloutServer.onload_verified, push)
+        else:
+            pending = self._caller.call(RolloutServer.onload, push)
+        self._pending = pending.then(self._handover.close)
 
     def _manifest(self) -> Manifest:
         if isinstance(self._source, PlannedSource):
@@ -436,8 +480,17 @@ class _RankWork:
             return None
         if index is not None:
             raise RolloutError(f"the server ended the push before bucket {index}: {report}")
+        if self._verified is not None:
+            report = self._verified.merged(report)
         word: Word = _REPORT.dump_python(report, mode="json")
         return word
+
+    def _finish(self) -> None:
+        """Resume what waited for the turn of all ranks."""
+        assert self._pending is not None
+        if not self._is_serving:
+            self._verified = self._pending.result(0)
+            self._pending = self._caller.call(RolloutServer.onload, None)
 
 
 def _agreed_version(words: Sequence[Word]) -> int | None:

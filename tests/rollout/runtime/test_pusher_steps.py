@@ -12,7 +12,9 @@ import pytest
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from rollout.config import Transport
+from rollout.core.errors import ConfigError, RankFailure
 from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.runtime.local import launch_local
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
@@ -83,3 +85,48 @@ def test_the_store_keeps_what_one_process_streams_or_copies(
                 return found is not None and found.version == version
 
             assert wait_until(is_kept, 20), policy.status().result(30).store
+
+
+def test_the_turn_comes_after_the_weights_and_before_the_kv_cache(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
+        policy = deployment["policy"]
+
+        def turn() -> None:
+            status = policy.status().result(30)
+            seen.append((status.phase, status.gate))
+
+        policy.offload().result(30)
+        report = pusher.push(tensors(), before_kv=turn)
+        assert seen == [("verified", "holding")]
+        assert list(report.phase_s)[-2:] == ["resume_kv", "continue"]
+        assert "update_weights" in report.phase_s
+        assert policy.status().result(30).gate == "open"
+        # Engines that serve have their KV caches: the turn comes after the push.
+        assert pusher.push(tensors(), before_kv=turn).weight_version == 2
+        assert seen[1:] == [("serving", "open")]
+
+
+def test_a_turn_that_fails_leaves_weights_without_kv_and_onload_goes_on(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("the optimizer does not fit on the host")
+
+    with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
+        policy = deployment["policy"]
+        policy.offload().result(30)
+        with pytest.raises(RankFailure, match="rank 0: ValueError: the optimizer") as e:
+            pusher.push(tensors(), before_kv=fail)
+        assert WITHOUT_KV in str(e.value)
+        status = policy.status().result(30)
+        assert (status.phase, status.gate) == ("verified", "holding")
+        policy.onload().result(30)
+        status = policy.status().result(30)
+        assert (status.phase, status.gate, status.weight_version) == ("serving", "open", 1)
+        assert pusher.push(tensors()).weight_version == 2
+
+
+def test_what_cannot_take_the_turn_is_refused_before_the_push(tmp_path: Path) -> None:
+    with launched(tmp_path) as (deployment, engine), deployment["policy"].pusher() as pusher:
+        with pytest.raises(ConfigError, match="takes a plain function"):
+            pusher.push(tensors(), before_kv=5)  # type: ignore[arg-type]
+        assert not loads(engine)
