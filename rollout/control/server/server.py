@@ -47,6 +47,12 @@ from rollout.weights.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
+_NOT_PROVED = (
+    "weights.prove_first_push is true, and released weights cannot be compared: before the first "
+    "offload, call prove_push_path or sync_weights with the weights of model_path, or set it to "
+    "false"
+)
+
 
 class PageApi(Protocol):
     """A ``PageHost``: the live page."""
@@ -204,6 +210,7 @@ class RolloutServer:
         after a failure, continues from the phase of each group.
         """
         async with self._lock.held("offload"):
+            self._check_proved()
             return await self._phase_runner.advance(*OFFLOAD)
 
     async def onload(self, push: WeightPush | None = None) -> StepReport:
@@ -239,7 +246,7 @@ class RolloutServer:
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights without an offload: pause, flush, update, verify, continue."""
         async with self._lock.held("update_and_continue"):
-            if self._config.weights.prove_first_push and not self._phase_runner.has_pushed:
+            if self._must_prove:
                 return await self._prove(push)
             await self._check_push(push)
             report = await self._phase_runner.flush_for_update()
@@ -269,6 +276,8 @@ class RolloutServer:
         A transaction over several servers calls this, to continue from the phase of each group.
         """
         async with self._lock.held(command.value):
+            if command is OFFLOAD[0]:
+                self._check_proved()
             return await self._phase_runner.advance(command)
 
     async def catch_up(self) -> StepReport:
@@ -483,13 +492,17 @@ class RolloutServer:
     def _last_pushed_version(self) -> int | None:
         return self.weight_version if self._phase_runner.has_pushed else None
 
+    @property
+    def _must_prove(self) -> bool:
+        return self._config.weights.prove_first_push and not self._phase_runner.has_pushed
+
+    def _check_proved(self) -> None:
+        """Refuse an offload after which the first push would be refused."""
+        if self._must_prove:
+            raise LifecycleError(_NOT_PROVED, command="offload")
+
     async def _check_push(self, push: WeightPush) -> None:
-        must_prove = self._config.weights.prove_first_push and not self._phase_runner.has_pushed
-        if must_prove and not push.checks_path:
-            raise WeightMismatch(
-                "weights.prove_first_push is true, and released weights cannot be compared: before "
-                "the first offload, call prove_push_path or sync_weights with the weights of "
-                "model_path, or set it to false"
-            )
+        if self._must_prove and not push.checks_path:
+            raise WeightMismatch(_NOT_PROVED)
         why_not_newer = await self._phase_runner.why_not_newer(push)
         check_fits(push, self.name, self._config.weights, why_not_newer, self._expected)

@@ -15,7 +15,7 @@ from rollout.config import Transport
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.handle.offload_window import WITHOUT_KV
-from rollout.runtime.local import launch_local
+from rollout.runtime.local import LocalCaller, launch_local
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 
@@ -130,3 +130,33 @@ def test_what_cannot_take_the_turn_is_refused_before_the_push(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="takes a plain function"):
             pusher.push(tensors(), before_kv=5)  # type: ignore[arg-type]
         assert not loads(engine)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_an_engine_out_of_reach_is_found_before_the_offload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    with launched(tmp_path, transport=transport) as (deployment, engine):
+        policy = deployment["policy"]
+        monkeypatch.setattr(LocalCaller, "is_here", lambda *arguments: False)
+        with (
+            pytest.raises(ConfigError, match="main-0 runs on another host"),
+            policy.offloaded(tensors),
+        ):
+            raise AssertionError("the trainer would train in vain")
+        assert policy.status().result(30).gate == "open"
+        assert "pause_generation" not in engine.operations()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "cuda_ipc"])
+def test_a_window_that_only_streams_needs_a_function_or_a_pusher(
+    tmp_path: Path, transport: str
+) -> None:
+    with launched(tmp_path, transport=transport) as (deployment, engine):
+        policy = deployment["policy"]
+        with pytest.raises(ConfigError, match="cannot copy them; use"):
+            policy.offloaded()
+        policy.offloaded(tensors)
+        assert "pause_generation" not in engine.operations()
+        with policy.pusher():  # pushes in the block: nothing is copied by the window
+            policy.offloaded()
