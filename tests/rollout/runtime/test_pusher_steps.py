@@ -16,6 +16,7 @@ from rollout.core.errors import ConfigError, RankFailure
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.runtime.local import LocalCaller, launch_local
+from rollout.weights.push import shm_buffers
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 
@@ -160,3 +161,38 @@ def test_a_window_that_only_streams_needs_a_function_or_a_pusher(
         assert "pause_generation" not in engine.operations()
         with policy.pusher():  # pushes in the block: nothing is copied by the window
             policy.offloaded()
+
+
+def test_without_room_for_copies_the_push_goes_on_and_the_log_says_what_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    with launched(tmp_path, transport="tensor", store=store) as (deployment, _):
+        policy = deployment["policy"]
+        with policy.pusher() as pusher:
+            with monkeypatch.context() as patched:
+                patched.setattr(shm_buffers, "why_no_room", lambda *arguments: "it is full")
+                assert pusher.push(tensors()).weight_version == 1
+            assert "version 1 is not kept: no room for a bucket" in caplog.text
+            assert pusher.push(tensors()).weight_version == 2
+
+            def is_kept() -> bool:
+                found = policy.status().result(30).store
+                return found is not None and found.version == 2
+
+            assert wait_until(is_kept, 20)
+
+
+def test_a_server_that_cannot_read_the_copies_is_found_before_the_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    elsewhere = tmp_path / "of another host"
+    with launched(tmp_path, store=store) as (deployment, engine):
+        policy = deployment["policy"]
+        monkeypatch.setattr(shm_buffers.ShmBufferPool, "made_folder", lambda self: elsewhere)
+        refused = pytest.raises(ConfigError, match=r"weights.store: the process of server policy")
+        with policy.pusher() as pusher, refused:
+            pusher.push(tensors())
+        assert not loads(engine)
+        assert policy.status().result(30).gate == "open"
