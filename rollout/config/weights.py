@@ -158,12 +158,6 @@ class WeightsConfig(ConfigSection):
                 f"the store keeps full pushes, and weights.update is {self.update}; leave out "
                 "weights.store",
             )
-        if self.stream or self.transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC):
-            yield (
-                "store",
-                "the store copies the data of a push, and stream, distributed and cuda_ipc keep "
-                "no data to copy; use shared_memory, tensor or disk without stream",
-            )
         if not self.fingerprint:
             yield (
                 "store",

@@ -22,9 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
 from engines.protocol import Endpoint
-from rollout.config import Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineStatus, ServerStatus
+from rollout.config import EngineKind, Transport
+from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 
@@ -106,9 +107,9 @@ class Trainer:
     def push(self, seed: int, **more: Any) -> Any:
         return self.pusher.push(self.sharded(seed), **more)
 
-    def push_by(self, transport: str, seed: int, is_streamed: bool = False) -> Any:
+    def push_by(self, transport: str, seed: int, is_streamed: bool = False, **more: Any) -> Any:
         config = self.pusher.config
-        weights = config.weights.model_copy(update={"transport": Transport(transport)})
+        weights = config.weights.model_copy(update={"transport": Transport(transport), **more})
         self.pusher.config = config.model_copy(update={"weights": weights})
         return self.streamed(seed) if is_streamed else self.push(seed)
 
@@ -121,6 +122,25 @@ class Trainer:
         finally:
             self.ways = self.pusher.caller.ways
             self.pusher.caller = caller
+
+    def push_at_once(self, seed: int) -> Any:
+        """As to engines for which each load costs."""
+        config = self.pusher.config
+        groups = {
+            name: group.model_copy(
+                update={"engine": group.engine.model_copy(update={"kind": EngineKind.SGLANG})}
+            )
+            for name, group in config.groups.items()
+        }
+        self.pusher.loads = LoadCosts(config.model_copy(update={"groups": groups}))
+        return self.push(seed)
+
+    def turn(self, seed: int, fails_on: int | None = None) -> Any:
+        def before_kv() -> None:
+            if self.rank == fails_on:
+                raise ValueError("the optimizer does not fit on the host")
+
+        return self.pusher.push(self.sharded(seed), before_kv=before_kv)
 
     def push_wide(self, seed: int) -> Any:
         """Tensors of float64, which no engine would take, pushed as float32."""

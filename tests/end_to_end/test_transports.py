@@ -118,8 +118,8 @@ def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    builder = "rollout.runtime.handle.push_builder"
-    monkeypatch.setattr(f"{builder}.why_loads_cost", lambda kinds, config: "it packs")
+    costs = "rollout.runtime.handle.load_costs"
+    monkeypatch.setattr(f"{costs}.why_loads_cost", lambda kinds, config: "it packs")
     policy = with_settings(deployment, shm, stream=True)
     for _ in range(2):
         policy.sync_weights(weights, version=next(VERSIONS)).result(60)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import LifecycleError, WeightMismatch
+from rollout.core.errors import ConfigError, LifecycleError, WeightMismatch
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
@@ -45,6 +46,12 @@ from rollout.weights.push.weight_push import WeightPush, check_fits
 from rollout.weights.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
+
+_NOT_PROVED = (
+    "weights.prove_first_push is true, and released weights cannot be compared: before the first "
+    "offload, call prove_push_path or sync_weights with the weights of model_path, or set it to "
+    "false"
+)
 
 
 class PageApi(Protocol):
@@ -203,6 +210,7 @@ class RolloutServer:
         after a failure, continues from the phase of each group.
         """
         async with self._lock.held("offload"):
+            self._check_proved()
             return await self._phase_runner.advance(*OFFLOAD)
 
     async def onload(self, push: WeightPush | None = None) -> StepReport:
@@ -238,7 +246,7 @@ class RolloutServer:
     async def update_and_continue(self, push: WeightPush) -> StepReport:
         """New weights without an offload: pause, flush, update, verify, continue."""
         async with self._lock.held("update_and_continue"):
-            if self._config.weights.prove_first_push and not self._phase_runner.has_pushed:
+            if self._must_prove:
                 return await self._prove(push)
             await self._check_push(push)
             report = await self._phase_runner.flush_for_update()
@@ -268,6 +276,8 @@ class RolloutServer:
         A transaction over several servers calls this, to continue from the phase of each group.
         """
         async with self._lock.held(command.value):
+            if command is OFFLOAD[0]:
+                self._check_proved()
             return await self._phase_runner.advance(command)
 
     async def catch_up(self) -> StepReport:
@@ -432,6 +442,33 @@ class RolloutServer:
         statuses = self._registry.all_last_known()
         return frozenset(one.fingerprints for status in statuses for one in status.engines)
 
+    # -- store ------------------------------------------------------------------------------
+
+    async def make_way_in_store(self, folder: str) -> int | None:
+        """A push begins whose copies will lie in this folder, for the store.
+
+        The copies of an earlier push that wait for the store are not read any more.  Returns the
+        version whose copies the store reads at this moment, if any.
+
+        Raises:
+            ConfigError: this process does not see the folder.
+        """
+        if self._store is None:
+            return None
+        if not await asyncio.to_thread(os.path.isdir, folder):
+            raise ConfigError(
+                f"weights.store: the process of server {self.name} does not see {folder}, where "
+                "rank 0 of the trainer keeps copies for the store: it runs on another host; run "
+                "rank 0 on its host, or leave weights.store out",
+                setting="weights.store",
+            )
+        return self._store.make_way()
+
+    async def offer_to_store(self, push: WeightPush) -> None:
+        """Copies of the weights that were published last; others are ignored."""
+        if self._store is not None and push.version == self.weight_version:
+            self._store.offer(push)
+
     async def _update_weights(self, push: WeightPush) -> StepReport:
         await self._check_push(push)
         return await self._phase_runner.update_weights(push)
@@ -455,13 +492,17 @@ class RolloutServer:
     def _last_pushed_version(self) -> int | None:
         return self.weight_version if self._phase_runner.has_pushed else None
 
+    @property
+    def _must_prove(self) -> bool:
+        return self._config.weights.prove_first_push and not self._phase_runner.has_pushed
+
+    def _check_proved(self) -> None:
+        """Refuse an offload after which the first push would be refused."""
+        if self._must_prove:
+            raise LifecycleError(_NOT_PROVED, command="offload")
+
     async def _check_push(self, push: WeightPush) -> None:
-        must_prove = self._config.weights.prove_first_push and not self._phase_runner.has_pushed
-        if must_prove and not push.checks_path:
-            raise WeightMismatch(
-                "weights.prove_first_push is true, and released weights cannot be compared: before "
-                "the first offload, call prove_push_path or sync_weights with the weights of "
-                "model_path, or set it to false"
-            )
+        if self._must_prove and not push.checks_path:
+            raise WeightMismatch(_NOT_PROVED)
         why_not_newer = await self._phase_runner.why_not_newer(push)
         check_fits(push, self.name, self._config.weights, why_not_newer, self._expected)

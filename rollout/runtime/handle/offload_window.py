@@ -99,6 +99,8 @@ class OffloadWindow:
         return self._server.onload_push(self._push, self._before_kv)
 
     def __enter__(self) -> OffloadWindow:
+        if self._server.pushes_near:
+            self._server.check_reach(self._server.status().result())
         self.report = self._server.offload().result()
         return self
 
@@ -107,6 +109,8 @@ class OffloadWindow:
             self.report = self.report.merged(self._finish().result())
 
     async def __aenter__(self) -> OffloadWindow:
+        if self._server.pushes_near:
+            self._server.check_reach(await self._server.status())
         self.report = await self._server.offload()
         return self
 

@@ -7,13 +7,12 @@ call ends, before the caller gets the result.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.config import ServerConfig, Transport, WeightsConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.optional_deps import optional_import
@@ -21,32 +20,28 @@ from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.fingerprint_check import method_of_push
+from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.lora_check import check_adapter, completed_config
-from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
-from rollout.weights.push.transport_choice import (
-    choose_transport,
-    loads_at_once,
-    stream_note,
-    why_loads_cost,
-)
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.transport_choice import choose_transport
+from rollout.weights.push.weight_push import WeightPush, default_contents
 from rollout.weights.transports.carriers import AsAdapter
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import (
+        CopiedWeights,
         KeptGroup,
         NamedTensors,
         NameMap,
         OutgoingPush,
         PushPlanCache,
+        PushSender,
         TrainerWeights,
     )
-
-
-logger = logging.getLogger(__name__)
+    from rollout.weights.tensors.tensor_sources import BucketsOfTensors
 
 
 def _torch() -> AbstractContextManager[None]:
@@ -61,14 +56,16 @@ class PushBuilder:
         self._caller = caller
         self._open: dict[int, OutgoingPush] = {}
         self._last: OutgoingPush | None = None
+        self._copied: dict[int, CopiedWeights] = {}
+        self._copies: StoreCopies | None = None
         self._pool: ShmBufferPool | None = None
         self._kept: KeptGroup | None = None
         self._expected: Manifest | None = None
         self._has_expected = False
         self._plans: PushPlanCache | None = None
-        self._why_loads_cost: str | None = None
-        # The last manifest that fits the model, and whether it was checked as a full push.
-        self._checked: tuple[Manifest, bool] | None = None
+        self._loads = LoadCosts(config)
+        # The last manifest that fits the model, and what it was checked as.
+        self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
 
     # -- build ------------------------------------------------------------------------------
 
@@ -98,16 +95,30 @@ class PushBuilder:
             name_map=name_map,
             plans=self._kept_plans(),
         )
-        update = contents or self._config.weights.update
-        if expected is not None and update is not WeightUpdate.FROZEN:
-            self._check(weights.manifest, expected, is_full=update is WeightUpdate.FULL)
+        update = contents or default_contents(self._config.weights.update)
+        self._check(weights.manifest, expected, update)
         transport = self._transport(weights)
-        at_once = self._loads_at_once(transport)
-        with self._naming_path(transport):
-            outgoing = self._sender().send(
-                weights, version, transport, contents, may_stream=may_stream, at_once=at_once
+        at_once = self._loads.is_at_once(transport)
+        sender = self._sender()
+        with naming_path(self._config.weights, transport):
+            streams = sender.streams(transport, may_stream=may_stream, at_once=at_once)
+            sent: BucketsOfTensors = weights
+            if streams and keeps_copies(self._config.weights, update):
+                sent = self._copied[version] = self._with_copies(weights, version, sender.pool)
+            outgoing = sender.send(
+                sent, version, transport, contents, may_stream=may_stream, at_once=at_once
             )
         return self._opened(outgoing)
+
+    def _with_copies(
+        self, weights: TrainerWeights, version: int, pool: ShmBufferPool
+    ) -> CopiedWeights:
+        from rollout.weights.tensors import CopiedWeights
+
+        if self._copies is None:
+            self._copies = StoreCopies(pool)
+        reads = version_in_store(self._caller, pool)
+        return CopiedWeights(weights, self._copies.begin(version, reads))
 
     def adapter(
         self, named_tensors: NamedTensors, config: Mapping[str, Any], version: int
@@ -142,16 +153,11 @@ class PushBuilder:
             named_tensors, self._config.model_path, self._expected_manifest()
         )
 
-    def _check(self, manifest: Manifest, expected: Manifest, *, is_full: bool) -> None:
-        if self._checked is None or self._checked[0] is not manifest or is_full > self._checked[1]:
-            check_push(
-                manifest,
-                expected,
-                must_be_complete=is_full,
-                casts=self._config.weights.casts,
-                not_pushed=self._config.weights.not_pushed,
-            )
-            self._checked = manifest, is_full
+    def _check(self, manifest: Manifest, expected: Manifest | None, contents: WeightUpdate) -> None:
+        last, last_contents = self._checked
+        if manifest is not last or contents is not last_contents:
+            check_contents(manifest, expected, self._config.weights, contents)
+            self._checked = manifest, contents
 
     def _kept_plans(self) -> PushPlanCache:
         if self._plans is None:
@@ -174,20 +180,6 @@ class PushBuilder:
         remote = remote_engines(status, self._caller)
         return choose_transport(wanted, remote, self._why_no_room(weights))
 
-    def _loads_at_once(self, transport: Transport) -> bool:
-        """Whether all buckets of a push are loaded in one call; the reason is logged once."""
-        settings = self._config.weights
-        if self._why_loads_cost is None:
-            kinds = {group.engine.kind for group in self._config.groups.values()}
-            checkpoint = read_checkpoint_config(self._config.model_path)
-            why = self._why_loads_cost = why_loads_cost(kinds, checkpoint)
-            if note := stream_note(settings.transport, why, streams=settings.stream):
-                logger.warning("%s", note)
-            elif loads_at_once(settings.transport, transport, why, streams=settings.stream):
-                logger.info("engines load all buckets of a push in one call: %s", why)
-        why = self._why_loads_cost
-        return loads_at_once(settings.transport, transport, why, streams=settings.stream)
-
     def _why_no_room(self, weights: TrainerWeights) -> str:
         more = weights.num_bytes - (self._pool.num_bytes() if self._pool else 0)
         root = self._config.weights.shared_memory_path
@@ -196,32 +188,15 @@ class PushBuilder:
         except OSError as error:
             return f"{root}: {error.strerror}"
 
-    def _naming_path(self, transport: Transport) -> AbstractContextManager[None]:
-        """A block in which an OSError names the setting of the path that this transport uses."""
-        weights = self._config.weights
-        if transport is Transport.DISK:
-            return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
-        return naming_setting(
-            "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
-        )
-
-    def _sender(self) -> Any:
-        from rollout.weights.tensors import KeptGroup, NcclTerms, PushSender
+    def _sender(self) -> PushSender:
+        from rollout.weights.tensors import KeptGroup
 
         if self._pool is None:
             self._pool = ShmBufferPool(self._config.weights.shared_memory_path)
         if self._kept is None:
             self._kept = KeptGroup()
-        return PushSender(
-            self._config.weights,
-            self._pool,
-            host=self._caller.own_host(),
-            timeout_s=self._config.lifecycle.update_timeout_s,
-            model_path=self._config.model_path,
-            kept=self._kept,
-            nccl=NcclTerms(self._config.why_no_nccl, self._config.nccl_cumem),
-            fingerprints=fingerprint_method(self._config, self._caller),
-        )
+        method = fingerprint_method(self._config, self._caller)
+        return make_sender(self._config, self._caller, self._pool, self._kept, fingerprints=method)
 
     # -- end --------------------------------------------------------------------------------
 
@@ -232,12 +207,23 @@ class PushBuilder:
 
     def ended_with(self, pending: Pending[StepReport], push: WeightPush) -> Pending[StepReport]:
         """The same call; when it ends, the push's resources are freed."""
-        return pending.then(lambda: self.end(push.version))
+        return pending.then(lambda: self._ended(pending, push.version))
+
+    def _ended(self, pending: Pending[StepReport], version: int) -> None:
+        self.end(version)
+        weights = self._copied.pop(version, None)
+        if weights is None:
+            return
+        with suppress(Exception):  # a failed push is not kept
+            pending.result(0)
+            if (push := weights.copied.push(version)) is not None:
+                self._caller.call(RolloutServer.offer_to_store, push)
 
     def end(self, version: int) -> None:
         """Free the resources of the push of this version, if there is one."""
         outgoing = self._open.pop(version, None)
-        if outgoing is not None and self._config.weights.store is not None:
+        is_read_later = self._config.weights.store is not None and version not in self._copied
+        if outgoing is not None and is_read_later:
             # The store reads a push after it serves, so keep it until the next push.
             outgoing, self._last = self._last, outgoing
         if outgoing is not None:
@@ -255,6 +241,53 @@ class PushBuilder:
             self._kept = None
         if self._pool is not None:
             self._pool.close()
+
+
+def keeps_copies(weights: WeightsConfig, contents: WeightUpdate) -> bool:
+    """Whether the store keeps a push of this part of the model."""
+    return weights.store is not None and contents is WeightUpdate.FULL
+
+
+def version_in_store(caller: Caller, pool: ShmBufferPool) -> int | None:
+    """Before a push whose copies lie in this pool: the version whose copies the store reads now.
+
+    Raises:
+        ConfigError: the server does not see the pool.
+    """
+    folder = str(pool.made_folder())
+    return caller.call(RolloutServer.make_way_in_store, folder).result()
+
+
+def naming_path(weights: WeightsConfig, transport: Transport) -> AbstractContextManager[None]:
+    """A block in which an OSError names the setting of the path that this transport uses."""
+    if transport is Transport.DISK:
+        return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
+    return naming_setting(
+        "weights.shared_memory_path", weights.shared_memory_path, WeightsUnavailable
+    )
+
+
+def make_sender(
+    config: ServerConfig,
+    caller: Caller,
+    pool: ShmBufferPool,
+    kept: KeptGroup,
+    *,
+    fingerprints: str,
+) -> PushSender:
+    """What sends the pushes of this process to a server; see ``PushSender``."""
+    from rollout.weights.tensors import NcclTerms, PushSender
+
+    return PushSender(
+        config.weights,
+        pool,
+        host=caller.own_host(),
+        timeout_s=config.lifecycle.update_timeout_s,
+        model_path=config.model_path,
+        kept=kept,
+        nccl=NcclTerms(config.why_no_nccl, config.nccl_cumem),
+        fingerprints=fingerprints,
+    )
 
 
 def remote_engines(status: ServerStatus, caller: Caller) -> list[str]:

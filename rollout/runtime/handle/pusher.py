@@ -2,87 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
-from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.config import ServerConfig
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
-from rollout.core.pending import Pending
-from rollout.core.types import ServerStatus, StepReport
-from rollout.runtime.handle.push_builder import fingerprint_method
-from rollout.runtime.handle.push_places import engine_places
+from rollout.core.types import StepReport
+from rollout.runtime.handle.load_costs import LoadCosts
+from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
+from rollout.runtime.handle.rank_work import RankWork
 from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
-from rollout.weights.push.stream_server import PushStreamServer
-from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.bucket_check import BucketCheck
-from rollout.weights.ranks.bucket_handover import BucketHandover
-from rollout.weights.ranks.bucket_makers import (
-    BucketMaker,
-    HandleMaker,
-    SharedMemoryMaker,
-    check_same,
-    with_content,
-)
-from rollout.weights.ranks.carrier_choice import (
-    Chosen,
-    RankPlace,
-    by_value_note,
-    choose_carriers,
-)
-from rollout.weights.ranks.offered_buckets import (
-    OfferedBucket,
-    OfferedStream,
-    join_words,
-    mixed_carrier,
-)
-from rollout.weights.ranks.own_gpu import gpu_with
+from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.ranks.rank_link import RankLink
-from rollout.weights.ranks.rank_protocol import (
-    AwaitEngines,
-    Begin,
-    Make,
-    Offer,
-    Plan,
-    Prepare,
-    PushRound,
-    Step,
-)
-from rollout.weights.ranks.rank_sources import (
-    PlannedSource,
-    StreamedSource,
-    TensorList,
-    cast_to,
-    digest_of,
-    make_source,
-)
-from rollout.weights.tensors import (
-    Dtype,
-    KeptGroup,
-    NamedTensors,
-    NameMap,
-    NcclTerms,
-    OutgoingPush,
-    PushPlanCache,
-)
-from rollout.weights.tensors.broadcast_sender import BroadcastPush
-from rollout.weights.tensors.tensor_sources import Pairs
-from rollout.weights.transports.carriers import MOST_BUCKET_BYTES
+from rollout.weights.ranks.rank_protocol import PushRound
+from rollout.weights.ranks.rank_sources import TensorList, digest_of
+from rollout.weights.tensors import Dtype, KeptGroup, NamedTensors, NameMap, PushPlanCache
 
-logger = logging.getLogger(__name__)
 _REPORT = TypeAdapter(StepReport)
 # Words of so many pushes stay for ranks that are late.
 _PUSHES_REMEMBERED = 4
-Word = Mapping[str, Any]
 
 
 class Pusher:
@@ -102,6 +44,8 @@ class Pusher:
         self.link = link
         self.timeout_s = timeout_s
         self.pool = ShmBufferPool(config.weights.shared_memory_path)
+        self.copies = StoreCopies(self.pool)
+        self.loads = LoadCosts(config)
         self.plans = PushPlanCache()
         self.kept = KeptGroup()
         self.tensors: TensorList = ()
@@ -117,6 +61,7 @@ class Pusher:
         version: int | None = None,
         name_map: NameMap | None = None,
         dtype: Dtype | None = None,
+        before_kv: BeforeKv | None = None,
     ) -> StepReport:
         """Push new weights from all ranks, and serve them.
 
@@ -129,25 +74,35 @@ class Pusher:
             version: the new weight version; by default one more than the server's.
             name_map: see ``ServerHandle.onload``.
             dtype: of float tensors, which are cast before they are gathered.
+            before_kv: frees memory of this rank that the KV caches need.  It runs on every rank
+                that gives one, after the engines have verified the weights; the KV caches are
+                resumed after it has run on all.  It has as long as a rank may be silent.  If it
+                raises, so does the push on all ranks: the engines hold the new weights and do not
+                serve, and ``onload()`` continues.  If the engines were not offloaded, it runs
+                after the push, while they serve.
 
         Raises:
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
             RankFailure: a rank failed, or is silent.
         """
+        check_before_kv(before_kv)
         self._num_pushes += 1
         link = self.link
         turn = PushRound(str(self._num_pushes), link.rank, link.num_ranks, self.timeout_s)
-        work = _RankWork(self, named_tensors, name_map, dtype)
+        work = RankWork(self, named_tensors, name_map, dtype, before_kv)
         chosen = None if version is None else checked_version(version)
         ready = {
             "knows": digest_of(self.tensors),
             "version": chosen,
+            "has_turn": before_kv is not None,
             "node": self.caller.own_node(),
             "gpu": work.gpu,
         }
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
             report = link.run(steps, work.do)
+            work.keep()
+            work.record()
         finally:
             work.close()
             self._forget(turn)
@@ -182,290 +137,3 @@ class Pusher:
             keys = self._words_left.pop(0)
             if self.link.rank == 0:
                 self.link.words.delete(keys)
-
-
-class _RankWork:
-    """What one rank does in one push, besides exchanging words."""
-
-    def __init__(
-        self,
-        pusher: Pusher,
-        named_tensors: NamedTensors,
-        name_map: NameMap | None,
-        dtype: Dtype | None,
-    ) -> None:
-        self._pusher = pusher
-        self._config = pusher.config.weights
-        self._caller = pusher.caller
-        self._named_tensors = named_tensors
-        self._name_map = name_map
-        self._dtype = dtype
-        self._source: PlannedSource | StreamedSource | None = None
-        self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
-        self._makers: list[BucketMaker] = []
-        self._pairs: Pairs | None = None
-        self._check = BucketCheck(pusher.expected, self._config)
-        self._version = 0
-        self.gpu = gpu_with(named_tensors)
-        self._ranks: list[RankPlace] = []
-        self._chosen: Mapping[str, Chosen] = {}
-        self._fingerprints = ""
-        self._handover: BucketHandover[OfferedBucket] = BucketHandover()
-        self._outgoing: OutgoingPush | None = None
-        self._pending: Pending[StepReport] | None = None
-
-    def do(self, step: Step) -> Any:
-        """Carry out one step."""
-        match step:
-            case Plan(words):
-                return self._plan(words)
-            case Prepare(plan):
-                return self._prepare(plan)
-            case Begin():
-                return self._begin()
-            case Make(index):
-                return self._make(index)
-            case Offer(index, words):
-                return self._offer(words)
-            case AwaitEngines(index, timeout_s):
-                return self._await_engines(index, timeout_s)
-        raise AssertionError(step)
-
-    def close(self) -> None:
-        """Free what the push holds, also after a failure."""
-        self._handover.close()
-        if self._outgoing is not None:
-            self._outgoing.close()
-        if self._pending is not None:
-            # After a failure here, the server ends the push too, before the next one begins.
-            with suppress(Exception):
-                self._pending.result(self._pusher.timeout_s)
-        self._pairs = None
-        for maker in self._makers:
-            maker.close()
-
-    # -- all ranks --------------------------------------------------------------------------
-
-    def _prepare(self, plan: Word) -> Word:
-        pusher = self._pusher
-        if "tensors" in plan:
-            pusher.tensors = plan["tensors"]
-        if self._source is None:
-            self._source = make_source(
-                self._named_tensors,
-                expected=None,
-                tensors=pusher.tensors,
-                name_map=self._name_map,
-                dtype=self._dtype,
-                plans=pusher.plans,
-            )
-        if isinstance(self._source, StreamedSource) is not plan["is_streamed"]:
-            raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
-        self._buckets = self._source.buckets(plan["bucket_bytes"])
-        self._makers = list(self._made_here(plan))
-        return {}
-
-    def _made_here(self, plan: Word) -> Iterator[BucketMaker]:
-        pusher, writers = self._pusher, self._pusher.writers
-        if writers[0] in plan["hosts"]:
-            hashes = writers[0] == plan["hosts"][0]
-            yield SharedMemoryMaker(
-                pusher.pool,
-                turn=writers.index(pusher.link.rank),
-                num_writers=len(writers),
-                fingerprints=plan["fingerprints"] if hashes else "",
-            )
-        if self.gpu and self.gpu in plan["gpus"]:
-            yield HandleMaker()
-
-    def _make(self, index: int) -> Word:
-        pairs, is_last = next(self._buckets)
-        self._check(pairs, is_last)
-        if isinstance(self._source, StreamedSource):
-            # The push announces the model's dtypes, because these are known only now.
-            pairs = cast_to(pairs, self._pusher.expected)
-        word: dict[str, Any] = {}
-        for maker in self._makers:
-            word |= maker.make(index, pairs)
-        if self._pusher.link.rank == 0:
-            self._pairs = pairs
-        return with_content(word, pairs, is_last)
-
-    # -- rank 0 -----------------------------------------------------------------------------
-
-    def _plan(self, words: Sequence[Word]) -> Word:
-        pusher, config = self._pusher, self._pusher.config
-        status = self._caller.call(RolloutServer.status).result()
-        expected = pusher.expected
-        self._version = _agreed_version(words) or status.weight_version + 1
-        self._source = make_source(
-            self._named_tensors,
-            expected=expected,
-            tensors=None,
-            name_map=self._name_map,
-            dtype=self._dtype,
-            plans=pusher.plans,
-        )
-        is_streamed = isinstance(self._source, StreamedSource)
-        self._fingerprints = fingerprint_method(config, self._caller)
-        self._choose_carriers(status, words)
-        plan: dict[str, Any] = {
-            "is_streamed": is_streamed,
-            "hosts": self._hosts,
-            "gpus": sorted({gpu for one in self._chosen.values() for gpu in one.gpus}),
-            "bucket_bytes": self._bucket_bytes(),
-            "fingerprints": self._fingerprints,
-        }
-        if isinstance(self._source, PlannedSource):
-            if expected is not None and self._config.update is not WeightUpdate.FROZEN:
-                check_push(
-                    self._source.manifest,
-                    expected,
-                    must_be_complete=self._config.update is WeightUpdate.FULL,
-                    casts=self._config.casts,
-                    not_pushed=self._config.not_pushed,
-                )
-            tensors = self._source.tensors
-            digest = digest_of(tensors)
-            if any(word["knows"] != digest for word in words[1:]):
-                plan["tensors"] = tensors
-        if config.weights.store is not None:
-            raise ConfigError(
-                "weights.store: the store keeps the pushes of one process; leave it out, or push "
-                "with onload(tensors) from rank 0",
-                setting="weights.store",
-            )
-        return plan
-
-    def _uses(self, transport: Transport) -> bool:
-        return any(one.transport is transport for one in self._chosen.values())
-
-    @property
-    def _hosts(self) -> list[int]:
-        """The hosts whose ranks write into shared memory."""
-        hosts = {
-            one.host for one in self._chosen.values() if one.transport is Transport.SHARED_MEMORY
-        }
-        return sorted(hosts)
-
-    def _bucket_bytes(self) -> int:
-        most = MOST_BUCKET_BYTES if self._uses(Transport.TENSOR) else sys.maxsize
-        return min(self._config.bucket_bytes, most)
-
-    def _choose_carriers(self, status: ServerStatus, words: Sequence[Word]) -> None:
-        wanted = self._config.transport
-        if wanted is Transport.DISK:
-            raise ConfigError(
-                "weights.transport = disk: save the checkpoint from one rank with onload(tensors), "
-                "or choose shared_memory, distributed or tensor",
-                setting="weights.transport",
-                value=wanted.value,
-            )
-        self._ranks = [
-            RankPlace(word["node"], host, word["gpu"])
-            for word, host in zip(words, self._pusher.hosts, strict=True)
-        ]
-        places = engine_places(status, self._caller)
-        self._chosen = choose_carriers(wanted, self._ranks, places, self._why_no_room())
-        if note := by_value_note(wanted, self._chosen, self._num_bytes()):
-            logger.warning("%s", note)
-
-    def _num_bytes(self) -> int:
-        """Of the model; 0 if unknown."""
-        if isinstance(self._source, PlannedSource):
-            return self._source.num_bytes
-        expected = self._pusher.expected
-        return sum(spec.num_bytes for spec in expected.tensors.values()) if expected else 0
-
-    def _why_no_room(self) -> str:
-        if not isinstance(self._source, PlannedSource):
-            return ""
-        share = self._source.num_bytes // len(self._pusher.writers) - self._pusher.pool.num_bytes()
-        more = max(0, share) * len(self._pusher.writers)
-        return why_no_room(more, self._config.shared_memory_path)
-
-    def _begin(self) -> None:
-        assert self._source is not None
-        is_serving = self._caller.call(RolloutServer.status).result().gate == "open"
-        self._outgoing = self._streamed(self._manifest())
-        push = self._caller.ship(self._outgoing.push)
-        send = RolloutServer.update_and_continue if is_serving else RolloutServer.onload
-        self._pending = self._caller.call(send, push).then(self._handover.close)
-
-    def _manifest(self) -> Manifest:
-        if isinstance(self._source, PlannedSource):
-            return self._source.manifest
-        return self._pusher.expected or Manifest({})
-
-    def _streamed(self, manifest: Manifest) -> OutgoingPush:
-        host, timeout_s = self._caller.own_host(), self._pusher.config.lifecycle.update_timeout_s
-        broadcast = self._broadcast() if self._uses(Transport.DISTRIBUTED) else None
-        stream = OfferedStream(
-            self._handover,
-            broadcast,
-            is_by_value=self._uses(Transport.TENSOR),
-            fingerprints="" if self._hosts else self._fingerprints,
-        )
-        if broadcast is None:
-            server = PushStreamServer(stream, host=host, timeout_s=timeout_s)
-        else:
-            server = PushStreamServer(
-                stream,
-                host=host,
-                timeout_s=timeout_s,
-                terms=broadcast.terms,
-                when_ended=broadcast.ended,
-            )
-        carrier = mixed_carrier(self._chosen)
-        push = WeightPush(self._version, manifest, carrier=carrier, stream=server.address)
-        return OutgoingPush(push, server.close)
-
-    def _broadcast(self) -> BroadcastPush:
-        pusher = self._pusher
-        return BroadcastPush(
-            self._version,
-            self._config,
-            self._caller.own_host(),
-            pusher.kept,
-            NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
-            "" if self._hosts else self._fingerprints,
-            is_on_cuda=isinstance(self._source, PlannedSource) and self._source.is_on_cuda,
-        )
-
-    def _offer(self, words: Sequence[Word]) -> None:
-        check_same(words)
-        pairs, self._pairs = self._pairs, None
-        assert pairs is not None
-        self._handover.put(join_words(words, self._ranks, pairs))
-
-    def _await_engines(self, index: int | None, timeout_s: float) -> Word | None:
-        assert self._pending is not None
-        if index is not None and self._handover.is_wanted(index, timeout_s):
-            return {}
-        if index is not None and not self._handover.is_over:
-            return None
-        try:
-            report = self._pending.result(timeout_s)
-        except TimeoutError:
-            if self._pending.done():
-                raise
-            return None
-        if index is not None:
-            raise RolloutError(f"the server ended the push before bucket {index}: {report}")
-        word: Word = _REPORT.dump_python(report, mode="json")
-        return word
-
-
-def _agreed_version(words: Sequence[Word]) -> int | None:
-    """The version that all ranks push; None if none names one.
-
-    Raises:
-        WeightMismatch: they name different ones.
-    """
-    versions: list[int | None] = [word["version"] for word in words]
-    for rank, version in enumerate(versions):
-        if version != versions[0]:
-            raise WeightMismatch(
-                f"rank {rank} pushes weight version {version}, rank 0 version {versions[0]}"
-            )
-    return versions[0]

@@ -21,10 +21,11 @@ from rollout.runtime.handle.offload_window import (
     OffloadWindow,
     check_before_kv,
 )
-from rollout.runtime.handle.push_builder import PushBuilder
+from rollout.runtime.handle.push_builder import PushBuilder, remote_engines
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.named import named_pairs
 from rollout.weights.push.push_version import checked_version
+from rollout.weights.push.transport_choice import NEAR_ONLY, check_window, choose_transport
 from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ServerHandle:
         self._push_builder = PushBuilder(config, caller)
         self._config = config
         self._expected: Logprobs = ()
+        self._has_pusher = False
 
     @property
     def url(self) -> str:
@@ -101,8 +103,8 @@ class ServerHandle:
         """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
 
         Args:
-            named_tensors: tensors by checkpoint name, DTensors too; or an existing push.  None
-                pushes nothing.
+            named_tensors: tensors by checkpoint name, or an existing push.  None pushes nothing.
+                Tensors that are sharded over several ranks need ``pusher``.
             version: the new weight version; by default one more than the last.
             name_map: maps the trainer's names and fused tensors to the checkpoint's; see
                 ``rollout.weights.tensors.NameMap``.
@@ -190,6 +192,9 @@ class ServerHandle:
         Args:
             weights: called when the block ends, for the tensors to push.
             before_kv: called after the weights are verified; see ``onload``.
+
+        Raises:
+            ConfigError: the push at its end would be refused.  Nothing is offloaded.
         """
         check_before_kv(before_kv)
         if weights is not None and not callable(weights):
@@ -197,6 +202,8 @@ class ServerHandle:
                 f"offloaded(weights) takes a function that returns tensors, not a "
                 f"{type(weights).__name__}; push tensors with window.push(tensors)"
             )
+        if not self._has_pusher:  # whose push would end the window
+            check_window(self._config.weights, is_copy=weights is None)
         chosen = None if version is None else checked_version(version)
         return OffloadWindow(self, weights, chosen, before_kv)
 
@@ -314,7 +321,20 @@ class ServerHandle:
             from rollout.weights.ranks.rank_link import link_ranks
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         link = link_ranks(self._caller.own_host(), group)
+        self._has_pusher = True
         return Pusher(self._config, self._caller, link, timeout_s=rank_timeout_s)
+
+    @property
+    def pushes_near(self) -> bool:
+        """Whether pushes of this handle reach engines on this host alone."""
+        weights = self._config.weights
+        is_frozen = weights.update is WeightUpdate.FROZEN
+        return weights.transport in NEAR_ONLY and not is_frozen and not self._has_pusher
+
+    def check_reach(self, status: ServerStatus) -> None:
+        """Raise ConfigError if the transport cannot reach an engine from this process."""
+        remote = remote_engines(status, self._caller)
+        choose_transport(self._config.weights.transport, remote, "")
 
     def end_push(self, push: WeightPush) -> None:
         """Free the resources of a push in this process.  Calls that send it do so themselves."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engines.tensors.dtypes import element_bytes
 from engines.tensors.safetensors_header import SafetensorsError, read_header, word_of
-from rollout.config import Casts
+from rollout.config import Casts, WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch
 
 FP8 = "float8_e4m3fn"
@@ -75,6 +75,24 @@ class Manifest:
                 raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
             tensors[spec.name] = spec
         return cls(tensors)
+
+
+def check_contents(
+    pushed: Manifest, expected: Manifest | None, settings: WeightsConfig, contents: WeightUpdate
+) -> None:
+    """``check_push`` of this part of a server's model; an adapter has a check of its own.
+
+    Args:
+        expected: None if the checkpoint has no list of its tensors: then nothing is checked.
+    """
+    if expected is not None and contents in (WeightUpdate.FULL, WeightUpdate.PARTIAL):
+        check_push(
+            pushed,
+            expected,
+            must_be_complete=contents is WeightUpdate.FULL,
+            casts=settings.casts,
+            not_pushed=settings.not_pushed,
+        )
 
 
 def check_push(

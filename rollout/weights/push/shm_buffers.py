@@ -128,9 +128,13 @@ class ShmBufferPool:
             self._taken.append(buffer)
             return buffer
 
+    def made_folder(self) -> Path:
+        """The folder of all buffers; it is made if there is none."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        return self.folder
+
     def _new(self, num_bytes: int) -> ShmBuffer:
-        if not self.folder.exists():
-            self.folder.mkdir(mode=0o700)
+        self.made_folder()
         while True:
             self._num_made += 1
             try:
@@ -151,16 +155,20 @@ class ShmBufferPool:
                 self._taken.remove(buffer)
                 self._free.append(buffer)
 
-    def join(self, buffers: Sequence[ShmBuffer]) -> Path:
-        """A folder with links to the files of all these buffers, for one load of an engine."""
+    def join(self, folders: Sequence[Path]) -> Path:
+        """A folder with links to the files in all these, for one load of an engine.
+
+        Args:
+            folders: of buffers, also of other pools on this host.
+        """
         with self._lock:
             self._num_made += 1
-            folder = self.folder / f"{self._num_made:06d}-all"
-        folder.mkdir(mode=0o700)
-        for number, buffer in enumerate(buffers):
-            link = folder / f"bucket-{number:05d}.safetensors"
-            link.symlink_to(Path("..") / buffer.folder.name / FILE_NAME)
-        return folder
+            joined = self.made_folder() / f"{self._num_made:06d}-all"
+        joined.mkdir(mode=0o700)
+        for number, folder in enumerate(folders):
+            link = joined / f"bucket-{number:05d}.safetensors"
+            link.symlink_to(os.path.relpath(folder / FILE_NAME, joined))
+        return joined
 
     def trim(self) -> None:
         """Remove the free buffers."""

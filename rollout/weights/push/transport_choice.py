@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rollout.config import EngineKind, Transport
+from rollout.config import EngineKind, Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 
+ONLY_STREAM = (Transport.DISTRIBUTED, Transport.CUDA_IPC)
+"""They read the trainer's tensors while engines load them, so they cannot send a copy later."""
+NEAR_ONLY = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""They reach engines on the trainer's host alone."""
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
@@ -25,7 +29,7 @@ def choose_transport(wanted: Transport, remote_engines: list[str], why_no_room: 
     Raises:
         ConfigError: the named transport cannot reach an engine.
     """
-    if wanted in (Transport.SHARED_MEMORY, Transport.CUDA_IPC) and remote_engines:
+    if wanted in NEAR_ONLY and remote_engines:
         raise ConfigError(
             f"weights.transport = {wanted}: engine {remote_engines[0]} runs on another host than "
             "the trainer; use distributed, or disk with a shared folder",
@@ -35,6 +39,33 @@ def choose_transport(wanted: Transport, remote_engines: list[str], why_no_room: 
     if wanted is not Transport.AUTO:
         return wanted
     return Transport.TENSOR if remote_engines or why_no_room else Transport.SHARED_MEMORY
+
+
+def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
+    """Refuse an offload whose push would be refused at its end.
+
+    Args:
+        is_copy: the window copies the tensors while it is open, and sends them at its end.
+
+    Raises:
+        ConfigError: the transport cannot send a copy, or the server takes no weights.
+    """
+    if weights.update is WeightUpdate.FROZEN and not is_copy:
+        raise ConfigError(
+            "offloaded(weights): weights.update is frozen, so the server never takes new weights; "
+            "leave the function out",
+            setting="weights.update",
+            value=weights.update.value,
+        )
+    takes_tensors = weights.update in (WeightUpdate.FULL, WeightUpdate.PARTIAL)
+    if is_copy and takes_tensors and weights.transport in ONLY_STREAM:
+        raise ConfigError(
+            f"weights.transport = {weights.transport}: it reads the tensors while engines load "
+            "them, so window.push cannot copy them; use offloaded(weights=function), or offload() "
+            "and then onload(tensors) or pusher.push(tensors)",
+            setting="weights.transport",
+            value=weights.transport.value,
+        )
 
 
 def why_loads_cost(kinds: Collection[EngineKind], checkpoint: Mapping[str, Any]) -> str:

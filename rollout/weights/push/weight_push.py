@@ -18,7 +18,7 @@ from typing import Any
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.fanout import EngineReply, fan_out
-from rollout.weights.format.manifest import Manifest, check_push
+from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.stream_reader import (
     BucketSource,
@@ -73,11 +73,16 @@ class WeightPush:
 
     def contents_under(self, update: WeightUpdate) -> WeightUpdate:
         """The part of the model that is pushed to a server with this ``weights.update``."""
-        return self.contents or (WeightUpdate.PARTIAL if update is WeightUpdate.LORA else update)
+        return self.contents or default_contents(update)
 
     @property
     def is_empty(self) -> bool:
         return not self.buckets and self.stream is None
+
+
+def default_contents(update: WeightUpdate) -> WeightUpdate:
+    """What tensors under the model's names are, to a server with this ``weights.update``."""
+    return WeightUpdate.PARTIAL if update is WeightUpdate.LORA else update
 
 
 def check_fits(
@@ -110,15 +115,7 @@ def check_fits(
             f"a push of contents {contents!s} to server {server}, whose weights.update is "
             f"{update!s}: only with lora are adapters pushed, and the base under them"
         )
-    if expected is not None and contents is not WeightUpdate.LORA:
-        is_full = contents is WeightUpdate.FULL
-        check_push(
-            push.manifest,
-            expected,
-            must_be_complete=is_full,
-            casts=weights.casts,
-            not_pushed=weights.not_pushed,
-        )
+    check_contents(push.manifest, expected, weights, contents)
 
 
 async def push_weights(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.manifest import Manifest, TensorSpec, check_push
+from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
+from rollout.weights.push.weight_push import default_contents
 from rollout.weights.tensors.tensor_sources import Pairs
 
 
@@ -30,14 +31,8 @@ class BucketCheck:
             if spec.name in self._seen:
                 raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
             self._seen[spec.name] = spec
-        if self._expected is None:
-            return
-        is_full = is_last and self._config.update is WeightUpdate.FULL
-        checked = Manifest(self._seen) if is_last else Manifest.of(pairs.specs)
-        check_push(
-            checked,
-            self._expected,
-            must_be_complete=is_full,
-            casts=self._config.casts,
-            not_pushed=self._config.not_pushed,
-        )
+        if is_last:
+            checked, contents = Manifest(self._seen), default_contents(self._config.update)
+        else:
+            checked, contents = Manifest.of(pairs.specs), WeightUpdate.PARTIAL
+        check_contents(checked, self._expected, self._config, contents)

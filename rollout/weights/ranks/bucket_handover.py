@@ -36,7 +36,7 @@ class BucketHandover(Generic[T]):
                 if remaining_s <= 0:
                     return False
                 self._changed.wait(remaining_s)
-            return self._num_wanted > index
+            return self._num_wanted > index and not self._is_over
 
     @property
     def is_over(self) -> bool:

@@ -13,6 +13,7 @@ import pybase64
 import torch
 
 from rollout.core.errors import WeightMismatch
+from rollout.weights.push.held_buffers import HeldBuffers
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
 from rollout.weights.push.stream_server import BUCKETS_AHEAD
 from rollout.weights.ranks.rank_sources import content_of
@@ -42,7 +43,12 @@ class SharedMemoryMaker:
     """
 
     def __init__(
-        self, pool: ShmBufferPool, *, turn: int, num_writers: int, fingerprints: str
+        self,
+        pool: ShmBufferPool | HeldBuffers,
+        *,
+        turn: int,
+        num_writers: int,
+        fingerprints: str,
     ) -> None:
         self._pool = pool
         self._turn = turn

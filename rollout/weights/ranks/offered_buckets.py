@@ -49,7 +49,7 @@ def _carrier(chosen: Chosen) -> Carrier:
     match chosen.transport:
         case Transport.CUDA_IPC:
             return ByHandles(chosen.gpus)
-        case Transport.SHARED_MEMORY:
+        case Transport.SHARED_MEMORY | Transport.DISK:
             return ByPath()
         case Transport.DISTRIBUTED:
             return ByBroadcast()

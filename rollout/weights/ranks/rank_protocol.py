@@ -5,6 +5,8 @@
     every rank -> rank 0      its tensors fit the plan                    round 1
     rank 0     -> every rank  go                                          before each bucket
     every rank -> rank 0      what it made of the bucket                  rounds 2, 3, ...
+    rank 0     -> every rank  turn, if a rank has ``before_kv``           after the last bucket
+    every rank -> rank 0      its ``before_kv`` has run                   the last round
     rank 0     -> every rank  done with the report, or stop with an error
 
 Rank 0 says ``wait`` while it waits, so that the other ranks notice its end.
@@ -15,6 +17,8 @@ Always true:
   only after every rank has reported the bucket before;
 - a rank that waits for rank 0 too long takes the place of its next word, so that rank 0 cannot go
   on alone;
+- ``before_kv`` runs after the engines have verified the weights, and they resume the KV caches
+  after it has run on every rank;
 - all ranks end with the same report or the same error;
 - a rank that waits ends within ``timeout_s`` of the last word of the rank it waits for, and the
   error names that rank.
@@ -120,7 +124,30 @@ class AwaitEngines:
     timeout_s: float
 
 
-Step = Put | Claim | Get | Delete | Plan | Prepare | Begin | Make | Offer | AwaitEngines
+@dataclass(frozen=True, slots=True)
+class TakeTurn:
+    """Run this rank's ``before_kv``, if it has one; the result is a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """On rank 0: make the engines serve, after all ranks had their turn."""
+
+
+Step = (
+    Put
+    | Claim
+    | Get
+    | Delete
+    | Plan
+    | Prepare
+    | Begin
+    | Make
+    | Offer
+    | AwaitEngines
+    | TakeTurn
+    | Finish
+)
 Steps = Generator[Step, Any, T]
 
 
@@ -163,6 +190,11 @@ class PushRound:
                 is_last = bool(words[0]["is_last"])
                 index += 1
             report: Mapping[str, Any] = yield from self._await_engines(None)
+            if plan.get("has_turn"):
+                yield from self._say({"word": "turn"})
+                yield from self._collect(index + 2, (yield from self._own(TakeTurn())), "before_kv")
+                yield Finish()
+                report = yield from self._await_engines(None)
         except (Exception, KeyboardInterrupt) as error:
             # If the others have stopped already, their error is raised.
             yield from self._say({"word": "stop", "error": error_to_word(error)})
@@ -170,7 +202,9 @@ class PushRound:
         yield from self._say({"word": "done", "report": report})
         return report
 
-    def _collect(self, index: int, own: Mapping[str, Any]) -> Steps[list[Mapping[str, Any]]]:
+    def _collect(
+        self, index: int, own: Mapping[str, Any], what: str = ""
+    ) -> Steps[list[Mapping[str, Any]]]:
         """The words of all ranks in a round.
 
         It waits for all of them, also after an error: where one rank has died in a collective, the
@@ -187,7 +221,7 @@ class PushRound:
         words = [own, *found]
         reported = [error_of(word["error"]) for word in words if word and "error" in word]
         if missing := [rank for rank, word in enumerate(words) if word is None]:
-            raise _silent(missing, index, self.timeout_s, reported)
+            raise _silent(missing, what or _when(index), self.timeout_s, reported)
         if reported:
             raise reported[0]
         yield Delete(keys)
@@ -231,10 +265,10 @@ class PushRound:
             if word["word"] == "done":
                 report: Mapping[str, Any] = word["report"]
                 return report
-            own = yield from self._own(Make(index - 1) if index else Prepare(word))
+            own = yield from self._own(_asked(word, index))
         raise AssertionError("unreachable")
 
-    def _own(self, step: Prepare | Make) -> Steps[Mapping[str, Any]]:
+    def _own(self, step: Prepare | Make | TakeTurn) -> Steps[Mapping[str, Any]]:
         """This rank's part of a round; its error is a word too."""
         try:
             word: Mapping[str, Any] = yield step
@@ -270,13 +304,23 @@ class PushRound:
         return f"{self.name}/said/{number}"
 
 
+def _asked(word: Mapping[str, Any], index: int) -> Prepare | Make | TakeTurn:
+    """What rank 0's word number ``index`` asks of another rank."""
+    if word["word"] == "turn":
+        return TakeTurn()
+    return Make(index - 1) if index else Prepare(word)
+
+
+def _when(index: int) -> str:
+    return f"bucket {index - 2}" if index > 1 else "at the begin of the push"
+
+
 def _silent(
-    ranks: Sequence[int], index: int, timeout_s: float, reported: Sequence[RolloutError]
+    ranks: Sequence[int], what: str, timeout_s: float, reported: Sequence[RolloutError]
 ) -> RankFailure:
     names = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
-    when = f"bucket {index - 2}" if index > 1 else "at the begin of the push"
     return RankFailure(
-        f"rank {names} did not report {when} within {timeout_s:g} s: it has ended, hangs, or did "
+        f"rank {names} did not report {what} within {timeout_s:g} s: it has ended, hangs, or did "
         "not call push" + "".join(f"; {error}" for error in reported[:4]),
         ranks=ranks,
     )

@@ -62,6 +62,7 @@ class PlannedSource:
             name_map=name_map,
             plans=plans,
             dtype=dtype,
+            is_on_all_ranks=True,
         )
         self.manifest = self._weights.manifest
 

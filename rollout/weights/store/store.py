@@ -54,6 +54,7 @@ class WeightStore:
         self._agents = agents
         self._coordinator: Coordinator | None = None
         self._next: WeightPush | None = None
+        self._reads: int | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,16 +102,25 @@ class WeightStore:
     def offer(self, push: WeightPush) -> None:
         """Write this push when the store is free, unless a later one comes first.
 
-        Partial pushes and adapters are ignored: the store keeps full weights.
+        Partial pushes and adapters are ignored: the store keeps full weights.  So are pushes whose
+        buckets are gone: the trainer offers copies of them.
         """
         is_whole = push.contents_under(self._update) is WeightUpdate.FULL
-        if self._is_off or not self._tasks or not is_whole:
+        if self._is_off or not self._tasks or not is_whole or not push.buckets:
             return
         if self._next is not None:
             self._num_dropped += 1
         self._next = push
         self._idle.clear()
         self._wake.set()
+
+    def make_way(self) -> int | None:
+        """A later push begins: drop the one that waits.  Returns the version that is read now."""
+        if self._next is not None:
+            self._next = None
+            self._num_dropped += 1
+            self._wake.set()
+        return self._reads
 
     async def is_idle(self) -> None:
         """Returns when no push is being written or waits."""
@@ -129,6 +139,7 @@ class WeightStore:
     async def _write(self, push: WeightPush) -> None:
         started = asyncio.get_running_loop().time()
         limit = asyncio.timeout(self._config.write_timeout_s)
+        self._reads = push.version
         try:
             async with limit:
                 record = await self._in_thread(push)
@@ -140,6 +151,8 @@ class WeightStore:
             )
             self._has_failed(f"weight version {push.version} is not kept: {why}")
             return
+        finally:
+            self._reads = None
         self._write_s = asyncio.get_running_loop().time() - started
         self._kept, self._num_failures, self._reason = record.write, 0, ""
         logger.info("store: %s kept in %.2f s", record.write, self._write_s)

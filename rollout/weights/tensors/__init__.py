@@ -17,10 +17,12 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.broadcast_sender import KeptGroup, NcclTerms
+from rollout.weights.tensors.bucket_writer import CheckpointWriter
+from rollout.weights.tensors.copied_weights import CopiedWeights
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache
 from rollout.weights.tensors.sender import OutgoingPush, PushSender
-from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights, take_part
+from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights
 
 
 def make_push(
@@ -37,7 +39,7 @@ def make_push(
     model has (a tied ``lm_head.weight`` in a ``state_dict``).
 
     Args:
-        named_tensors: under their checkpoint names, on any device; DTensors are gathered.
+        named_tensors: under their checkpoint names, on any device; a DTensor is on one rank.
         expected: the model's manifest, to find tied tensors; None keeps every name.
 
     Raises:
@@ -70,6 +72,8 @@ def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[f
 
 
 __all__ = [
+    "CheckpointWriter",
+    "CopiedWeights",
     "Dtype",
     "KeptGroup",
     "NameMap",
@@ -84,5 +88,4 @@ __all__ = [
     "device_fingerprint",
     "fp8_block_quantiser",
     "make_push",
-    "take_part",
 ]

@@ -28,6 +28,7 @@ from engines.tensors import bulk_copy
 from engines.tensors.fingerprint import BYTES
 from rollout.weights.format.bucket_layout import FileLayout, lay_out, split_by_size
 from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.push.held_buffers import HeldBuffers
 from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
 from rollout.weights.tensors.tensor_sources import Pairs
 
@@ -40,7 +41,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def write_shm_buffer(
-    pairs: Pairs, pool: ShmBufferPool, *, method: str
+    pairs: Pairs, pool: ShmBufferPool | HeldBuffers, *, method: str
 ) -> tuple[ShmBuffer, Mapping[str, str]]:
     """Write a bucket into a buffer of the pool; returns it with its fingerprints."""
     layout = pool.layouts.of(pairs.specs)
@@ -122,9 +123,15 @@ class CheckpointWriter:
     Args:
         folder: its path; an existing folder is replaced.
         copied: the checkpoint that the engines started from, for config and tokenizer.
+        method: of the fingerprints; empty takes none.
+
+    Attributes:
+        fingerprints: of the tensors written so far.
     """
 
-    def __init__(self, folder: str | Path, copied: str | Path) -> None:
+    def __init__(self, folder: str | Path, copied: str | Path, method: str = "") -> None:
+        self.fingerprints: dict[str, str] = {}
+        self._method = method
         self.folder = Path(folder)
         self._beside = self.folder.with_name(f".{self.folder.name}.writing")
         shutil.rmtree(self._beside, ignore_errors=True)
@@ -144,6 +151,7 @@ class CheckpointWriter:
                 file.write(memoryview(array))
             file.flush()
             os.fsync(file.fileno())
+        self.fingerprints |= fingerprints_of(pairs, self._method)
 
     def finish(self) -> Path:
         """Complete it, and rename it to its path."""

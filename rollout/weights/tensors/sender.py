@@ -10,11 +10,9 @@ ended).
 
 from __future__ import annotations
 
-import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -22,8 +20,10 @@ from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.format.manifest import Manifest
-from rollout.weights.push.shm_buffers import ShmBuffer, ShmBufferPool
+from rollout.weights.push.held_buffers import HeldBuffers
+from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
+from rollout.weights.push.transport_choice import ONLY_STREAM
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.broadcast_sender import BroadcastPush, KeptGroup, NcclTerms
 from rollout.weights.tensors.bucket_writer import (
@@ -32,7 +32,7 @@ from rollout.weights.tensors.bucket_writer import (
     write_shm_buffer,
 )
 from rollout.weights.tensors.payload import flattened_bucket, ipc_bucket
-from rollout.weights.tensors.tensor_sources import BucketsOfTensors, TrainerWeights
+from rollout.weights.tensors.tensor_sources import BucketsOfTensors
 from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByBroadcast, ByPath, ByValue
 
 _CARRIERS = {
@@ -80,7 +80,7 @@ class PushSender:
 
     def send(
         self,
-        weights: TrainerWeights,
+        weights: BucketsOfTensors,
         version: int,
         transport: Transport,
         contents: WeightUpdate | None = None,
@@ -98,8 +98,7 @@ class PushSender:
             ConfigError: the transport can only stream, and may not.
             WeightsUnavailable: there is no space.
         """
-        only_streams = transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC)
-        if only_streams and not may_stream:
+        if transport in ONLY_STREAM and not may_stream:
             raise ConfigError(
                 f"weights.transport = {transport}: it reads the tensors while engines load them, "
                 "so push with onload(tensors) or sync_weights(tensors), not with a window's push",
@@ -115,9 +114,15 @@ class PushSender:
             )
         if transport is Transport.DISK:
             return self._to_disk(weights, version, contents)
-        if only_streams or (may_stream and self.settings.stream and not at_once):
+        if self.streams(transport, may_stream=may_stream, at_once=at_once):
             return self.stream(weights, version, transport, contents)
         return self._copied(weights, version, transport, contents, at_once=at_once)
+
+    def streams(self, transport: Transport, *, may_stream: bool, at_once: bool) -> bool:
+        """Whether ``send`` makes a streamed push."""
+        if transport in ONLY_STREAM or transport is Transport.DISK:
+            return transport is not Transport.DISK
+        return may_stream and self.settings.stream and not at_once
 
     def stream(
         self,
@@ -162,43 +167,55 @@ class PushSender:
 
     def _copied(
         self,
-        weights: TrainerWeights,
+        weights: BucketsOfTensors,
         version: int,
         transport: Transport,
         contents: WeightUpdate | None,
         *,
         at_once: bool,
     ) -> OutgoingPush:
-        taken: list[ShmBuffer] = []
-        joined: list[Path] = []
-
-        def close() -> None:
-            for folder in joined:
-                shutil.rmtree(folder, ignore_errors=True)
-            for buffer in taken:
-                self.pool.give(buffer)
-
+        held = HeldBuffers(self.pool)
         is_shared = transport is Transport.SHARED_MEMORY
         try:
-            buckets = list(self._written(weights, taken) if is_shared else self._values(weights))
-            if is_shared and at_once and len(taken) > 1:
-                joined.append(self.pool.join(taken))
+            buckets = list(self._written(weights, held) if is_shared else self._values(weights))
+            payloads = [bucket.payload for bucket in buckets]
+            if is_shared and at_once and len(buckets) > 1:
+                payloads = [{"path": str(held.joined())}]
         except BaseException:
-            close()
+            held.release()
             raise
         fingerprints = dict(ChainMap(*(dict(bucket.fingerprints) for bucket in buckets)))
         push = WeightPush(
             version,
             Manifest(weights.manifest.tensors, fingerprints),
-            [{"path": str(folder)} for folder in joined] or [bucket.payload for bucket in buckets],
+            payloads,
             _CARRIERS[transport],
             contents=contents,
         )
-        return OutgoingPush(push, close)
+        return OutgoingPush(push, held.release)
 
     def _to_disk(
-        self, weights: TrainerWeights, version: int, contents: WeightUpdate | None
+        self, weights: BucketsOfTensors, version: int, contents: WeightUpdate | None
     ) -> OutgoingPush:
+        writer = self.checkpoint_writer(version)
+        try:
+            for pairs, _ in weights.gathered():
+                writer.add(pairs)
+                del pairs
+            path = writer.finish()
+        except BaseException:
+            writer.drop()
+            raise
+        manifest = Manifest(weights.manifest.tensors, writer.fingerprints)
+        push = WeightPush(version, manifest, [{"path": str(path)}], ByPath(), contents=contents)
+        return OutgoingPush(push)
+
+    def checkpoint_writer(self, version: int) -> CheckpointWriter:
+        """Writes the folder of this version, for ``transport: disk``.
+
+        Raises:
+            ConfigError: there is no setting for it.
+        """
         if self.settings.disk_path is None:
             raise ConfigError(
                 "weights.transport = disk needs weights.disk_path, a folder with {version} in it "
@@ -206,44 +223,26 @@ class PushSender:
                 setting="weights.disk_path",
             )
         folder = self.settings.disk_path.replace("{version}", str(version))
-        writer = CheckpointWriter(folder, self.model_path)
-        fingerprints: dict[str, str] = {}
-        try:
-            for pairs, _ in weights.gathered():
-                writer.add(pairs)
-                fingerprints |= fingerprints_of(pairs, self.fingerprints)
-                del pairs
-            path = writer.finish()
-        except BaseException:
-            writer.drop()
-            raise
-        manifest = Manifest(weights.manifest.tensors, fingerprints)
-        push = WeightPush(version, manifest, [{"path": str(path)}], ByPath(), contents=contents)
-        return OutgoingPush(push)
+        return CheckpointWriter(folder, self.model_path, self.fingerprints)
 
     # -- buckets ----------------------------------------------------------------------------
 
-    def _written(
-        self, weights: BucketsOfTensors, taken: list[ShmBuffer]
-    ) -> Iterator[StreamedBucket]:
-        """Buckets in tmpfs; their buffers are added to ``taken``."""
+    def _written(self, weights: BucketsOfTensors, held: HeldBuffers) -> Iterator[StreamedBucket]:
+        """Buckets in tmpfs."""
         for pairs, is_last in weights.gathered():
-            buffer, found = write_shm_buffer(pairs, self.pool, method=self.fingerprints)
-            taken.append(buffer)
+            buffer, found = write_shm_buffer(pairs, held, method=self.fingerprints)
             del pairs
             yield StreamedBucket({"path": str(buffer.folder)}, is_last, found)
 
     def _buffers(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
-        taken: list[ShmBuffer] = []
+        held = HeldBuffers(self.pool)
         try:
-            for bucket in self._written(weights, taken):
+            for bucket in self._written(weights, held):
                 yield bucket
                 # The next bucket is made when engines have applied the last but one.
-                while len(taken) > 1:
-                    self.pool.give(taken.pop(0))
+                held.release(but=1)
         finally:
-            for buffer in taken:
-                self.pool.give(buffer)
+            held.release()
 
     def _values(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
         for pairs, is_last in weights.gathered(MOST_BUCKET_BYTES):

@@ -8,13 +8,12 @@ gather in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, overload
 
 import torch
 
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
@@ -84,9 +83,11 @@ class TrainerWeights:
         name_map: see ``NameMap``.
         plans: cached plans of earlier pushes.
         dtype: of float tensors; they are cast before they are gathered.
+        is_on_all_ranks: every rank of the trainer gathers its buckets, in the same order.
 
     Raises:
-        WeightMismatch: a value is not a tensor, or a name occurs twice.
+        WeightMismatch: a value is not a tensor, a name occurs twice, or a tensor is sharded over
+            other ranks, which would not take part in its gather.
     """
 
     def __init__(
@@ -98,8 +99,11 @@ class TrainerWeights:
         name_map: NameMap | None = None,
         plans: PushPlanCache | None = None,
         dtype: torch.dtype | None = None,
+        is_on_all_ranks: bool = False,
     ) -> None:
         names, tensors = _columns(named_tensors)
+        if not is_on_all_ranks:
+            _check_whole(names, tensors)
         if expected is not None and _keeps_names(name_map):
             known = expected.tensors
             if any(name not in known for name in names):
@@ -108,12 +112,7 @@ class TrainerWeights:
         self._tensors = tensors
         self._plan = (plans or PushPlanCache()).of(names, tensors, name_map, dtype)
         self.manifest = self._plan.manifest
-        self.has_shards = any(map(_is_shard, tensors))
         self._bucket_bytes = bucket_bytes
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._plan.shares(self._bucket_bytes))
 
     @property
     def num_bytes(self) -> int:
@@ -176,35 +175,6 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def take_part(
-    named_tensors: NamedTensors,
-    *,
-    bucket_bytes: int,
-    model_path: str | Path = "",
-    name_map: NameMap | None = None,
-) -> None:
-    """Take part in the gathers of a push and keep nothing. Every rank but the pushing one calls it,
-    with its shards of the same tensors.
-
-    Args:
-        bucket_bytes: the server's ``weights.bucket_bytes``.
-        model_path: the server's ``model_path``.  It decides which of two tied names is pushed, so
-            it is needed where tensors are tied.
-
-    Raises:
-        WeightMismatch: tensors are tied, and ``model_path`` is empty.  Nothing was gathered.
-    """
-    expected = read_checkpoint_manifest(model_path) if model_path else None
-    if not model_path and _keeps_names(name_map):
-        named_tensors = list(named_pairs(named_tensors))
-        _check_untied(named_tensors)
-    weights = TrainerWeights(
-        named_tensors, bucket_bytes=bucket_bytes, expected=expected, name_map=name_map
-    )
-    for pairs, _ in weights.gathered():
-        del pairs
-
-
 def _keeps_names(name_map: NameMap | None) -> bool:
     """Whether the trainer's names are the checkpoint's, so that tied ones are found by name."""
     return name_map is None or isinstance(name_map, Fp8BlockQuantiser)
@@ -220,6 +190,16 @@ def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
     return names, tensors
 
 
+def _check_whole(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if _is_shard(tensor) and (num_ranks := tensor.device_mesh.size()) > 1:
+            raise WeightMismatch(
+                f"tensor {name!r} is sharded over {num_ranks} ranks, and this push gathers on one; "
+                "push from every rank: pusher = policy.pusher(), then pusher.push(tensors)",
+                tensor=name,
+            )
+
+
 def _without_tied(
     names: Sequence[str], tensors: Sequence[torch.Tensor], expected: Manifest
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,19 +211,6 @@ def _without_tied(
     for name, tensor in pairs:
         if name in expected.tensors or not tensor.numel() or _memory_of(tensor) not in known:
             yield name, tensor
-
-
-def _check_untied(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise if two tensors are one, which the pushing rank may gather once or twice."""
-    names: dict[tuple[object, ...], str] = {}
-    for name, tensor in pairs:
-        check_is_tensor(name, tensor)
-        first = names.setdefault(_memory_of(tensor), name) if tensor.numel() else name
-        if first != name:
-            raise WeightMismatch(
-                f"tensors {first} and {name} are tied: take_part needs model_path, the server's, "
-                "to gather what the pushing rank gathers"
-            )
 
 
 def _memory_of(tensor: Any) -> tuple[object, ...]:

@@ -168,7 +168,6 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{W}.store", "yes please", "", "must be a section"),
     (f"{W}.store", {"path": "/nowhere"}, f"{W}.store.path", "does not exist"),
     (f"{W}.store", {"replicas": 0}, f"{W}.store.replicas", "greater than or equal to 1"),
-    (f"{W}", {"store": True, "stream": True}, f"{W}.store", "without stream"),
     (f"{W}", {"store": True, "fingerprint": False}, f"{W}.store", "weights.fingerprint to true"),
     (f"{W}", {"store": True, "update": "frozen"}, f"{W}.store", "leave out weights.store"),
     (f"{S}.timeline.otel", "x", "", "valid boolean"),

@@ -16,6 +16,7 @@ from engines.fake.engine.faults import die, hang, lose, reject
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
 from rollout.core.errors import LifecycleError, PhaseFailed, WeightMismatch
+from rollout.rules.lifecycle import Command
 from rollout.runtime.local import launch_local
 from rollout.weights.push.weight_push import WeightPush
 from tests.support.builders import (
@@ -271,9 +272,19 @@ async def test_with_the_setting_the_first_sync_is_a_proof_and_the_second_is_not(
     await bench.server.stop()
 
 
-async def test_with_the_setting_a_first_push_after_an_offload_is_refused(tmp_path: Path) -> None:
+async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
+    tmp_path: Path,
+) -> None:
     bench = first_proved(await started_server(tmp_path, TWO))
-    await bench.server.offload()
+    offloads = (bench.server.offload, lambda: bench.server.advance(Command.PAUSE))
+    for offload in offloads:
+        with pytest.raises(LifecycleError, match="prove_first_push is true"):
+            await offload()
+    assert (await bench.server.status()).gate == "open"
+    # The single commands still get there; then the push is refused.
+    await bench.server.pause_generation()
+    await bench.server.flush_cache()
+    await bench.server.release_memory_occupation()
     with pytest.raises(WeightMismatch, match="prove_first_push is true"):
         await bench.server.onload(push(1))
     await bench.server.stop()

@@ -37,7 +37,7 @@ def test_buffers_are_joined_in_a_folder_of_links_that_goes_with_the_pool(tmp_pat
     pool = ShmBufferPool(tmp_path)
     slots = [pool.take(5000) for _ in range(2)]
     slots[1].view[:3] = b"abc"
-    folder = pool.join(slots)
+    folder = pool.join([slot.folder for slot in slots])
     first, second = sorted(folder.glob("*.safetensors"))
     assert (first.resolve(), second.resolve()) == tuple(one.folder / FILE_NAME for one in slots)
     assert second.read_bytes()[:3] == b"abc"

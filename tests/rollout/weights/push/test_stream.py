@@ -115,11 +115,11 @@ async def test_the_trainers_own_part_comes_while_all_have_the_bucket() -> None:
     is_done = threading.Event()
     done = []
 
-    def take_part() -> None:
+    def broadcast() -> None:
         done.append(threading.current_thread().name)
         is_done.set()
 
-    server = PushStreamServer(iter([StreamedBucket({"names": []}, True, then=take_part)]))
+    server = PushStreamServer(iter([StreamedBucket({"names": []}, True, then=broadcast)]))
     reader = reader_of(server, "a")
     await reader.open([])
     async for payload, _ in reader:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from rollout.config import EngineKind, Transport
+from rollout.config import EngineKind, Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.push.transport_choice import (
+    check_window,
     choose_backend,
     choose_transport,
     loads_at_once,
@@ -130,3 +131,25 @@ def test_nccl_has_the_same_memory_on_both_sides(
     why = why_cumem_differs(own, engines)
     assert re.search(said, why)
     assert bool(why) is bool(said)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "cuda_ipc"])
+@pytest.mark.parametrize("update", ["full", "partial"])
+def test_a_window_that_could_not_copy_is_refused_before_the_offload(
+    transport: str, update: str
+) -> None:
+    weights = WeightsConfig(transport=Transport(transport), update=WeightUpdate(update))
+    with pytest.raises(ConfigError, match=r"window.push cannot copy them; use offloaded\(weights="):
+        check_window(weights, is_copy=True)
+    check_window(weights, is_copy=False)
+
+
+@pytest.mark.parametrize("update", ["lora", "frozen"])
+def test_a_window_without_tensors_of_the_model_takes_any_transport(update: str) -> None:
+    weights = WeightsConfig(transport=Transport.DISTRIBUTED, update=WeightUpdate(update))
+    check_window(weights, is_copy=True)
+
+
+def test_a_frozen_server_refuses_weights_before_the_offload() -> None:
+    with pytest.raises(ConfigError, match="is frozen"):
+        check_window(WeightsConfig(update=WeightUpdate.FROZEN), is_copy=False)

@@ -19,6 +19,7 @@ from rollout.weights.ranks.rank_protocol import (
     Begin,
     Claim,
     Delete,
+    Finish,
     Get,
     Make,
     Offer,
@@ -27,6 +28,7 @@ from rollout.weights.ranks.rank_protocol import (
     PushRound,
     Put,
     Steps,
+    TakeTurn,
     error_of,
     error_to_word,
 )
@@ -35,6 +37,7 @@ TIMEOUT_S = 30.0
 NUM_BUCKETS = 3
 GATHER_S = 0.5
 APPLY_S = 2.0
+TURN_S = 3.0
 REPORT = {"weight_version": 7}
 
 
@@ -70,6 +73,10 @@ class World:
     fault: Fault | None = None
     engine_error: tuple[str, RolloutError] | None = None
     apply_s: float = APPLY_S
+    has_turn: bool = True
+    had_turn: set[int] = field(default_factory=set)
+    failed_turn: bool = False
+    has_finished: bool = False
     words: dict[str, Any] = field(default_factory=dict)
     waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
     gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -125,7 +132,8 @@ class World:
             if fault.kind == "late":
                 self._later(fault.late_s, rank, lambda: self._begin(rank, step))
                 return
-            if fault.kind == "raises" and isinstance(step, Prepare):
+            if fault.kind == "raises" and isinstance(step, Prepare | TakeTurn):
+                self.failed_turn = isinstance(step, TakeTurn)
                 self._later(0.1, rank, ValueError("a bad name map"))
                 return
             if fault.kind == "raises" and isinstance(step, Make):
@@ -177,11 +185,20 @@ class World:
             case Prepare():
                 word = {"fits": rank.number}
                 self._later(0.1, rank, word)
+            case TakeTurn():
+                assert len(self.applied_s) == NUM_BUCKETS
+                assert self.applied_s[-1] <= self.now, "before the weights are verified"
+                self.had_turn.add(rank.number)
+                self._later(TURN_S, rank, {"had_turn": rank.number})
+            case Finish():
+                assert len(self.had_turn) == self.num_ranks, "a rank still holds the memory"
+                self.has_finished = True
+                self._later(0.1, rank, self._engines_say("finish"))
             case Begin():
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(words):
                 assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
-                self._later(0.2, rank, self._engines_say("plan") or {"plan": 1})
+                self._later(0.2, rank, self._engines_say("plan") or {"has_turn": self.has_turn})
             case Offer(index, words):
                 assert [word["made_by"] for word in words] == list(range(self.num_ranks))
                 assert index == len(self.applied_s)
@@ -254,9 +271,15 @@ def undisturbed(num_ranks: int) -> World:
     return world
 
 
+@pytest.mark.parametrize("has_turn", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_push_without_faults_ends_with_the_report_on_all_ranks(num_ranks: int) -> None:
-    world = undisturbed(num_ranks)
+def test_a_push_without_faults_ends_with_the_report_on_all_ranks(
+    num_ranks: int, has_turn: bool
+) -> None:
+    world = World(num_ranks, has_turn=has_turn)
+    world.run()
+    assert world.had_turn == (set(range(num_ranks)) if has_turn else set())
+    assert world.has_finished is has_turn
     check(world, within_s=20)
     assert results(world) == [REPORT] * num_ranks
     left = {key for one in world.rounds[:1] for key in one.words_left()}
@@ -307,12 +330,13 @@ def test_a_rank_whose_code_raises_is_named_on_all_ranks(fault: Fault) -> None:
     world = World(3, fault)
     world.run()
     check(world, within_s=20)
+    assert not (world.failed_turn and world.has_finished), "the KV caches were resumed all the same"
     if not any(result == REPORT for result in results(world)):
         assert all("a bad name map" in str(result) for result in results(world))
 
 
 @pytest.mark.parametrize(
-    "when", ["plan", "begin", "await 0", "await 1", "await 2", "offer 1", "end"]
+    "when", ["plan", "begin", "await 0", "await 1", "await 2", "offer 1", "end", "finish"]
 )
 def test_an_error_of_the_engines_reaches_all_ranks(when: str) -> None:
     error = WeightMismatch("tensor 'a' has shape [2]", tensor="a")

@@ -166,3 +166,26 @@ async def test_a_folder_that_cannot_be_made_switches_it_off_and_nothing_else(
     assert "could not begin" in status.reason
     store.offer(push(1))
     await store.stop()
+
+
+async def test_a_later_push_takes_the_place_of_the_one_that_waits(tmp_path: Path) -> None:
+    held = Gated(bucket(1))
+    async with kept_in(tmp_path) as store:
+        assert store.make_way() is None
+        store.offer(push(1, held))
+        await held.asked.wait()
+        store.offer(push(2))
+        assert store.make_way() == 1, "the store reads version 1, and nobody may write over it"
+        held.opened.set()
+        await store.is_idle()
+        status = await store.status()
+        assert (status.version, status.num_dropped) == (1, 1)
+        assert store.make_way() is None
+
+
+async def test_a_push_whose_buckets_are_gone_is_no_failure(tmp_path: Path) -> None:
+    async with kept_in(tmp_path) as store:
+        store.offer(WeightPush(1, MANIFEST))
+        await store.is_idle()
+        status = await store.status()
+        assert (status.version, status.reason) == (None, "")

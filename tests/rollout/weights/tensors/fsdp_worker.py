@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer: rank 0 writes a push, the others take part.
+"""One rank of a sharded trainer: all gather their shards bucket by bucket.
 
 ``fsdp_worker RANK FOLDER [DEVICE NUM_RANKS]``; all ranks of ``cuda`` share the first GPU.
 """
@@ -7,21 +7,19 @@ import json
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.push.shm_buffers import ShmBufferPool
-from rollout.weights.tensors import PushSender, TrainerWeights, bytes_fingerprint, take_part
+from rollout.weights.ranks.rank_sources import PlannedSource
+from rollout.weights.tensors import PushPlanCache, bytes_fingerprint, make_push
 
 BUCKET_BYTES = 3000
 
@@ -45,31 +43,6 @@ class Counting:
         self.alive -= num_bytes
 
 
-def push_tied(rank: int, shards: dict[str, DTensor], folder: Path) -> None:
-    """The same with a second name for the first tensor, which the checkpoint does not have."""
-    checkpoint = folder / "checkpoint"
-    if rank == 0:
-        checkpoint.mkdir()
-        save_file(
-            {name: torch.empty(shard.shape) for name, shard in shards.items()},
-            checkpoint / "model.safetensors",
-        )
-    dist.barrier()
-    first, *_ = shards.items()
-    tied = {**shards, "tied." + first[0]: first[1].detach()}
-    if rank == 0:
-        expected = read_checkpoint_manifest(checkpoint)
-        weights = TrainerWeights(tied, bucket_bytes=BUCKET_BYTES, expected=expected)
-        assert set(weights.manifest.tensors) == set(shards)
-        for pairs, _ in weights.gathered():
-            del pairs
-    else:
-        # It would gather one tensor more than the pushing rank.
-        with pytest.raises(WeightMismatch, match="are tied: take_part needs model_path"):
-            take_part(tied, bucket_bytes=BUCKET_BYTES)
-        take_part(tied, bucket_bytes=BUCKET_BYTES, model_path=checkpoint)
-
-
 def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=num_ranks
@@ -84,29 +57,29 @@ def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> No
     fully_shard(model, mesh=mesh)
     shards = model.state_dict()
     assert all(isinstance(value, DTensor) for value in shards.values())
+    # One rank of several cannot gather: it says so, and no rank waits for it.
+    refused = pytest.raises(WeightMismatch, match=rf"sharded over {num_ranks} ranks.*policy.pusher")
+    with refused if num_ranks > 1 else nullcontext():
+        push = make_push(shards, version=1, bucket_bytes=BUCKET_BYTES)
+        assert set(push.manifest.tensors) == set(whole)
     counting = Counting()
-    if rank == 0:
-        weights = TrainerWeights(shards, bucket_bytes=BUCKET_BYTES, name_map=counting)
-        pool = ShmBufferPool(folder)
-        settings = WeightsConfig(bucket_bytes=BUCKET_BYTES)
-        outgoing = PushSender(settings, pool).send(
-            weights, 1, Transport.SHARED_MEMORY, may_stream=False
-        )
-        report = {
-            "has_shards": weights.has_shards,
-            "buckets": weights.num_buckets,
-            "most": counting.most,
-            "alive": counting.alive,
-            "total": counting.total,
-            "equal": outgoing.push.manifest.fingerprints
-            == {name: bytes_fingerprint(name, value) for name, value in whole.items()},
-        }
-        (folder / "report.json").write_text(json.dumps(report))
-        pool.close()
-    else:
-        take_part(shards, bucket_bytes=BUCKET_BYTES, name_map=counting)
-        assert counting.most <= BUCKET_BYTES
-    push_tied(rank, shards, folder)
+    source = PlannedSource(
+        shards, expected=None, tensors=None, name_map=counting, dtype=None, plans=PushPlanCache()
+    )
+    found: dict[str, str] = {}
+    num_buckets = 0
+    for pairs, _ in source.buckets(BUCKET_BYTES):
+        found |= {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
+        num_buckets += 1
+        del pairs
+    report = {
+        "buckets": num_buckets,
+        "most": counting.most,
+        "alive": counting.alive,
+        "total": counting.total,
+        "equal": found == {name: bytes_fingerprint(name, value) for name, value in whole.items()},
+    }
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
     # A thread of gloo's lets go of the last collective's tensors a moment after it; in a process
     # that is ending by then, torch aborts.  After a barrier that collective is not the last.
     dist.barrier()

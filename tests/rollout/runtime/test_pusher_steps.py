@@ -1,0 +1,198 @@
+"""What a pusher calls on the engines, in which order: one rank, on fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine, FakeLauncher
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from rollout.config import Transport
+from rollout.core.errors import ConfigError, RankFailure
+from rollout.runtime.handle import DeploymentHandle
+from rollout.runtime.handle.offload_window import WITHOUT_KV
+from rollout.runtime.local import LocalCaller, launch_local
+from rollout.weights.push import shm_buffers
+from tests.support.processes import wait_until
+from tests.support.served_fakes import config
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.embedded
+
+
+@contextmanager
+def launched(folder: Path, **weights: Any) -> Iterator[tuple[DeploymentHandle, FakeEngine]]:
+    """One engine, with a bucket for each tensor."""
+    launcher = FakeLauncher()
+    settings = {"bucket_bytes": 300, "shared_memory_path": str(folder), **weights}
+    groups = {"main": {"engine": {"kind": "fake"}}}
+    chosen = config(folder, groups, page={"enabled": False}, server={"weights": settings})
+    with launch_local(chosen, launcher=launcher, connect=launcher.connect) as deployment:
+        yield deployment, launcher["main-0"]
+
+
+def tensors() -> dict[str, Any]:
+    return {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
+
+
+def loads(engine: FakeEngine) -> list[Path]:
+    return [
+        Path(call.arguments["model_path"])
+        for call in engine.calls
+        if call.operation == "update_weights_from_disk"
+    ]
+
+
+class EveryLoadCosts:
+    def is_at_once(self, transport: Transport) -> bool:
+        return transport is Transport.SHARED_MEMORY
+
+
+def test_engines_whose_loads_cost_get_one_folder_with_all_buckets(tmp_path: Path) -> None:
+    with launched(tmp_path) as (deployment, engine), deployment["policy"].pusher() as pusher:
+        pusher.push(tensors())
+        assert len(loads(engine)) == len(DEFAULT_TENSORS)
+        pusher.loads = EveryLoadCosts()  # type: ignore[assignment]
+        assert pusher.push(tensors()).weight_version == 2
+        (folder,) = loads(engine)[len(DEFAULT_TENSORS) :]
+        assert not folder.exists(), "the links go with the push"
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"transport": "shared_memory", "stream": True},
+        {"transport": "tensor", "stream": True},
+        {"transport": "tensor"},
+        {"transport": "shared_memory"},
+    ],
+    ids=str,
+)
+def test_the_store_keeps_what_one_process_streams_or_copies(
+    tmp_path: Path, weights: dict[str, Any]
+) -> None:
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    with launched(tmp_path, **weights, store=store) as (deployment, _):
+        policy = deployment["policy"]
+        for version in (1, 2, 3):
+            policy.sync_weights(tensors()).result(30)
+
+            def is_kept(version: int = version) -> bool:
+                found = policy.status().result(30).store
+                return found is not None and found.version == version
+
+            assert wait_until(is_kept, 20), policy.status().result(30).store
+
+
+def test_the_turn_comes_after_the_weights_and_before_the_kv_cache(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
+        policy = deployment["policy"]
+
+        def turn() -> None:
+            status = policy.status().result(30)
+            seen.append((status.phase, status.gate))
+
+        policy.offload().result(30)
+        report = pusher.push(tensors(), before_kv=turn)
+        assert seen == [("verified", "holding")]
+        assert list(report.phase_s)[-2:] == ["resume_kv", "continue"]
+        assert "update_weights" in report.phase_s
+        assert policy.status().result(30).gate == "open"
+        # Engines that serve have their KV caches: the turn comes after the push.
+        assert pusher.push(tensors(), before_kv=turn).weight_version == 2
+        assert seen[1:] == [("serving", "open")]
+
+
+def test_a_turn_that_fails_leaves_weights_without_kv_and_onload_goes_on(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("the optimizer does not fit on the host")
+
+    with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
+        policy = deployment["policy"]
+        policy.offload().result(30)
+        with pytest.raises(RankFailure, match="rank 0: ValueError: the optimizer") as e:
+            pusher.push(tensors(), before_kv=fail)
+        assert WITHOUT_KV in str(e.value)
+        status = policy.status().result(30)
+        assert (status.phase, status.gate) == ("verified", "holding")
+        policy.onload().result(30)
+        status = policy.status().result(30)
+        assert (status.phase, status.gate, status.weight_version) == ("serving", "open", 1)
+        assert pusher.push(tensors()).weight_version == 2
+
+
+def test_what_cannot_take_the_turn_is_refused_before_the_push(tmp_path: Path) -> None:
+    with launched(tmp_path) as (deployment, engine), deployment["policy"].pusher() as pusher:
+        with pytest.raises(ConfigError, match="takes a plain function"):
+            pusher.push(tensors(), before_kv=5)  # type: ignore[arg-type]
+        assert not loads(engine)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_an_engine_out_of_reach_is_found_before_the_offload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    with launched(tmp_path, transport=transport) as (deployment, engine):
+        policy = deployment["policy"]
+        monkeypatch.setattr(LocalCaller, "is_here", lambda *arguments: False)
+        with (
+            pytest.raises(ConfigError, match="main-0 runs on another host"),
+            policy.offloaded(tensors),
+        ):
+            raise AssertionError("the trainer would train in vain")
+        assert policy.status().result(30).gate == "open"
+        assert "pause_generation" not in engine.operations()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "cuda_ipc"])
+def test_a_window_that_only_streams_needs_a_function_or_a_pusher(
+    tmp_path: Path, transport: str
+) -> None:
+    with launched(tmp_path, transport=transport) as (deployment, engine):
+        policy = deployment["policy"]
+        with pytest.raises(ConfigError, match="cannot copy them; use"):
+            policy.offloaded()
+        policy.offloaded(tensors)
+        assert "pause_generation" not in engine.operations()
+        with policy.pusher():  # pushes in the block: nothing is copied by the window
+            policy.offloaded()
+
+
+def test_without_room_for_copies_the_push_goes_on_and_the_log_says_what_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    with launched(tmp_path, transport="tensor", store=store) as (deployment, _):
+        policy = deployment["policy"]
+        with policy.pusher() as pusher:
+            with monkeypatch.context() as patched:
+                patched.setattr(shm_buffers, "why_no_room", lambda *arguments: "it is full")
+                assert pusher.push(tensors()).weight_version == 1
+            assert "version 1 is not kept: no room for a bucket" in caplog.text
+            assert pusher.push(tensors()).weight_version == 2
+
+            def is_kept() -> bool:
+                found = policy.status().result(30).store
+                return found is not None and found.version == 2
+
+            assert wait_until(is_kept, 20)
+
+
+def test_a_server_that_cannot_read_the_copies_is_found_before_the_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    elsewhere = tmp_path / "of another host"
+    with launched(tmp_path, store=store) as (deployment, engine):
+        policy = deployment["policy"]
+        monkeypatch.setattr(shm_buffers.ShmBufferPool, "made_folder", lambda self: elsewhere)
+        refused = pytest.raises(ConfigError, match=r"weights.store: the process of server policy")
+        with policy.pusher() as pusher, refused:
+            pusher.push(tensors())
+        assert not loads(engine)
+        assert policy.status().result(30).gate == "open"
