@@ -223,7 +223,7 @@ class _RankWork:
         if self._source is None:
             self._source = make_source(
                 self._named_tensors,
-                expected=None,
+                expected=pusher.expected,
                 tensors=pusher.tensors,
                 name_map=self._name_map,
                 dtype=self._dtype,
@@ -348,7 +348,6 @@ class _RankWork:
             server = PushStreamServer(self._handover, host=host, timeout_s=timeout_s)
             push = WeightPush(self._version, manifest, carrier=ByPath(), stream=server.address)
             return OutgoingPush(push, server.close)
-        is_on_cuda = isinstance(self._source, PlannedSource) and self._source.is_on_cuda
         sender = PushSender(
             self._config,
             pusher.pool,
@@ -359,6 +358,8 @@ class _RankWork:
             nccl=NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
             fingerprints=self._fingerprints,
         )
+        assert self._source is not None
+        is_on_cuda = self._source.is_on_cuda
         weights = GatheredWeights(manifest, self._handover, is_on_cuda=is_on_cuda)
         return sender.stream(weights, self._version, self._transport)
 

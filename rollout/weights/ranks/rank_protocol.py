@@ -153,14 +153,15 @@ class PushRound:
             plan = yield Plan(words)
             yield from self._say({**plan, "word": "plan"})
             yield from self._collect(1, (yield from self._own(Prepare(plan))))
+            # Where a generator's tensors are is known with its first bucket.
+            made = (yield from self._bucket(0)) if plan.get("is_streamed") else None
             yield Begin()
             index, is_last = 0, False
             while not is_last:
                 yield from self._await_engines(index)
-                yield from self._say({"word": "go"})
-                words = yield from self._collect(index + 2, (yield from self._own(Make(index))))
+                words = made or (yield from self._bucket(index))
                 yield Offer(index, words)
-                is_last = bool(words[0]["is_last"])
+                is_last, made = bool(words[0]["is_last"]), None
                 index += 1
             report: Mapping[str, Any] = yield from self._await_engines(None)
         except (Exception, KeyboardInterrupt) as error:
@@ -169,6 +170,11 @@ class PushRound:
             raise
         yield from self._say({"word": "done", "report": report})
         return report
+
+    def _bucket(self, index: int) -> Steps[list[Mapping[str, Any]]]:
+        """What all ranks made of a bucket."""
+        yield from self._say({"word": "go"})
+        return (yield from self._collect(index + 2, (yield from self._own(Make(index)))))
 
     def _collect(self, index: int, own: Mapping[str, Any]) -> Steps[list[Mapping[str, Any]]]:
         """The words of all ranks in a round.

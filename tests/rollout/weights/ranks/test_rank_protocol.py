@@ -70,6 +70,8 @@ class World:
     fault: Fault | None = None
     engine_error: tuple[str, RolloutError] | None = None
     apply_s: float = APPLY_S
+    is_streamed: bool = False
+    order: list[str] = field(default_factory=list)
     words: dict[str, Any] = field(default_factory=dict)
     waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
     gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -178,10 +180,12 @@ class World:
                 word = {"fits": rank.number}
                 self._later(0.1, rank, word)
             case Begin():
+                self.order.append("begin")
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(words):
                 assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
-                self._later(0.2, rank, self._engines_say("plan") or {"plan": 1})
+                plan = {"is_streamed": self.is_streamed}
+                self._later(0.2, rank, self._engines_say("plan") or plan)
             case Offer(index, words):
                 assert [word["made_by"] for word in words] == list(range(self.num_ranks))
                 assert index == len(self.applied_s)
@@ -210,6 +214,7 @@ class World:
             self._later(0.1, rank, RuntimeError("connection closed by peer"))
             return
         self.gathering[rank.number] = step.index, self.now
+        self.order.append(f"bucket {step.index}")
         rank.result = error
         if len(self.gathering) == self.num_ranks:
             assert len({index for index, _ in self.gathering.values()}) == 1
@@ -263,6 +268,15 @@ def test_a_push_without_faults_ends_with_the_report_on_all_ranks(num_ranks: int)
     assert world.words.keys() <= left
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_streamed: bool) -> None:
+    world = World(2, is_streamed=is_streamed)
+    world.run()
+    check(world, within_s=20)
+    before = world.order[: world.order.index("begin")]
+    assert before == (["bucket 0"] * 2 if is_streamed else [])
+
+
 def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
     return [
         Fault(rank.number, step, kind, late_s)
@@ -271,9 +285,12 @@ def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
     ]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("fault", faults("dies"), ids=str)
-def test_a_rank_that_dies_anywhere_ends_the_push_on_all_others(fault: Fault) -> None:
-    world = World(3, fault)
+def test_a_rank_that_dies_anywhere_ends_the_push_on_all_others(
+    fault: Fault, is_streamed: bool
+) -> None:
+    world = World(3, fault, is_streamed=is_streamed)
     world.run()
     check(world, within_s=20 + TIMEOUT_S)
     for result in results(world):
@@ -314,9 +331,10 @@ def test_a_rank_whose_code_raises_is_named_on_all_ranks(fault: Fault) -> None:
 @pytest.mark.parametrize(
     "when", ["plan", "begin", "await 0", "await 1", "await 2", "offer 1", "end"]
 )
-def test_an_error_of_the_engines_reaches_all_ranks(when: str) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_error_of_the_engines_reaches_all_ranks(when: str, is_streamed: bool) -> None:
     error = WeightMismatch("tensor 'a' has shape [2]", tensor="a")
-    world = World(3, engine_error=(when, error))
+    world = World(3, engine_error=(when, error), is_streamed=is_streamed)
     world.run()
     check(world, within_s=20)
     assert all("tensor 'a' has shape [2]" in str(result) for result in results(world))
