@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from engines.protocol.plain_text import describe
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.weights.ranks.rank_protocol import Claim, Delete, Get, Put, Step, Steps
 
@@ -155,8 +154,9 @@ class RankLink:
                     return [None if word is None else json.loads(word) for word in found]
                 case Delete(keys):
                     return self.words.delete(keys)
-        except (dist.DistError, RuntimeError) as error:
-            raise RankFailure(f"rank 0 has ended: {describe(error)}", ranks=(0,)) from None
+        except (dist.DistError, RuntimeError):
+            # Without the error's text, which is another one on each rank.
+            raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
         raise AssertionError(step)
 
 
