@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -168,7 +169,20 @@ class Trainer:
         """Rank 0 kills another process when so many tensors were gathered."""
         return self.at_tensor(0, tensor, lambda: os.kill(pid, signal.SIGKILL))
 
-    def at_tensor(self, rank: int, number: int, act: Callable[[], None]) -> Any:
+    def push_model(self, path: str, pid: int = 0) -> Any:
+        """A push of another checkpoint, in which rank 0 kills a process if it has a number."""
+        whole = load_file(f"{path}/model.safetensors")
+        shards = {
+            name: distribute_tensor(whole[name], self.mesh, [Shard(0)])
+            for name in self.manifest.tensors
+        }
+        if not pid:
+            return self.pusher.push(shards)
+        return self.at_tensor(0, 9, lambda: os.kill(pid, signal.SIGKILL), shards)
+
+    def at_tensor(
+        self, rank: int, number: int, act: Callable[[], None], shards: dict[str, Any] | None = None
+    ) -> Any:
         """A push in which one rank acts after the gather of one tensor."""
         num_seen = 0
 
@@ -179,13 +193,11 @@ class Trainer:
                 act()
             yield name, tensor
 
-        return self.pusher.push(self._mapped(1), name_map=acting)
+        return self.pusher.push(shards or self._mapped(1), name_map=acting)
 
-    def stays_away(self, rank: int, seed: int) -> Any:
+    def stays_away(self, rank: int) -> Any:
         """One rank does not call push before the others have given up."""
-        if self.rank == rank:
-            time.sleep(3 * TIMEOUT_S)
-        return self.push(seed)
+        return self.late(rank, 3 * TIMEOUT_S)
 
     def generator_raises(self, rank: int, at: int, is_before_gather: bool = False) -> Any:
         """The generator of one rank raises, after or before the gather of a tensor.

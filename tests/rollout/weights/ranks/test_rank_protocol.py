@@ -353,3 +353,20 @@ def test_an_error_keeps_its_type_and_fields() -> None:
     foreign = error_of(error_to_word(KeyError("x"), "rank 1: "))
     assert isinstance(foreign, RankFailure)
     assert str(foreign).startswith("rank 1: KeyError")
+
+
+def test_a_rank_that_has_failed_stops_a_silent_rank_0_with_its_own_error() -> None:
+    """Rank 0 waits for it in a gather, so that it says nothing."""
+    steps = PushRound("p", 1, 2, TIMEOUT_S).follow({})
+    assert isinstance(next(steps), Put)
+    assert isinstance(steps.send(None), Get)
+    assert isinstance(steps.send([{"word": "plan"}]), Prepare)
+    assert isinstance(steps.send({}), Put)
+    assert isinstance(steps.send(None), Get)
+    assert isinstance(steps.send([{"word": "go"}]), Make)
+    assert isinstance(steps.throw(ValueError("no weights")), Put)
+    assert isinstance(steps.send(None), Get)
+    claim = steps.send([None])
+    assert isinstance(claim, Claim)
+    with pytest.raises(RankFailure, match=r"^rank 1: ValueError: no weights"):
+        steps.send(claim.word)
