@@ -10,13 +10,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -28,8 +32,10 @@ from rollout.config import EngineKind, Transport
 from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from tests.support.megatron_shards import MegatronShards, Sizes
 
 TIED = "lm_head.weight"
+TIMEOUT_S = 4
 
 
 class FarEngine:
@@ -82,7 +88,9 @@ class Trainer:
         manifest = read_checkpoint_manifest(model_path)
         assert manifest is not None
         self.manifest = manifest
-        self.pusher: Pusher = rollout.connect(run)["policy"].pusher(rank_timeout_s=4)
+        self.model_path = Path(model_path)
+        self.megatrons: MegatronShards | None = None
+        self.pusher: Pusher = rollout.connect(run)["policy"].pusher(rank_timeout_s=TIMEOUT_S)
 
     def whole(self, seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -162,6 +170,49 @@ class Trainer:
 
         return self.pusher.push(gathered())
 
+    def megatron(self, seed: int) -> Any:
+        """Shards of tensor and expert parallelism, gathered by a generator."""
+        if self.megatrons is None:
+            config = json.loads((self.model_path / "config.json").read_text())
+            sizes = Sizes(
+                config["num_hidden_layers"],
+                config["num_key_value_heads"],
+                config["head_dim"],
+                config["num_local_experts"],
+                config["vocab_size"],
+            )
+            self.megatrons = MegatronShards(self.rank, sizes)
+        self.megatrons.cut(self.whole(seed))
+        return self.pusher.push(
+            self.megatrons.gathered(), name_map=self.megatrons.to_checkpoint, dtype=torch.float32
+        )
+
+    def stacked(self, seed: int) -> Any:
+        """Experts as transformers 5 holds them, one tensor for all, and FSDP2 shards them."""
+        tensors: dict[str, torch.Tensor] = {}
+        experts: dict[tuple[str, str], dict[int, torch.Tensor]] = defaultdict(dict)
+        for name, tensor in self.whole(seed).items():
+            layer, is_expert, rest = name.partition(".experts.")
+            if is_expert:
+                number, part, _ = rest.split(".")
+                experts[f"{layer}.experts", part][int(number)] = tensor
+            else:
+                tensors[name] = tensor
+        for (at, part), of_all in experts.items():
+            if part == "up_proj":
+                continue
+            whole = torch.stack([of_all[number] for number in sorted(of_all)])
+            if part == "gate_proj":
+                ups = experts[at, "up_proj"]
+                whole = torch.cat([whole, torch.stack([ups[one] for one in sorted(ups)])], dim=1)
+            tensors[f"{at}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"] = whole
+        return self.pusher.push(
+            {
+                name: distribute_tensor(tensor, self.mesh, [Shard(0)])
+                for name, tensor in tensors.items()
+            }
+        )
+
     def other_names(self, rank: int) -> Any:
         tensors = self.sharded(1)
         if self.rank == rank:
@@ -180,20 +231,71 @@ class Trainer:
 
         return self.pusher.push(self._mapped(1), name_map=broken)
 
-    def dies(self, rank: int, seconds: float = 0.0) -> Any:
-        """One rank is killed, or sleeps, at its fifth tensor."""
+    def dies(self, rank: int) -> Any:
+        """One rank is killed at its fifth tensor."""
+        return self.at_tensor(rank, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def stops(self, rank: int) -> Any:
+        """One rank is frozen at its fifth tensor, until it gets SIGCONT."""
+        return self.at_tensor(rank, 5, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+    def sleeps(self, rank: int, seconds: float) -> Any:
+        """One rank sleeps at its fifth tensor."""
+        return self.at_tensor(rank, 5, lambda: time.sleep(seconds))
+
+    def kills(self, pid: int, tensor: int) -> Any:
+        """Rank 0 kills another process when so many tensors were gathered."""
+        return self.at_tensor(0, tensor, lambda: os.kill(pid, signal.SIGKILL))
+
+    def push_model(self, path: str, pid: int = 0) -> Any:
+        """A push of another checkpoint, in which rank 0 kills a process if it has a number."""
+        whole = load_file(f"{path}/model.safetensors")
+        shards = {
+            name: distribute_tensor(whole[name], self.mesh, [Shard(0)])
+            for name in self.manifest.tensors
+        }
+        if not pid:
+            return self.pusher.push(shards)
+        return self.at_tensor(0, 9, lambda: os.kill(pid, signal.SIGKILL), shards)
+
+    def at_tensor(
+        self, rank: int, number: int, act: Callable[[], None], shards: dict[str, Any] | None = None
+    ) -> Any:
+        """A push in which one rank acts after the gather of one tensor."""
         num_seen = 0
 
-        def ending(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        def acting(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal num_seen
             num_seen += not tensor.is_meta
-            if self.rank == rank and num_seen == 5 and not tensor.is_meta:
-                if not seconds:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(seconds)
+            if self.rank == rank and num_seen == number and not tensor.is_meta:
+                act()
             yield name, tensor
 
-        return self.pusher.push(self._mapped(1), name_map=ending)
+        return self.pusher.push(shards or self._mapped(1), name_map=acting)
+
+    def stays_away(self, rank: int) -> Any:
+        """One rank does not call push before the others have given up."""
+        return self.late(rank, 3 * TIMEOUT_S)
+
+    def generator_raises(self, rank: int, at: int, is_before_gather: bool = False) -> Any:
+        """The generator of one rank raises, after or before the gather of a tensor.
+
+        The gathers have a deadline of their own, which is what frees the others.
+        """
+        seconds = timedelta(seconds=3 * TIMEOUT_S)
+        group = dist.new_group(timeout=seconds)
+
+        def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, (name, whole) in enumerate(self.whole(1).items()):
+                if self.rank == rank and number == at and is_before_gather:
+                    raise ValueError(f"no weights for {name}")
+                parts = [torch.empty_like(whole) for _ in range(self.num_ranks)]
+                dist.all_gather(parts, whole, group=group)
+                if self.rank == rank and number == at:
+                    raise ValueError(f"no weights for {name}")
+                yield name, parts[0]
+
+        return self.pusher.push(gathered())
 
     def late(self, rank: int, seconds: float) -> Any:
         tensors = self.sharded(2)
@@ -202,7 +304,9 @@ class Trainer:
         return self.pusher.push(tensors)
 
     def _mapped(self, seed: int) -> dict[str, Any]:
-        return {name: one for name, one in self.sharded(seed).items() if name != TIED}
+        """Under a name map, nothing is known to be tied."""
+        known = self.manifest.tensors
+        return {name: one for name, one in self.sharded(seed).items() if name in known}
 
 
 def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> None:

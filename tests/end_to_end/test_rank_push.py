@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
-from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.push.shm_buffers import remove_leftovers
-from rollout.weights.tensors import bytes_fingerprint
+from tests.support.rank_processes import Ranks, errors, served_seed
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
 
-TRAINER = Path(__file__).with_name("rank_trainer.py")
 RANK_TIMEOUT_S = 4
 BUCKET_BYTES = 100_000
-
-
-class Ranks:
-    """The processes of a trainer."""
-
-    def __init__(self, run: DeploymentHandle, folder: Path, num_ranks: int) -> None:
-        model_path = run.config.servers["policy"].model_path
-        run_folder = Path(run.config.log_dir) / run.config.run_id
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, TRAINER, run_folder, model_path, folder / "meet", *numbers],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parents[2],
-            )
-            for numbers in ((str(rank), str(num_ranks)) for rank in range(num_ranks))
-        ]
-        self.writers = self.read()[0]["writers"]
-
-    def do(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
-        """What each rank says of a command; of one that died, nothing."""
-        line = json.dumps({"do": command, **arguments}) + "\n"
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
-        return self.read()
-
-    def read(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes if process.stdout]
-        return [json.loads(line) if line else {} for line in lines]
-
-    def end(self) -> None:
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=30)
-            process.kill()
-            process.communicate()
-        remove_leftovers(Path("/dev/shm"))  # of ranks that were killed
 
 
 @pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
@@ -94,30 +44,6 @@ def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
     found = Ranks(run, tmp_path, 2)
     yield found
     found.end()
-
-
-def served_seed(run: DeploymentHandle, seed: int) -> None:
-    """Check that every engine holds what every rank draws from this seed."""
-    manifest = read_checkpoint_manifest(run.config.servers["policy"].model_path)
-    assert manifest is not None
-    torch.manual_seed(seed)
-    wanted = {
-        name: bytes_fingerprint(name, torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
-        for name, spec in manifest.tensors.items()
-    }
-    for engine in run["policy"].status().result(30).groups[0].engines:
-        request = urllib.request.Request(
-            f"{engine.endpoint.url}/weights_checker",
-            json.dumps({"action": "checksum"}).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            found = json.load(reply)["ranks"][0]["checksums"]
-        assert found == {name: wanted[name] for name in found}
-
-
-def errors(said: list[dict[str, Any]]) -> set[str]:
-    return {f"{one['type']}: {one['error']}" for one in said}
 
 
 def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from engines.embedded.weights.torch_fingerprint import (
 )
 from engines.protocol import MemoryTag
 from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
+from engines.tensors.stacked_experts import first_expert_of, split_experts
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 
@@ -186,11 +187,7 @@ def checkpoint_tensors(
     model_type: str, name: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A parameter as its checkpoint has it: by itself, or one tensor for each expert and part."""
-    layer, _, part = name.rpartition(".experts.")
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ())
-    if model_type not in _JOINED or not layer or not parts or tensor.dim() != 3:
+    if model_type in _JOINED and first_expert_of(name) and tensor.dim() == 3:
+        yield from split_experts(name, tensor)
+    else:
         yield name, tensor
-        return
-    for expert, joined in enumerate(tensor):
-        for its_part, piece in zip(parts, joined.chunk(len(parts)), strict=True):
-            yield f"{layer}.experts.{expert}.{its_part}.weight", piece

@@ -320,7 +320,7 @@ class ServerHandle:
             from rollout.runtime.handle.pusher import Pusher
             from rollout.weights.ranks.rank_link import link_ranks
         check_number("rank_timeout_s", rank_timeout_s, least=1)
-        link = link_ranks(self._caller.own_host(), group)
+        link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
         return Pusher(self._config, self._caller, link, timeout_s=rank_timeout_s)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from engines.protocol.plain_text import describe
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.weights.ranks.rank_protocol import Claim, Delete, Get, Put, Step, Steps
 
@@ -56,33 +59,81 @@ class LocalWords:
 
 
 class SharedWords:
-    """A ``TCPStore`` between the ranks."""
+    """A ``TCPStore`` between the ranks.
 
-    def __init__(self, store: Any) -> None:
+    Its calls wait for ever while the process of rank 0 is frozen.  So each is made in a thread of
+    its own.  It is left alone there if it does not end, and takes effect when rank 0 goes on:
+    before anything that rank 0 does then, because it waits at rank 0 already.
+
+    Args:
+        waits: another connection for ``get``, which would hold up all others.
+        answer_s: for an answer of rank 0's process.
+    """
+
+    def __init__(self, store: Any, waits: Any, answer_s: float) -> None:
         self._store = store
+        self._waits = waits
+        self._answer_s = answer_s
 
     def put(self, key: str, word: str) -> None:
-        self._store.set(key, word)
+        with suppress(TimeoutError):
+            self._within(self._answer_s, lambda: self._store.set(key, word))
 
     def claim(self, key: str, word: str) -> str:
-        stored: bytes = self._store.compare_set(key, "", word)
+        """The word that the key has then.
+
+        Raises:
+            TimeoutError: there is no answer; the claim stands.
+        """
+        claim = partial(self._store.compare_set, key, "", word)
+        stored: bytes = self._within(self._answer_s, claim)
         return stored.decode()
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
-        keys = list(keys)
         if not keys:
             return []
+        found = partial(self._found, list(keys), timeout_s)
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistStoreError:  # the deadline
-            return [
-                self._store.get(key).decode() if self._store.check([key]) else None for key in keys
-            ]
-        return [word.decode() for word in self._store.multi_get(keys)]
+            return self._within(timeout_s + self._answer_s, found)
+        except TimeoutError:
+            return [None for _ in keys]
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._store.delete_key(key)
+            with suppress(TimeoutError):
+                self._within(self._answer_s, partial(self._store.delete_key, key))
+
+    def _within(self, seconds: float, call: Callable[[], T]) -> T:
+        """The call's result.
+
+        Raises:
+            TimeoutError: it did not end.
+        """
+        ended: SimpleQueue[T | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                ended.put(call())
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=run, name="rank-word", daemon=True).start()
+        try:
+            result = ended.get(timeout=seconds)
+        except Empty:
+            raise TimeoutError from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _found(self, keys: list[str], timeout_s: float) -> list[str | None]:
+        try:
+            self._waits.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistStoreError:  # the deadline
+            return [
+                self._waits.get(key).decode() if self._waits.check([key]) else None for key in keys
+            ]
+        return [word.decode() for word in self._waits.multi_get(keys)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +203,22 @@ class RankLink:
                     return [None if word is None else json.loads(word) for word in found]
                 case Delete(keys):
                     return self.words.delete(keys)
-        except (dist.DistError, RuntimeError) as error:
-            raise RankFailure(f"rank 0 has ended: {describe(error)}", ranks=(0,)) from None
+        except (dist.DistError, RuntimeError):
+            # Without the error's text, which is another one on each rank.
+            raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
         raise AssertionError(step)
 
 
 _OF_WORDS = (Put, Claim, Get, Delete)
 
 
-def link_ranks(own_host: str, group: Any = None) -> RankLink:
+def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> RankLink:
     """Link the ranks of a process group; every rank of it calls this.
 
     Args:
         own_host: address of this machine for the other ranks.
         group: None for all ranks, or for a single process without torch.distributed.
+        answer_s: for an answer of rank 0's process.
 
     Raises:
         ConfigError: this process is not in the group.
@@ -179,7 +232,8 @@ def link_ranks(own_host: str, group: Any = None) -> RankLink:
         raise ConfigError("pusher(group=...): this process is not a rank of that group")
     if num_ranks == 1:
         return RankLink(0, 1, LocalWords(), group)
-    return RankLink(rank, num_ranks, SharedWords(_meet(rank, own_host, group)), group)
+    store = _meet(rank, own_host, group)
+    return RankLink(rank, num_ranks, SharedWords(store, store.clone(), answer_s), group)
 
 
 def _meet(rank: int, own_host: str, group: Any) -> Any:

@@ -180,14 +180,15 @@ class PushRound:
             plan = yield Plan(words)
             yield from self._say({**plan, "word": "plan"})
             yield from self._collect(1, (yield from self._own(Prepare(plan))))
+            # Where a generator's tensors are is known with its first bucket.
+            made = (yield from self._bucket(0)) if plan.get("is_streamed") else None
             yield Begin()
             index, is_last = 0, False
             while not is_last:
                 yield from self._await_engines(index)
-                yield from self._say({"word": "go"})
-                words = yield from self._collect(index + 2, (yield from self._own(Make(index))))
+                words = made or (yield from self._bucket(index))
                 yield Offer(index, words)
-                is_last = bool(words[0]["is_last"])
+                is_last, made = bool(words[0]["is_last"]), None
                 index += 1
             report: Mapping[str, Any] = yield from self._await_engines(None)
             if plan.get("has_turn"):
@@ -201,6 +202,11 @@ class PushRound:
             raise
         yield from self._say({"word": "done", "report": report})
         return report
+
+    def _bucket(self, index: int) -> Steps[list[Mapping[str, Any]]]:
+        """What all ranks made of a bucket."""
+        yield from self._say({"word": "go"})
+        return (yield from self._collect(index + 2, (yield from self._own(Make(index)))))
 
     def _collect(
         self, index: int, own: Mapping[str, Any], what: str = ""
@@ -261,7 +267,7 @@ class PushRound:
         own = ready
         for index in range(1 << 62):
             yield Put(self._key(index, self.rank), own)
-            word = yield from self._listen()
+            word = yield from self._listen(own)
             if word["word"] == "done":
                 report: Mapping[str, Any] = word["report"]
                 return report
@@ -276,25 +282,31 @@ class PushRound:
             return {"error": error_to_word(error, f"rank {self.rank}: ")}
         return word
 
-    def _listen(self) -> Steps[Mapping[str, Any]]:
-        """Rank 0's next word that is not ``wait``."""
+    def _listen(self, own: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
+        """Rank 0's next word that is not ``wait``, after this rank's own.
+
+        If this rank has failed, that is why rank 0 is silent: it waits in a gather for this rank.
+        """
         while True:
             key = self._said(self._num_said)
             (word,) = yield Get((key,), self.timeout_s)
             if word is None:
-                word = yield Claim(key, {"word": "stop", "error": self._rank_0_is_silent()})
+                error = own.get("error") or error_to_word(self._rank_0_is_silent())
+                try:
+                    word = yield Claim(key, {"word": "stop", "error": error})
+                except TimeoutError:  # rank 0 is frozen, and finds the word when it goes on
+                    raise error_of(error) from None
             self._num_said += 1
             if word["word"] == "stop":
                 raise error_of(word["error"])
             if word["word"] != "wait":
                 return dict(word)
 
-    def _rank_0_is_silent(self) -> dict[str, Any]:
-        return error_to_word(
-            RankFailure(
-                f"rank 0 has sent nothing within {self.timeout_s:g} s: it has ended, hangs, or did "
-                "not call push"
-            )
+    def _rank_0_is_silent(self) -> RankFailure:
+        return RankFailure(
+            f"rank 0 has sent nothing within {self.timeout_s:g} s: it has ended, hangs, or did "
+            "not call push",
+            ranks=(0,),
         )
 
     def _key(self, index: int, rank: int) -> str:

@@ -1,7 +1,7 @@
 """One rank's tensors, bucket by bucket, in the same order on all ranks.
 
-Always true: at most one bucket of whole tensors exists beyond the model, also if the source is a
-generator; gathers run in the caller's thread.
+Always true: a source holds one bucket of whole tensors at most, and of a generator's the one that
+begins the next bucket; gathers run in the caller's thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from engines.tensors.stacked_experts import split_experts
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.format.named import named_pairs
+from rollout.weights.format.stacked_experts import is_stacked, splitter_of
 from rollout.weights.tensors.push_plan import NameMap, PushPlanCache, check_is_tensor
 from rollout.weights.tensors.tensor_sources import (
     NamedTensors,
@@ -55,6 +57,9 @@ class PlannedSource:
     ) -> None:
         if tensors is not None:
             named_tensors = _in_order(named_tensors, tensors)
+            # Rank 0 has left out what is tied, and only it decides that.
+            name_map = name_map or splitter_of((name for name, *_ in tensors), expected)
+            expected = None
         self._weights = TrainerWeights(
             named_tensors,
             bucket_bytes=sys.maxsize,
@@ -88,16 +93,23 @@ class PlannedSource:
 
 
 class StreamedSource:
-    """Tensors that a generator gathers one by one, with collectives of its own."""
+    """Tensors that a generator gathers one by one, with collectives of its own.
+
+    Attributes:
+        is_on_cuda: whether the first bucket has a tensor on a GPU; False before that.
+    """
 
     def __init__(
         self,
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         *,
+        expected: Manifest | None,
         name_map: NameMap | None,
         dtype: torch.dtype | None,
     ) -> None:
+        self.is_on_cuda = False
         self._named = named_tensors
+        self._expected = expected
         self._name_map = name_map
         self._dtype = dtype
 
@@ -106,23 +118,43 @@ class StreamedSource:
         held: list[tuple[str, torch.Tensor]] = []
         num_bytes = 0
         for name, tensor in self._mapped():
-            if held and num_bytes + tensor.nbytes > bucket_bytes:
-                bucket, held, num_bytes = Pairs.of(held), [], 0
-                yield bucket, False
-                del bucket
+            more = self._num_bytes(name, tensor)
+            if held and num_bytes + more > bucket_bytes:
+                yield self._taken(held), False
+                num_bytes = 0
             held.append((name, tensor))
-            num_bytes += tensor.nbytes
+            num_bytes += more
+            del tensor
         if not held:
             raise WeightMismatch("the source of this push has no tensors")
-        yield Pairs.of(held), True
+        yield self._taken(held), True
+
+    def _taken(self, held: list[tuple[str, torch.Tensor]]) -> Pairs:
+        """The held tensors as a bucket; they are held no more."""
+        bucket = Pairs.of(held)
+        held.clear()
+        self.is_on_cuda = self.is_on_cuda or any(one.is_cuda for one in bucket.tensors)
+        return bucket
+
+    def _num_bytes(self, name: str, tensor: torch.Tensor) -> int:
+        """In its own dtype or the model's, whichever takes more: it is cast inside its bucket."""
+        known = None if self._expected is None else self._expected.tensors.get(name)
+        return max(tensor.nbytes, 0 if known is None else known.num_bytes)
 
     def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named_pairs(self._named):
             whole = gathered_whole([tensor], self._dtype)[0]
-            if self._name_map is None:
-                yield plain_name(name), whole
-            else:
-                yield from self._name_map(name, whole)
+            del tensor
+            yield from self._renamed(name, whole)
+            del whole
+
+    def _renamed(self, name: str, whole: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        if self._name_map is not None:
+            return self._name_map(name, whole)
+        name = plain_name(name)
+        if self._expected is not None and is_stacked(name, self._expected):
+            return split_experts(name, whole)
+        return [(name, whole)]
 
 
 def make_source(
@@ -136,7 +168,7 @@ def make_source(
 ) -> PlannedSource | StreamedSource:
     """The source for these tensors; an iterator is consumed bucket by bucket."""
     if isinstance(named_tensors, Iterator):
-        return StreamedSource(named_tensors, name_map=name_map, dtype=dtype)
+        return StreamedSource(named_tensors, expected=expected, name_map=name_map, dtype=dtype)
     return PlannedSource(
         named_tensors,
         expected=expected,
@@ -153,12 +185,17 @@ def digest_of(tensors: TensorList) -> str:
 
 
 def cast_to(pairs: Pairs, expected: Manifest | None) -> Pairs:
-    """The tensors in the dtypes of the model."""
+    """The tensors in the dtypes of the model; ``pairs`` has none of them any more."""
     known = {} if expected is None else expected.tensors
-    return Pairs.of(
-        (name, tensor.to(getattr(torch, known[name].dtype)) if name in known else tensor)
-        for name, tensor in pairs
-    )
+    left = list(reversed(pairs.tensors))
+    pairs.tensors = []
+    cast = []
+    for spec in pairs.specs:
+        tensor = left.pop()
+        dtype = known[spec.name].dtype if spec.name in known else spec.dtype
+        cast.append((spec.name, tensor.to(getattr(torch, dtype))))
+        del tensor
+    return Pairs.of(cast)
 
 
 def content_of(pairs: Pairs) -> str:

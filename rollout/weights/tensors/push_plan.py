@@ -134,7 +134,7 @@ class PushPlan:
         dtype: torch.dtype | None = None,
     ) -> bool:
         """Whether it is also the plan of these tensors."""
-        if name_map is not self.name_map or dtype is not self.dtype:
+        if name_map != self.name_map or dtype is not self.dtype:
             return False
         if len(names) != len(self.parts):
             return False

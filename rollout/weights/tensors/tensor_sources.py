@@ -15,6 +15,7 @@ import torch
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
+from rollout.weights.format.stacked_experts import splitter_of
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
     NameMap,
@@ -79,7 +80,8 @@ class TrainerWeights:
     Args:
         named_tensors: under the trainer's names; shards are not gathered yet.
         bucket_bytes: size of a bucket, unless a single tensor is larger.
-        expected: the model's manifest, to find tied tensors; None keeps every name.
+        expected: the model's manifest, to find tied tensors and stacked experts; None keeps every
+            name.
         name_map: see ``NameMap``.
         plans: cached plans of earlier pushes.
         dtype: of float tensors; they are cast before they are gathered.
@@ -110,6 +112,8 @@ class TrainerWeights:
                 names, tensors = _columns(_without_tied(names, tensors, expected))
         self._names = names
         self._tensors = tensors
+        if name_map is None:
+            name_map = splitter_of(names, expected)
         self._plan = (plans or PushPlanCache()).of(names, tensors, name_map, dtype)
         self.manifest = self._plan.manifest
         self._bucket_bytes = bucket_bytes
@@ -166,7 +170,11 @@ def _started(tensor: Any) -> Any:
         return tensor
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate()] * tensor.device_mesh.ndim
+    mesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        # FSDP2's CPU offload: the ranks' group gathers on the mesh's devices only.
+        tensor = tensor.to(mesh.device_type)
+    placements = [Replicate()] * mesh.ndim
     return tensor.redistribute(placements=placements, async_op=True).to_local()
 
 

@@ -77,6 +77,8 @@ class World:
     had_turn: set[int] = field(default_factory=set)
     failed_turn: bool = False
     has_finished: bool = False
+    is_streamed: bool = False
+    order: list[str] = field(default_factory=list)
     words: dict[str, Any] = field(default_factory=dict)
     waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
     gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -195,10 +197,12 @@ class World:
                 self.has_finished = True
                 self._later(0.1, rank, self._engines_say("finish"))
             case Begin():
+                self.order.append("begin")
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(words):
                 assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
-                self._later(0.2, rank, self._engines_say("plan") or {"has_turn": self.has_turn})
+                plan = {"is_streamed": self.is_streamed, "has_turn": self.has_turn}
+                self._later(0.2, rank, self._engines_say("plan") or plan)
             case Offer(index, words):
                 assert [word["made_by"] for word in words] == list(range(self.num_ranks))
                 assert index == len(self.applied_s)
@@ -227,6 +231,7 @@ class World:
             self._later(0.1, rank, RuntimeError("connection closed by peer"))
             return
         self.gathering[rank.number] = step.index, self.now
+        self.order.append(f"bucket {step.index}")
         rank.result = error
         if len(self.gathering) == self.num_ranks:
             assert len({index for index, _ in self.gathering.values()}) == 1
@@ -286,6 +291,15 @@ def test_a_push_without_faults_ends_with_the_report_on_all_ranks(
     assert world.words.keys() <= left
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_streamed: bool) -> None:
+    world = World(2, is_streamed=is_streamed)
+    world.run()
+    check(world, within_s=20)
+    before = world.order[: world.order.index("begin")]
+    assert before == (["bucket 0"] * 2 if is_streamed else [])
+
+
 def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
     return [
         Fault(rank.number, step, kind, late_s)
@@ -294,9 +308,12 @@ def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
     ]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("fault", faults("dies"), ids=str)
-def test_a_rank_that_dies_anywhere_ends_the_push_on_all_others(fault: Fault) -> None:
-    world = World(3, fault)
+def test_a_rank_that_dies_anywhere_ends_the_push_on_all_others(
+    fault: Fault, is_streamed: bool
+) -> None:
+    world = World(3, fault, is_streamed=is_streamed)
     world.run()
     check(world, within_s=20 + TIMEOUT_S)
     for result in results(world):
@@ -338,9 +355,10 @@ def test_a_rank_whose_code_raises_is_named_on_all_ranks(fault: Fault) -> None:
 @pytest.mark.parametrize(
     "when", ["plan", "begin", "await 0", "await 1", "await 2", "offer 1", "end", "finish"]
 )
-def test_an_error_of_the_engines_reaches_all_ranks(when: str) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_error_of_the_engines_reaches_all_ranks(when: str, is_streamed: bool) -> None:
     error = WeightMismatch("tensor 'a' has shape [2]", tensor="a")
-    world = World(3, engine_error=(when, error))
+    world = World(3, engine_error=(when, error), is_streamed=is_streamed)
     world.run()
     check(world, within_s=20)
     assert all("tensor 'a' has shape [2]" in str(result) for result in results(world))
@@ -359,3 +377,20 @@ def test_an_error_keeps_its_type_and_fields() -> None:
     foreign = error_of(error_to_word(KeyError("x"), "rank 1: "))
     assert isinstance(foreign, RankFailure)
     assert str(foreign).startswith("rank 1: KeyError")
+
+
+def test_a_rank_that_has_failed_stops_a_silent_rank_0_with_its_own_error() -> None:
+    """Rank 0 waits for it in a gather, so that it says nothing."""
+    steps = PushRound("p", 1, 2, TIMEOUT_S).follow({})
+    assert isinstance(next(steps), Put)
+    assert isinstance(steps.send(None), Get)
+    assert isinstance(steps.send([{"word": "plan"}]), Prepare)
+    assert isinstance(steps.send({}), Put)
+    assert isinstance(steps.send(None), Get)
+    assert isinstance(steps.send([{"word": "go"}]), Make)
+    assert isinstance(steps.throw(ValueError("no weights")), Put)
+    assert isinstance(steps.send(None), Get)
+    claim = steps.send([None])
+    assert isinstance(claim, Claim)
+    with pytest.raises(RankFailure, match=r"^rank 1: ValueError: no weights"):
+        steps.send(claim.word)

@@ -13,12 +13,14 @@ pytestmark = pytest.mark.embedded
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
-def gather_by_ranks(folder: Path, *arguments: str, num_ranks: int = 2) -> list[dict[str, Any]]:
+def gather_by_ranks(
+    folder: Path, *arguments: str, num_ranks: int = 2, worker: Path = WORKER
+) -> list[dict[str, Any]]:
     """What each rank says of the gathers that all took part in."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(folder), *arguments],
+            [sys.executable, str(worker), str(rank), str(folder), *arguments],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -47,3 +49,48 @@ def test_shards_are_gathered_whole_with_one_bucket_of_them_alive(tmp_path: Path)
 def test_shards_of_one_rank_are_pushed_by_it_alone(tmp_path: Path) -> None:
     (report,) = gather_by_ranks(tmp_path, "cpu", "1", num_ranks=1)
     assert report["equal"]
+
+
+@pytest.mark.slow
+def test_any_placement_is_gathered_whole(tmp_path: Path) -> None:
+    worker = WORKER.with_name("sharding_worker.py")
+    names = gather_by_ranks(tmp_path, num_ranks=4, worker=worker)[0]["names"]
+    kinds = {name.split(".")[0] for name in names}
+    assert kinds == {"uneven", "two", "hsdp", "offloaded", "beside_tp"}
+
+
+def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh() -> None:
+    """With a double: FSDP2's CPU offload on a mesh of GPUs, whose group cannot gather in host
+    memory.
+    """
+    from types import SimpleNamespace
+
+    import torch
+
+    from rollout.weights.tensors.tensor_sources import gathered_whole
+
+    class Shard:
+        device_mesh = SimpleNamespace(device_type="cuda", ndim=1)
+        requires_grad = False
+        full_tensor = None
+
+        def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+            self.device, self.dtype = torch.device(device), dtype
+
+        def is_floating_point(self) -> bool:
+            return True
+
+        def to(self, to: Any) -> "Shard":
+            if isinstance(to, str):
+                return Shard(to, self.dtype)
+            return Shard(self.device.type, to)
+
+        def redistribute(self, **options: Any) -> "Shard":
+            assert options["async_op"]
+            return self
+
+        def to_local(self) -> "Shard":
+            return self
+
+    (whole,) = gathered_whole([Shard()], torch.bfloat16)
+    assert (whole.device.type, whole.dtype) == ("cuda", torch.bfloat16)

@@ -1,0 +1,74 @@
+"""Two gloo ranks push to real SGLang, which is killed in a push and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
+from tests.engines.embedded import reference
+from tests.support.contract import PROMPT
+from tests.support.processes import wait_until
+from tests.support.rank_processes import Ranks, errors
+from tests.support.real_sglang import one_engine, real_config
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+
+def engine_of(policy: ServerHandle) -> EngineStatus:
+    (group,) = policy.status().result(60).groups
+    (engine,) = group.engines
+    return engine
+
+
+def check_generates(policy: ServerHandle, model: Path) -> None:
+    """Check that the engine generates what transformers does with these weights."""
+    wanted = reference.greedy(model, list(PROMPT), max_new_tokens=8)
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer: Any = httpx.post(
+        f"{engine_of(policy).endpoint.url}/generate",
+        json={"input_ids": list(PROMPT), "sampling_params": sampling},
+        timeout=60,
+        trust_env=False,
+    ).json()
+    assert answer["output_ids"][: len(wanted)] == wanted
+
+
+def test_an_engine_that_is_killed_in_a_bucket_takes_the_next_push(
+    models: list[Path], tmp_path: Path
+) -> None:
+    config = real_config(
+        models[0],
+        tmp_path,
+        {"main": one_engine()},
+        health={"probe_interval_s": 0.5, "backoff_s": 0.1},
+        weights={"bucket_bytes": 20_000},
+    )
+    with launch_local(config) as deployment:
+        policy = deployment["policy"]
+        ranks = Ranks(SimpleNamespace(config=config), tmp_path, 2)
+        try:
+            said = ranks.do("push_model", path=str(models[1]))
+            assert [one.get("version") for one in said] == [1, 1], said
+            check_generates(policy, models[1])
+            before = engine_of(policy)
+            said = ranks.do("push_model", path=str(models[2]), pid=before.pid)
+            assert len(errors(said)) == 1, said
+            assert before.engine_id in said[0]["error"]
+
+            def is_back() -> bool:
+                now = engine_of(policy)
+                return now.pid not in (None, before.pid) and now.is_stale
+
+            assert wait_until(is_back, 120)
+            said = ranks.do("push_model", path=str(models[2]))
+            assert [one.get("version") for one in said] == [policy.weight_version] * 2, said
+            check_generates(policy, models[2])
+        finally:
+            ranks.end()

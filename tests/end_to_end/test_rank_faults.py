@@ -1,0 +1,179 @@
+"""Faults in a push from every rank, over real gloo ranks: all of them end with one named error.
+
+``tests/support/rank_kills.py`` does it at random moments.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from engines.embedded.tiny_model import make_tiny_model
+from rollout import DeploymentHandle, RolloutConfig, launch
+from tests.support.processes import program, wait_until
+from tests.support.rank_processes import Ranks, errors, served_seed
+from tests.support.served_fakes import config
+
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(300)]
+
+RANK_TIMEOUT_S = 4
+BUCKET_BYTES = 100_000
+SMALL_BUCKETS = {"weights": {"bucket_bytes": 600}}
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeploymentHandle]:
+    folder = tmp_path_factory.mktemp("run")
+    model_path = make_tiny_model(
+        folder / "tiny", architecture="qwen3", tie_embeddings=request.param == "tied"
+    )
+    settings = {
+        "log_dir": str(folder),
+        "servers": {
+            "policy": {
+                "model_path": str(model_path),
+                "groups": {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}},
+                "weights": {"bucket_bytes": BUCKET_BYTES},
+                "health": {"probe_interval_s": 0.5, "backoff_s": 0.1, "max_restarts": 100},
+            }
+        },
+    }
+    with launch(RolloutConfig.from_dict(settings)) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def ranks(run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks that outlive the faults of all tests."""
+    found = Ranks(run, tmp_path_factory.mktemp("ranks"), 2)
+    yield found
+    found.end()
+
+
+def the_next_push_works(run: DeploymentHandle, ranks: Ranks, seed: int) -> None:
+    said = ranks.do("push", seed=seed)
+    assert [one.get("version") for one in said] == [run["policy"].weight_version] * 2, said
+    assert wait_until(lambda: run["policy"].status().result(30).gate == "open", 10)
+    served_seed(run, seed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_ends_the_push_on_the_other(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    said = ranks.do("stays_away", rank=rank)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank} " in said[0]["error"]
+    assert said[1 - rank]["seconds"] < 3 * RANK_TIMEOUT_S
+    assert run["policy"].status().result(30).gate == "open"
+    the_next_push_works(run, ranks, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_late_inside_a_bucket_ends_the_push(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    said = ranks.do("sleeps", rank=rank, seconds=3 * RANK_TIMEOUT_S)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank} " in said[0]["error"]
+    assert said[1 - rank]["seconds"] < 2.5 * RANK_TIMEOUT_S
+    the_next_push_works(run, ranks, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_frozen_ends_the_push_on_the_other(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    frozen = psutil.Process(ranks.processes[rank].pid)
+    thaw = threading.Timer(3 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
+    thaw.start()
+    said = ranks.do("stops", rank=rank)
+    thaw.join()
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank} " in said[0]["error"]
+    assert said[1 - rank]["seconds"] < 2.5 * RANK_TIMEOUT_S
+    the_next_push_works(run, ranks, 4)
+
+
+@pytest.mark.parametrize("is_before_gather", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_generator_that_raises_ends_the_push_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, rank: int, is_before_gather: bool
+) -> None:
+    said = ranks.do("generator_raises", rank=rank, at=9, is_before_gather=is_before_gather)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank}: ValueError: no weights for" in said[0]["error"]
+    # The other is in a gather of the generator's own group, whose deadline is 3 of the ranks'.
+    assert said[rank]["seconds"] < 2 * RANK_TIMEOUT_S
+    assert said[1 - rank]["seconds"] < 5 * RANK_TIMEOUT_S
+    the_next_push_works(run, ranks, 5)
+
+
+def test_a_refused_version_is_refused_on_all_ranks(run: DeploymentHandle, ranks: Ranks) -> None:
+    the_next_push_works(run, ranks, 7)
+    version = run["policy"].weight_version
+    said = ranks.do("push", seed=8, version=version - 1)
+    assert len(errors(said)) == 1, said
+    assert f"{version - 1}" in said[0]["error"]
+    assert max(one["seconds"] for one in said) < RANK_TIMEOUT_S
+    assert run["policy"].status().result(30).gate == "open"
+    served_seed(run, 7)
+    the_next_push_works(run, ranks, 9)
+
+
+@pytest.mark.parametrize("tensor", [1, 9, 23])
+def test_an_engine_that_is_killed_in_a_bucket_ends_the_push_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, tensor: int
+) -> None:
+    (engine,) = run["policy"].status().result(30).groups[0].engines
+    said = ranks.do("kills", pid=engine.pid, tensor=tensor)
+    assert len(errors(said)) == 1, said
+    assert engine.engine_id in said[0]["error"]
+    assert max(one["seconds"] for one in said) < 3 * RANK_TIMEOUT_S
+
+    def is_back() -> bool:
+        (now,) = run["policy"].status().result(30).groups[0].engines
+        return now.pid not in (None, engine.pid) and now.is_stale
+
+    assert wait_until(is_back, 60)
+    the_next_push_works(run, ranks, 10)
+
+
+LAUNCHER = """
+import signal, sys
+from pathlib import Path
+from rollout.runtime.local import launch_local
+from tests.support.served_fakes import launched
+from tests.end_to_end.test_rank_faults import SMALL_BUCKETS
+with launched(launch_local, Path(sys.argv[1]), server=SMALL_BUCKETS, run_id=sys.argv[2]):
+    print("launched", flush=True)
+    signal.pause()
+"""
+
+
+def test_the_end_of_the_server_in_a_push_ends_it_on_all_ranks(tmp_path: Path) -> None:
+    for run_id, command in (("one", "kills"), ("two", "push")):
+        ranks_folder = tmp_path / f"ranks-{run_id}"
+        ranks_folder.mkdir()
+        settings = config(tmp_path, server=SMALL_BUCKETS, run_id=run_id)
+        with program("-c", LAUNCHER, str(tmp_path), run_id) as server:
+            server.wait_for("launched", 60)
+            ranks = Ranks(SimpleNamespace(config=settings), ranks_folder, 2)
+            try:
+                if command == "push":
+                    assert [one.get("version") for one in ranks.do("push", seed=1)] == [1, 1]
+                    continue
+                said = ranks.do("kills", pid=server.process.pid, tensor=2)
+                assert len(errors(said)) == 1, said
+                assert said[0]["type"] == "ActorLost"
+                assert max(one["seconds"] for one in said) < 3 * RANK_TIMEOUT_S
+            finally:
+                ranks.end()

@@ -1,0 +1,74 @@
+"""The words of ranks through a store whose host may be frozen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.core.errors import RankFailure
+
+pytest.importorskip("torch")
+from rollout.weights.ranks.rank_link import RankLink, SharedWords
+from rollout.weights.ranks.rank_protocol import PushRound, Put
+
+pytestmark = pytest.mark.embedded
+
+
+class FrozenStore:
+    """A ``TCPStore`` whose host does not run: a call waits until it is thawed."""
+
+    def __init__(self) -> None:
+        self.thawed = threading.Event()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, *arguments))
+            self.thawed.wait()
+            raise RuntimeError("the test is over")
+
+        return call
+
+
+def test_a_rank_does_not_wait_for_a_frozen_rank_0() -> None:
+    frozen = FrozenStore()
+    link = RankLink(1, 2, SharedWords(frozen, frozen, answer_s=0.2))
+    started = time.monotonic()
+    try:
+        with pytest.raises(RankFailure, match=r"^rank 0 has sent nothing within 1 s"):
+            link.run(PushRound("p", 1, 2, timeout_s=1).follow({}), lambda step: None)
+        assert 1 < time.monotonic() - started < 5
+        # What stops rank 0 when it goes on.
+        assert [call for call in frozen.calls if call[0] == "compare_set"]
+    finally:
+        frozen.thawed.set()
+
+
+def test_a_word_that_nobody_takes_is_left_to_be_taken() -> None:
+    frozen = FrozenStore()
+    words = SharedWords(frozen, frozen, answer_s=0.1)
+    try:
+        words.put("k", "{}")
+        words.delete(["k"])
+        assert words.get(["k", "l"], 0.1) == [None, None]
+        with pytest.raises(TimeoutError):
+            words.claim("k", "{}")
+    finally:
+        frozen.thawed.set()
+
+
+def test_the_end_of_rank_0_has_one_text_whatever_the_store_says() -> None:
+    class Ended:
+        def set(self, key: str, word: str) -> None:
+            raise RuntimeError("Connection reset by peer [127.0.0.1]:741")
+
+    def steps() -> Any:
+        yield Put("k", {})
+
+    link = RankLink(1, 2, SharedWords(Ended(), Ended(), answer_s=5))
+    with pytest.raises(RankFailure, match=r"^rank 0 has ended, and the push with it$"):
+        link.run(steps(), lambda other: None)

@@ -1,0 +1,166 @@
+"""What one rank pushes, bucket by bucket: renamed, split, cast, and never all whole at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
+
+torch = pytest.importorskip("torch")
+from rollout.weights.ranks.rank_sources import (  # noqa: E402
+    PlannedSource,
+    StreamedSource,
+    cast_to,
+    make_source,
+)
+from rollout.weights.tensors import PushPlanCache, TrainerWeights  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+BUCKET_BYTES = 1000
+WRAPPED = "model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight"
+PLAIN = "model.layers.0.mlp.weight"
+
+
+def sources(named: dict[str, Any], expected: Manifest | None = None, **more: Any) -> list[Any]:
+    """Rank 0's and another rank's source of a mapping, and that of a generator."""
+    options: dict[str, Any] = {"name_map": None, "dtype": None, "plans": PushPlanCache(), **more}
+    first = make_source(named, expected=expected, tensors=None, **options)
+    assert isinstance(first, PlannedSource)
+    # Another rank has its tensors in any order.
+    mixed = dict(reversed(named.items()))
+    other = make_source(mixed, expected=expected, tensors=first.tensors, **options)
+    return [
+        first,
+        other,
+        make_source(iter(named.items()), expected=expected, tensors=None, **options),
+    ]
+
+
+def tensors_of(source: Any) -> dict[str, Any]:
+    return {name: one for pairs, _ in source.buckets(BUCKET_BYTES) for name, one in pairs}
+
+
+def test_the_names_of_wrapped_modules_are_the_checkpoints() -> None:
+    for source in sources({WRAPPED: torch.ones(2)}):
+        assert list(tensors_of(source)) == [PLAIN]
+
+
+def test_stacked_experts_are_pushed_as_the_checkpoint_has_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from engines.embedded.tiny_model import make_tiny_model
+
+    path = make_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=3, tie_embeddings=True)
+    saved = load_file(path / "model.safetensors")
+    trained = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    stacked = [name for name in trained if name.endswith(".experts.gate_up_proj")]
+    assert len(stacked) == 2
+    assert trained[stacked[0]].shape[0] == 3
+    for source in sources(trained, read_checkpoint_manifest(path)):
+        found = tensors_of(source)
+        # A generator leaves out a tied tensor by itself.
+        found.pop("lm_head.weight", None)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_plan_is_kept_for_the_same_stacked_experts() -> None:
+    names = ("l.experts.0.gate_proj.weight", "l.experts.0.up_proj.weight")
+    expected = Manifest.of(TensorSpec(name, "float32", (2, 2)) for name in names)
+    plans = PushPlanCache()
+
+    def plan() -> Any:
+        named = {"l.experts.gate_up_proj": torch.ones(1, 4, 2)}
+        return TrainerWeights(named, bucket_bytes=100, expected=expected, plans=plans)._plan
+
+    assert list(plan().manifest.tensors) == list(names)
+    assert plan() is plan()
+
+
+def test_stacked_experts_stay_stacked_where_the_checkpoint_has_them_so() -> None:
+    name = "l.experts.down_proj"
+    expected = Manifest.of([TensorSpec(name, "float32", (2, 3, 4))])
+    for source in sources({name: torch.ones(2, 3, 4)}, expected):
+        assert list(tensors_of(source)) == [name]
+
+
+class Alive:
+    """Counts the bytes of a generator's tensors that are alive."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.total = 0
+
+    def tensors(self, num: int, dtype: Any) -> Iterator[tuple[str, Any]]:
+        for index in range(num):
+            tensor = torch.full((25,), float(index), dtype=dtype)
+            self.now += tensor.nbytes
+            self.total += tensor.nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(tensor, self._drop, tensor.nbytes)
+            yield f"t{index}", tensor
+            del tensor
+
+    def _drop(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def test_of_a_generator_one_bucket_and_one_tensor_are_alive() -> None:
+    alive = Alive()
+    source = StreamedSource(
+        alive.tensors(50, torch.float32), expected=None, name_map=None, dtype=None
+    )
+    for pairs, _ in source.buckets(BUCKET_BYTES):
+        assert sum(one.nbytes for one in pairs.tensors) <= BUCKET_BYTES
+        del pairs
+    assert alive.most <= BUCKET_BYTES + 100 < alive.total / 4
+    assert alive.now == 0
+
+
+@pytest.mark.parametrize(("own", "models"), [("float64", "float32"), ("float32", "float64")])
+def test_a_generators_tensors_are_cast_one_by_one_inside_their_bucket(
+    own: str, models: str
+) -> None:
+    alive = Alive()
+    expected = Manifest.of(TensorSpec(f"t{index}", models, (25,)) for index in range(50))
+    source = StreamedSource(
+        alive.tensors(50, getattr(torch, own)), expected=expected, name_map=None, dtype=None
+    )
+    num_seen = 0
+    for pairs, _ in source.buckets(BUCKET_BYTES):
+        wide = alive.now
+        cast = cast_to(pairs, expected)
+        assert alive.now < wide - 300, "the bucket's own tensors are still there"
+        assert sum(one.nbytes for one in cast.tensors) <= BUCKET_BYTES
+        assert {spec.dtype for spec in cast.specs} == {models}
+        for name, one in cast:
+            assert name == f"t{num_seen}"
+            assert torch.equal(one, torch.full((25,), float(num_seen), dtype=one.dtype))
+            num_seen += 1
+        del pairs, cast
+    assert num_seen == 50
+    assert alive.most <= BUCKET_BYTES + 200
+
+
+def test_where_a_generators_tensors_are_is_known_with_its_first_bucket() -> None:
+    class OnGpu(torch.Tensor):  # a double: there is no GPU here
+        is_cuda = True
+
+    for kind, expected in ((torch.Tensor, False), (OnGpu, True)):
+        named = iter([("a", torch.ones(2).as_subclass(kind))])
+        source = StreamedSource(named, expected=None, name_map=None, dtype=None)
+        assert not source.is_on_cuda
+        assert [is_last for _, is_last in source.buckets(BUCKET_BYTES)] == [True]
+        assert source.is_on_cuda is expected
+
+
+def test_a_generator_without_tensors_is_refused() -> None:
+    source = StreamedSource(iter(()), expected=None, name_map=None, dtype=None)
+    with pytest.raises(WeightMismatch, match="has no tensors"):
+        list(source.buckets(BUCKET_BYTES))
