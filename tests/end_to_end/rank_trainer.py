@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -137,7 +138,11 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
         started = time.monotonic()
         try:
             report = getattr(trainer, command.pop("do"))(**command)
-            found = {"version": report.weight_version, "phases": list(report.phase_s)}
+            found = {
+                "version": report.weight_version,
+                "phases": list(report.phase_s),
+                "stages": [asdict(stage) for stage in report.push_stages],
+            }
         except Exception as error:
             found = {"error": str(error), "type": type(error).__name__}
         found["seconds"] = time.monotonic() - started

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +34,7 @@ from rollout.weights.ranks.bucket_makers import (
     check_same,
     with_content,
 )
+from rollout.weights.ranks.push_figures import PushFigures
 from rollout.weights.ranks.rank_link import RankLink
 from rollout.weights.ranks.rank_protocol import (
     AwaitEngines,
@@ -67,6 +70,7 @@ from rollout.weights.transports.carriers import MOST_BUCKET_BYTES, ByPath
 _REPORT = TypeAdapter(StepReport)
 # Words of so many pushes stay for ranks that are late.
 _PUSHES_REMEMBERED = 4
+_RECORD_S = 5.0
 Word = Mapping[str, Any]
 
 
@@ -128,6 +132,7 @@ class Pusher:
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
             report = link.run(steps, work.do)
+            work.record()
         finally:
             work.close()
             self._forget(turn)
@@ -181,6 +186,7 @@ class _RankWork:
         self._version = 0
         self._transport = Transport.TENSOR
         self._fingerprints = ""
+        self._figures = PushFigures(pusher.link.num_ranks)
         self._handover: BucketHandover[Any] = BucketHandover()
         self._outgoing: OutgoingPush | None = None
         self._pending: Pending[StepReport] | None = None
@@ -201,6 +207,15 @@ class _RankWork:
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
         raise AssertionError(step)
+
+    def record(self) -> None:
+        """On rank 0: give the server the figures of all ranks, for its timeline."""
+        if self._pusher.link.rank == 0:
+            recorded = self._caller.call(
+                RolloutServer.record_push, self._figures.spans(self._version)
+            )
+            with suppress(Exception):  # the weights are pushed: it succeeds without its spans
+                recorded.result(_RECORD_S)
 
     def close(self) -> None:
         """Free what the push holds, also after a failure."""
@@ -246,12 +261,15 @@ class _RankWork:
 
     def _make(self, index: int) -> Word:
         assert self._maker is not None
+        self._figures.begin()
         pairs, is_last = next(self._buckets)
         self._check(pairs, is_last)
         if isinstance(self._source, StreamedSource):
             # The push announces the model's dtypes, because these are known only now.
             pairs = cast_to(pairs, self._pusher.expected)
-        return with_content(self._maker.make(index, pairs), pairs, is_last)
+        self._figures.gathered()
+        word = self._figures.with_figures(self._maker.make(index, pairs), pairs)
+        return with_content(word, pairs, is_last)
 
     # -- rank 0 -----------------------------------------------------------------------------
 
@@ -365,11 +383,13 @@ class _RankWork:
     def _offer(self, words: Sequence[Word]) -> None:
         assert self._maker is not None
         check_same(words)
+        self._figures.offered(words)
         self._handover.put(self._maker.joined(words, bool(words[0]["is_last"])))
 
     def _await_engines(self, index: int | None, timeout_s: float) -> Word | None:
         assert self._pending is not None
         if index is not None and self._handover.is_wanted(index, timeout_s):
+            self._figures.wanted(time.monotonic())
             return {}
         if index is not None and not self._handover.is_over:
             return None
@@ -381,6 +401,8 @@ class _RankWork:
             return None
         if index is not None:
             raise RolloutError(f"the server ended the push before bucket {index}: {report}")
+        self._figures.wanted(self._handover.over_s)
+        report = replace(report, push_stages=self._figures.stages(self._transport.value))
         word: Word = _REPORT.dump_python(report, mode="json")
         return word
 

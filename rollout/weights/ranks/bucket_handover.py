@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Generic, TypeVar
 
 from rollout.weights.format.manifest import Manifest
@@ -27,6 +28,7 @@ class BucketHandover(Generic[T]):
         self._bucket: T | None = None
         self._num_wanted = 0
         self._is_over = False
+        self._over_s = 0.0
 
     # -- the caller's thread ----------------------------------------------------------------
 
@@ -45,6 +47,11 @@ class BucketHandover(Generic[T]):
     def is_over(self) -> bool:
         """Whether the stream takes no more buckets."""
         return self._is_over
+
+    @property
+    def over_s(self) -> float:
+        """When it was closed, by ``time.monotonic``: engines have applied the last bucket."""
+        return self._over_s
 
     def put(self, bucket: T) -> None:
         """Give the stream the bucket that it asked for."""
@@ -71,6 +78,8 @@ class BucketHandover(Generic[T]):
     def close(self) -> None:
         """End both sides; the stream calls it too."""
         with self._changed:
+            if not self._is_over:
+                self._over_s = time.monotonic()
             self._is_over = True
             self._changed.notify_all()
 
@@ -87,4 +96,6 @@ class GatheredWeights:
 
     def gathered(self, most_bytes: int | None = None) -> Iterator[GatheredBucket]:
         """Each bucket's whole tensors, and whether it is the last."""
-        return iter(self._buckets)
+        # The stream ends this generator when the engines have applied the last bucket.
+        with closing(self._buckets):
+            yield from self._buckets
