@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.report import machine, parse_arguments, publish
 from benchmarks.weights.clock import memcpy
 
-FAMILIES = ("push", "store", "beside")
+FAMILIES = ("push", "store", "beside", "ranks")
 
 
 def main() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from engines.protocol.plain_text import size_text
 from rollout.cli.lib.launch_option import LaunchId, ListLaunches, show_launches, spans_of_launch
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
-from rollout.observability.timeline.analysis import Step, slowest_engines, steps
+from rollout.core.types import PushStage
+from rollout.observability.timeline.analysis import Step, push_stages, slowest_engines, steps
 from rollout.observability.timeline.export import chrome_trace
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_spans
@@ -51,7 +54,8 @@ def trace(
     if as_json:
         reported = [_as_dict(step) for step in found]
         values = {"trace": str(target), "launch": chosen.launch, "num_spans": len(spans)}
-        print_json(values | {"steps": reported})
+        ranks = [asdict(stage) for stage in push_stages(spans)]
+        print_json(values | {"steps": reported, "push_stages": ranks})
         return
     console().print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
     _show(found, spans)
@@ -85,3 +89,18 @@ def _show(found: list[Step], spans: list[Span]) -> None:
             f"{slowest.waited_s:.2f}",
         )
     console().print(engines)
+    if stages := push_stages(spans):
+        console().print(_ranks(stages))
+
+
+def _ranks(stages: list[PushStage]) -> Table:
+    table = Table("rank", "stage of pushes", "seconds", "bytes", "GiB/s")
+    for stage in stages[:_NUM_SHOWN]:
+        table.add_row(
+            str(stage.rank),
+            stage.stage,
+            f"{stage.elapsed_s:.2f}",
+            size_text(stage.num_bytes),
+            f"{stage.gib_per_s:.2f}",
+        )
+    return table

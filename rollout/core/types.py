@@ -136,6 +136,31 @@ class PhaseReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PushStage:
+    """What one rank of the trainer did in one stage of a push.
+
+    Attributes:
+        stage: ``gather``: until the rank had the whole tensors of a bucket.  ``copy``: until it
+            had written what it sends.  ``engine``, of rank 0: until the engines wanted the next
+            bucket, or had applied the last one.  Where rank 0 sends alone (``tensor``,
+            ``distributed``), its copies are part of ``engine``.
+        carrier: how the bytes reach the engines; empty for ``gather``.
+        num_bytes: of the tensors that were gathered, sent by this rank, or applied.
+    """
+
+    rank: int
+    stage: str
+    carrier: str
+    num_bytes: int
+    elapsed_s: float
+
+    @property
+    def gib_per_s(self) -> float:
+        """0 if nothing was measured."""
+        return self.num_bytes / 2**30 / self.elapsed_s if self.elapsed_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The result of a server command over all groups.
 
@@ -143,12 +168,14 @@ class StepReport:
         phase_s: command -> seconds to its barrier (the slowest group).
         freed_bytes: memory that the engines released.
         weight_version: version of all serving engines.
+        push_stages: seconds and bytes of each rank of a push; empty without a ``Pusher``.
     """
 
     phase_s: Mapping[str, float] = field(default_factory=dict)
     freed_bytes: int = 0
     weight_version: int = 0
     reports: tuple[PhaseReport, ...] = ()
+    push_stages: tuple[PushStage, ...] = ()
 
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command are added."""
@@ -160,6 +187,7 @@ class StepReport:
             self.freed_bytes + later.freed_bytes,
             later.weight_version,
             self.reports + later.reports,
+            self.push_stages + later.push_stages,
         )
 
 

@@ -37,6 +37,28 @@ STORE = {
     "disk_warm_safe_open": RATE,
     "disk_cold": RATE,
 }
+NUMS_OF_RANKS = ("1", "2", "4")
+RANKS = {
+    "tensors": None,
+    "bytes": None,
+    "bucket_bytes": None,
+    **{
+        num: {
+            **{
+                way: {
+                    "seconds": None,
+                    "cpu_s_per_gib": None,
+                    "sent_bytes": {str(rank) for rank in range(int(num))},
+                    "largest_share": None,
+                }
+                for way in ("replicated", "sharded", "generator", "peer")
+            },
+            "beyond_model_buckets": None,
+            "peak_rss_mib": None,
+        }
+        for num in NUMS_OF_RANKS
+    },
+}
 MODE = {"samples_per_s", "engine_busy", "driver_cpu_s_per_1k"}
 ROUTER = {
     "requests_per_s",
@@ -125,6 +147,7 @@ KEYS: dict[str, dict[str, Any]] = {
             "keep_s": None,
             "on_to_off": None,
         },
+        "ranks": {"dense": RANKS, "experts": RANKS},
         "bytes": None,
         "repeats": None,
     },

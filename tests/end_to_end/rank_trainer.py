@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
 from engines.protocol import Endpoint
+from rollout.config import EngineKind, Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineStatus, ServerStatus
-from rollout.config import EngineKind, Transport
 from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
@@ -319,7 +319,11 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
         started = time.monotonic()
         try:
             report = getattr(trainer, command.pop("do"))(**command)
-            found = {"version": report.weight_version, "phases": list(report.phase_s)}
+            found = {
+                "version": report.weight_version,
+                "phases": list(report.phase_s),
+                "stages": [asdict(stage) for stage in report.push_stages],
+            }
         except Exception as error:
             found = {"error": str(error), "type": type(error).__name__}
         found["seconds"] = time.monotonic() - started

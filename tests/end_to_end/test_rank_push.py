@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout.control.server.server import RolloutServer
+from rollout.observability.timeline.export import chrome_trace
+from rollout.observability.timeline.span import Kind
+from rollout.weights.format.manifest import read_checkpoint_manifest
 from tests.support.rank_processes import Ranks, errors, served_seed
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
@@ -46,6 +52,15 @@ def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
     found.end()
 
 
+def model_bytes(run: DeploymentHandle) -> int:
+    manifest = read_checkpoint_manifest(run.config.servers["policy"].model_path)
+    assert manifest is not None
+    return sum(
+        torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").nbytes
+        for spec in manifest.tensors.values()
+    )
+
+
 def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
     assert ranks.writers == [0, 1]
@@ -67,6 +82,45 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
     assert [one.get("version") for one in said] == [before + 9] * 2, said
 
 
+def test_the_report_has_the_seconds_and_bytes_of_every_rank(
+    run: DeploymentHandle, ranks: Ranks
+) -> None:
+    said = ranks.do("push", seed=12)
+    stages = said[0]["stages"]
+    assert said[1]["stages"] == stages
+    num_bytes = model_bytes(run)
+    assert {(one["rank"], one["stage"]) for one in stages} == {
+        *((rank, stage) for rank in (0, 1) for stage in ("gather", "copy")),
+        (0, "engine"),
+    }
+    assert all(one["elapsed_s"] > 0 for one in stages), stages
+    assert all(one["num_bytes"] == num_bytes for one in stages if one["stage"] != "copy")
+    copied = {one["rank"]: one for one in stages if one["stage"] == "copy"}
+    assert sum(one["num_bytes"] for one in copied.values()) == num_bytes
+    assert max(one["num_bytes"] for one in copied.values()) <= num_bytes / 2 + BUCKET_BYTES
+    assert {one["carrier"] for one in copied.values()} == {"shared_memory"}
+
+
+def test_the_trace_of_a_push_has_a_lane_for_every_rank(
+    run: DeploymentHandle, ranks: Ranks, tmp_path: Path
+) -> None:
+    version = ranks.do("push", seed=13)[0]["version"]
+    spans = run["policy"]._caller.call(RolloutServer.observe, {}).result(30).timelines["policy"]
+    pushed = [span for span in spans.spans if version == span.weight_version]
+    (update,) = [span for span in pushed if span.name == "update_weights"]
+    of_ranks = [span for span in pushed if span.kind is Kind.RANK]
+    # The trainer's processes and the server compare Unix seconds of one host here.
+    assert all(update.start_s - 0.1 <= span.start_s <= update.end_s + 0.1 for span in of_ranks)
+    trace = chrome_trace(pushed)["traceEvents"]
+    lanes = {one["args"]["name"]: one["tid"] for one in trace if one["name"] == "thread_name"}
+    assert {"rank 0", "rank 1"} <= lanes.keys()
+    for name in ("rank 0", "rank 1"):
+        lane = [one for one in trace if one["ph"] == "X" and one["tid"] == lanes[name]]
+        assert {"gather", "copy"} <= {one["name"] for one in lane}
+        for before, after in itertools.pairwise(lane):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1
+
+
 @pytest.mark.slow
 def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
@@ -74,6 +128,11 @@ def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ra
         said = ranks.do("push_by", transport=transport, seed=20 + number)
         assert [one.get("version") for one in said] == [before + number] * 2, said
         served_seed(run, 20 + number)
+        sent = {one["rank"]: one for one in said[1]["stages"] if one["stage"] == "copy"}
+        assert [sent[rank]["num_bytes"] for rank in (0, 1)] == [model_bytes(run), 0]
+        assert sent[0]["carrier"] == transport
+        (engine,) = [one for one in said[1]["stages"] if one["stage"] == "engine"]
+        assert 0 < engine["elapsed_s"] < said[0]["seconds"]
     said = ranks.do("push_by", transport="distributed", seed=30, is_streamed=True)
     assert [one.get("version") for one in said] == [before + 4] * 2, said
     served_seed(run, 30)

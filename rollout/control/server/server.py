@@ -37,6 +37,7 @@ from rollout.core.fanout import barrier
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import Span
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import group_margin_s
 from rollout.rules.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
@@ -386,6 +387,10 @@ class RolloutServer:
         return await take_snapshot(
             self.status(), self.timeline, self._registry.groups, self._router, cursors
         )
+
+    async def record_push(self, spans: Sequence[Span]) -> None:
+        """Add to the timeline what the ranks of the trainer have measured in a push."""
+        self.timeline.add(spans)
 
     async def log_tail(self, engine_id: str) -> str:
         """The last lines of an engine's log."""

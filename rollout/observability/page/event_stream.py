@@ -20,7 +20,7 @@ _SOON_S = 1.0
 _COST = 50
 _MAX_BEHIND = 20
 # The spans that the page draws as lanes.
-DRAWN_KINDS = frozenset({Kind.PHASE, Kind.ENGINE, Kind.EVENT})
+DRAWN_KINDS = frozenset({Kind.PHASE, Kind.ENGINE, Kind.RANK, Kind.EVENT})
 _MAX_FIRST_SPANS = 20_000
 # Lists that only grow: a change contains only their new entries.
 _GROWING = ("events", "figures", "steps")

@@ -1,4 +1,5 @@
-"""Steps computed from spans: the time lost at the boundary, and each phase's slowest engine.
+"""Steps computed from spans: the time lost at the boundary, each phase's slowest engine, and the
+seconds of each rank of the trainer in pushes.
 
 Always true: only finished spans count; a step is complete only with its ``continue``.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rollout.core.types import PushStage
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.rules.lifecycle import Command
 
@@ -110,6 +112,21 @@ def slowest_engines(spans: Iterable[Span]) -> dict[str, Slowest]:
         if span.kind is Kind.ENGINE and span.outcome is not Outcome.RUNNING:
             by_phase[span.name][span.engine_id] += span.elapsed_s
     return {phase: _slowest(seconds) for phase, seconds in by_phase.items()}
+
+
+def push_stages(spans: Iterable[Span]) -> list[PushStage]:
+    """Seconds and bytes of each rank and stage, over all pushes; the longest first."""
+    found: dict[tuple[int, str], PushStage] = {}
+    for span in spans:
+        if span.rank is not None:
+            key = (span.rank, span.name)
+            before = found.get(key, PushStage(*key, "", 0, 0.0))
+            found[key] = replace(
+                before,
+                num_bytes=before.num_bytes + span.num_bytes,
+                elapsed_s=before.elapsed_s + span.elapsed_s,
+            )
+    return sorted(found.values(), key=lambda stage: -stage.elapsed_s)
 
 
 def _slowest(seconds: Mapping[str, float]) -> Slowest:

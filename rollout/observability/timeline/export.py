@@ -1,7 +1,7 @@
 """Spans as a trace for chrome://tracing and Perfetto (ui.perfetto.dev).
 
-Always true: each server is a process with one lane for its phases and one per engine; the spans of
-a lane are nested or follow one another.
+Always true: each server is a process with one lane for its phases, one per engine and one per
+rank of the trainer; the spans of a lane are nested or follow one another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for span in spans:
         pid = servers.setdefault(span.source.partition("/")[0], len(servers) + 1)
-        tid = lanes.setdefault((pid, span.engine_id or _LANE_OF_PHASES), len(lanes) + 1)
+        tid = lanes.setdefault((pid, _lane(span)), len(lanes) + 1)
         event: dict[str, Any] = {
             "name": span.name,
             "cat": span.kind.value,
@@ -46,6 +46,12 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"began_unix_s": origin_s},
     }
+
+
+def _lane(span: Span) -> str:
+    if span.rank is not None:
+        return f"rank {span.rank}"
+    return span.engine_id or _LANE_OF_PHASES
 
 
 def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

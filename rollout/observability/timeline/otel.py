@@ -24,7 +24,7 @@ _MAX_PARENTS = 4096
 _SCOPE = "ray-rollout"
 _ATTRIBUTES = (
     *("source", "engine_id", "outcome", "num_bytes", "budget_s", "weight_version"),
-    *("verified_by", "read_bytes"),
+    *("verified_by", "read_bytes", "rank"),
 )
 
 

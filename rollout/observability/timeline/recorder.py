@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -77,6 +77,11 @@ class Timeline:
         span.said = message
         self._end(span)
 
+    def add(self, spans: Iterable[Span]) -> None:
+        """Record finished spans that another process has measured."""
+        for span in spans:
+            self._keep(replace(span, source=self.source, span_id=next(self._ids), parent=0))
+
     def since(self, cursor: int = 0) -> Excerpt:
         """The kept spans that ended after ``cursor`` was returned, and the running ones."""
         num_new = min(self._num_ended - cursor, len(self._ended))
@@ -101,6 +106,9 @@ class Timeline:
         if span.outcome is Outcome.RUNNING:
             span.outcome = Outcome.OK
         del self._running[span.span_id]
+        self._keep(span)
+
+    def _keep(self, span: Span) -> None:
         self._ended.append(span)
         self._num_ended += 1
         for sink in self._sinks:

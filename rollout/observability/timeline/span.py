@@ -13,13 +13,15 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a span covers: a phase of a server, of a group in it, of an engine, a call, an event."""
+    """What a span covers: a phase of a server, of a group in it, of an engine, a call, an event,
+    or a stage of a push on one rank of the trainer."""
 
     PHASE = "phase"
     GROUP = "group"
     ENGINE = "engine"
     CALL = "call"
     EVENT = "event"
+    RANK = "rank"
 
 
 class Outcome(StrEnum):
@@ -41,8 +43,8 @@ class Span:
         name: the command (``pause``), the operation (``flush_cache``), or the name of the event.
         engine_id: the engine it belongs to; empty if it belongs to all.
         budget_s: seconds from its start to its deadline; 0 for none.
-        ``said``: the text of the error or event.
-        num_bytes: size of the request bodies sent to the engine.
+        ``said``: the text of the error or event, or the buckets of a rank's stage.
+        num_bytes: size of the request bodies sent to the engine, or of a rank's tensors.
         memory_before_bytes, memory_after_bytes: on the engine's GPUs by all programs, or of its
             processes if it has none, where measured.
         num_gpus: GPUs of an engine that released or resumed memory.
@@ -50,6 +52,7 @@ class Span:
         verified_by: how the weights were verified: ``fingerprint``, ``canary``, ``version``.
         read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
         launch: the launch of the run that recorded it; empty in memory, set in files.
+        rank: of the trainer; None if the span belongs to none.
     """
 
     kind: Kind
@@ -71,6 +74,7 @@ class Span:
     verified_by: str = ""
     read_bytes: int | None = None
     launch: str = ""
+    rank: int | None = None
 
     @property
     def end_s(self) -> float:

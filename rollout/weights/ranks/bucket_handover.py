@@ -24,6 +24,7 @@ class BucketHandover(Generic[T]):
         self._bucket: T | None = None
         self._num_wanted = 0
         self._is_over = False
+        self._over_s = 0.0
 
     # -- the caller's thread ----------------------------------------------------------------
 
@@ -42,6 +43,11 @@ class BucketHandover(Generic[T]):
     def is_over(self) -> bool:
         """Whether the stream takes no more buckets."""
         return self._is_over
+
+    @property
+    def over_s(self) -> float:
+        """When it was closed, by ``time.monotonic``: engines have applied the last bucket."""
+        return self._over_s
 
     def put(self, bucket: T) -> None:
         """Give the stream the bucket that it asked for."""
@@ -68,5 +74,7 @@ class BucketHandover(Generic[T]):
     def close(self) -> None:
         """End both sides; the stream calls it too."""
         with self._changed:
+            if not self._is_over:
+                self._over_s = time.monotonic()
             self._is_over = True
             self._changed.notify_all()

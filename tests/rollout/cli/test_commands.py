@@ -22,6 +22,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.rollout.observability.timeline.spans import offload_step, rank_push
 from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until
 from tests.support.processes import program
@@ -175,6 +176,17 @@ def test_a_trace_is_a_file_and_a_summary(run: str, tmp_path: Path) -> None:
     output = run_command("trace", run, "-o", str(out))
     assert "lost at the boundary" in output
     assert "slowest engine" in output
+    assert "stage of pushes" not in output
+
+
+def test_a_trace_shows_the_rank_that_was_slow(tmp_path: Path) -> None:
+    lines = [json.dumps(span.to_dict()) for span in [*offload_step(), *rank_push()]]
+    (tmp_path / "policy.spans.jsonl").write_text("\n".join(lines))
+    output = run_command("trace", str(tmp_path))
+    rows = [re.findall(r"[\w.]+", line) for line in output.split("stage of pushes")[1].splitlines()]
+    assert next(row[:3] for row in rows if row and row[0] in "01") == ["0", "copy", "0.40"]
+    found = json.loads(run_command("trace", str(tmp_path), "--json"))["push_stages"]
+    assert [(one["rank"], one["stage"]) for one in found][:2] == [(0, "copy"), (1, "gather")]
 
 
 def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> None:

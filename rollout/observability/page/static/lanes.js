@@ -1,14 +1,17 @@
-// Lanes over time on a canvas: one for the server's phases, one per engine.
+// Lanes over time on a canvas: one for the server's phases, one per engine and per rank of the trainer.
 // Only visible spans are drawn, and of several within one pixel only the first: 256 lanes stay fast.
 
 const COLORS = {
   pause: "--pause", flush: "--flush", release: "--release", resume_weights: "--resume",
   update_weights: "--update", begin_weight_update: "--update", end_weight_update: "--update",
   verify: "--verify", resume_kv: "--kv", continue: "--continue", restart: "--watch", adopt: "--watch",
+  gather: "--gather", copy: "--copy", engine: "--engine",
 };
-export const LEGEND = ["pause", "flush", "release", "resume_weights", "update_weights", "verify", "resume_kv", "continue"];
+export const LEGEND = ["pause", "flush", "release", "resume_weights", "update_weights", "verify", "resume_kv", "continue", "gather", "copy", "engine"];
 const AXIS = 22;
 const SERVER_LANE = 22;
+
+export const laneOf = (span) => (span.kind === "phase" ? "" : span.rank !== undefined ? `rank ${span.rank}` : span.engine_id || "");
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -23,12 +26,13 @@ export const colorOf = (colors, name) => colors[name] || colors.other;
 
 // Spans by lane, in the order of their ends; the oldest are dropped.
 export class Spans {
-  constructor(max = 60000) { this.lanes = new Map(); this.max = max; this.num = 0; this.first = Infinity; }
+  constructor(max = 60000) { this.lanes = new Map(); this.ranks = new Set(); this.max = max; this.num = 0; this.first = Infinity; }
 
   add(spans) {
     for (const span of spans) {
       if (span.kind === "phase" || (span.kind === "group" && !span.engine_id)) { if (span.kind === "group") continue; }
-      const lane = span.kind === "phase" ? "" : span.engine_id || "";
+      const lane = laneOf(span);
+      if (span.kind === "rank") this.ranks.add(lane);
       if (!this.lanes.has(lane)) this.lanes.set(lane, []);
       this.lanes.get(lane).push(span);
       this.first = Math.min(this.first, span.start_s);

@@ -1,5 +1,5 @@
 // The live page: receives the server's state, keeps it and draws it.  Values are inserted as text, never as HTML.
-import { Lanes, LEGEND, Spans, colorOf, palette } from "./lanes.js";
+import { Lanes, LEGEND, Spans, colorOf, laneOf, palette } from "./lanes.js";
 import { curve } from "./curves.js";
 
 const find = (id) => document.getElementById(id);
@@ -69,7 +69,7 @@ function connect() {
     state.run_id = hello.run_id;
     find("control").hidden = !hello.can_steer || key !== "";
   });
-  source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
+  source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.ranks.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
   source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
   source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
   source.onerror = () => { link.className = "lost"; text("link", "connection lost; trying again"); };
@@ -223,7 +223,7 @@ async function openStep(number) {
   const step = await response.json();
   const canvas = make("canvas", { role: "img", "aria-label": "Engines in this step; the table below shows its longest calls" });
   const drawn = new Spans(); drawn.add(step.spans.filter((span) => span.kind !== "call").sort((one, other) => one.start_s + one.elapsed_s - other.start_s - other.elapsed_s));
-  const ids = [...new Set(step.spans.map((span) => span.engine_id).filter(Boolean))].sort(natural);
+  const ids = [...new Set(step.spans.map(laneOf).filter(Boolean))].sort(natural);
   const calls = step.spans.filter((span) => span.kind === "call" || span.outcome === "failed").sort((one, other) => other.elapsed_s - one.elapsed_s).slice(0, 40);
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...["Engine", "Call", "Seconds", "Sent", "Outcome"].map((title) => make("th", { scope: "col" }, title)))),
     make("tbody", {}, ...calls.map((call) => make("tr", {}, make("td", {}, call.engine_id || ""), make("td", {}, call.name), make("td", {}, seconds(call.elapsed_s)), make("td", {}, call.num_bytes ? bytes(call.num_bytes) : ""), make("td", { class: call.outcome === "ok" ? "" : "error" }, call.outcome === "ok" ? "ok" : call.said || call.outcome)))));
@@ -278,7 +278,7 @@ function draw() {
   const late = new Set(state.running.filter((span) => span.kind === "engine").map((span) => span.engine_id));
   const ids = all.length > FEW && late.size <= LATE ? [...all.filter((id) => late.has(id)), ...all.filter((id) => !late.has(id))] : all;
   const running = state.running.map((span) => ({ ...span, elapsed_s: Math.max(0, now_s() - span.start_s) }));
-  lanes.draw({ lanes: ids, spans, running, ...shown });
+  lanes.draw({ lanes: [...ids, ...[...spans.ranks].sort(natural)], spans, running, ...shown });
 }
 
 function follow(is) { followed = is; find("follow").setAttribute("aria-pressed", String(is)); draw(); }
@@ -294,7 +294,7 @@ find("lanes").addEventListener("pointermove", (event) => {
   tip.hidden = !under || !under.span;
   if (tip.hidden) return;
   const { span, lane } = under;
-  const more = [span.num_bytes ? `sent ${bytes(span.num_bytes)}` : "", span.read_bytes ? `read ${bytes(span.read_bytes)}` : "", span.memory_before_bytes !== undefined ? `memory ${bytes(span.memory_before_bytes)} → ${bytes(span.memory_after_bytes)}` : "", span.weight_version !== undefined ? `version ${span.weight_version}` : "", span.outcome === "ok" ? "" : span.outcome, span.said || ""].filter(Boolean);
+  const more = [span.num_bytes ? `${span.kind === "rank" ? "" : "sent "}${bytes(span.num_bytes)}` : "", span.read_bytes ? `read ${bytes(span.read_bytes)}` : "", span.memory_before_bytes !== undefined ? `memory ${bytes(span.memory_before_bytes)} → ${bytes(span.memory_after_bytes)}` : "", span.weight_version !== undefined ? `version ${span.weight_version}` : "", span.outcome === "ok" ? "" : span.outcome, span.said || ""].filter(Boolean);
   tip.textContent = `${lane}: ${span.name}, ${seconds(span.elapsed_s)}, ${clock(span.start_s)}${more.length ? `\n${more.join("; ")}` : ""}`;
   tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 320)}px`; tip.style.top = `${event.clientY + 16}px`;
 });

@@ -1,6 +1,7 @@
 """The page of a deployment over fake engines: its data, its keys, and a stuck phase."""
 
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -10,12 +11,14 @@ from rich.console import Console
 
 from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import CONTROL_FILE
+from rollout.control.server.server import RolloutServer
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
 from rollout.observability.timeline.span_file import read_lines
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.rollout.observability.timeline.spans import rank_push
 from tests.support.paged import page_of, step, until
 from tests.support.served_fakes import engines_of, launched
 
@@ -177,6 +180,23 @@ def test_changes_come_as_they_happen(page: httpx.Client, deployment: DeploymentH
                 break
     deployment["policy"].continue_generation().result(30)
     assert seen[:3] == ["hello", "state", "spans"]
+
+
+def test_the_page_is_sent_what_it_draws_of_the_ranks_of_a_push(
+    page: httpx.Client, deployment: DeploymentHandle
+) -> None:
+    caller = deployment["policy"]._caller
+    caller.call(RolloutServer.record_push, rank_push(time.time())).result(30)
+    ranks: set[int] = set()
+    with page.stream("GET", "/api/changes") as stream:
+        event = ""
+        for line in stream.iter_lines():
+            event = line.removeprefix("event: ") if line.startswith("event: ") else event
+            if line.startswith("data: ") and event == "spans":
+                spans = json.loads(line.removeprefix("data: "))
+                ranks |= {span["rank"] for span in spans if span["kind"] == "rank"}
+            if ranks == {0, 1}:
+                break
 
 
 def test_the_end_of_an_engines_log_can_be_read(page: httpx.Client) -> None:

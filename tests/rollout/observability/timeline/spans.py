@@ -29,3 +29,19 @@ def offload_step(at_s: float = 100.0) -> list[Span]:
         phase("resume_kv", at_s + 12.6, 0.3),
         phase("continue", at_s + 12.9, 0.1),
     ]
+
+
+def rank_push(at_s: float = 111.5) -> list[Span]:
+    """A push of two ranks in the update of ``offload_step``."""
+    found = []
+    for rank, name, start_s, elapsed_s, num_bytes in (
+        (0, "gather", at_s, 0.1, 300),
+        (1, "gather", at_s, 0.2, 300),
+        (1, "copy", at_s + 0.2, 0.1, 200),
+        (0, "copy", at_s + 0.1, 0.3, 100),
+        (0, "copy", at_s + 0.4, 0.1, 100),
+    ):
+        span = Span(Kind.RANK, name, "policy", start_s, elapsed_s, Outcome.OK)
+        span.rank, span.num_bytes, span.said = rank, num_bytes, "bucket 1"
+        found.append(span)
+    return found

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout.observability.timeline.analysis import slowest_engines, steps
+from rollout.observability.timeline.analysis import push_stages, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
-from tests.rollout.observability.timeline.spans import engine, offload_step, phase
+from tests.rollout.observability.timeline.spans import engine, offload_step, phase, rank_push
 
 
 def test_the_time_of_the_trainer_is_not_lost() -> None:
@@ -69,3 +69,16 @@ def test_a_step_contains_its_failures() -> None:
     late = engine("release", "main-1", 100.6, 0.4, outcome=Outcome.FAILED, said="too late")
     (step,) = steps([*offload_step(), late])
     assert [span.said for span in step.failures] == ["too late"]
+
+
+def test_the_seconds_and_bytes_of_each_rank_are_added_up_and_the_longest_come_first() -> None:
+    stages = push_stages([*offload_step(), *rank_push()])
+    assert [(one.rank, one.stage, one.num_bytes) for one in stages] == [
+        (0, "copy", 200),
+        (1, "gather", 300),
+        (0, "gather", 300),
+        (1, "copy", 200),
+    ]
+    assert stages[0].elapsed_s == pytest.approx(0.4)
+    assert stages[0].gib_per_s == pytest.approx(200 / 2**30 / 0.4)
+    assert steps([*offload_step(), *rank_push()]) == steps(offload_step())

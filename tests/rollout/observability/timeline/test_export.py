@@ -6,7 +6,7 @@ import pytest
 
 from rollout.observability.timeline.export import chrome_trace
 from rollout.observability.timeline.span import Kind, Outcome, Span
-from tests.rollout.observability.timeline.spans import engine, offload_step
+from tests.rollout.observability.timeline.spans import engine, offload_step, rank_push
 
 
 def test_every_engine_has_a_lane_of_its_own_under_its_server() -> None:
@@ -20,6 +20,19 @@ def test_every_engine_has_a_lane_of_its_own_under_its_server() -> None:
         if event["ph"] == "X" and (event["pid"], event["tid"]) == lanes["main-1"]
     ]
     assert [event["name"] for event in of_main_1] == ["pause", "update_weights", "update_weights"]
+
+
+def test_every_rank_of_the_trainer_has_a_lane_of_its_own() -> None:
+    spans = [*offload_step(), *rank_push()]
+    trace = chrome_trace(spans)["traceEvents"]
+    lanes = {event["args"]["name"]: event["tid"] for event in trace if event["ph"] == "M"}
+    of_rank_1 = [event for event in trace if event["ph"] == "X" and event["tid"] == lanes["rank 1"]]
+    assert [(event["name"], event["cat"]) for event in of_rank_1] == [
+        ("gather", "rank"),
+        ("copy", "rank"),
+    ]
+    assert of_rank_1[1]["args"]["num_bytes"] == 200
+    assert of_rank_1[1]["args"]["said"] == "bucket 1"
 
 
 def test_times_are_microseconds_from_the_first_span() -> None:

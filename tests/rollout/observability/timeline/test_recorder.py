@@ -169,3 +169,13 @@ async def test_a_failing_disk_is_logged_once_and_stops_nothing(
 def test_a_span_of_a_later_version_is_read_without_what_is_new() -> None:
     values = Span(Kind.EVENT, "gate", "policy", 1.0, outcome=Outcome.OK).to_dict()
     assert Span.from_dict(values | {"color": "red"}).name == "gate"
+
+
+def test_spans_that_another_process_measured_are_recorded_as_its_own() -> None:
+    timeline = Timeline("policy")
+    timeline.event("first")
+    cursor = timeline.since().cursor
+    timeline.add([Span(Kind.RANK, "gather", "", 5.0, 0.5, Outcome.OK, span_id=1, rank=3)])
+    (span,) = timeline.since(cursor).spans
+    assert (span.source, span.span_id, span.rank) == ("policy", 2, 3)
+    assert Span.from_dict(span.to_dict()) == span

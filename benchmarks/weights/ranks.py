@@ -1,0 +1,170 @@
+"""Pushes by 1, 2 and 4 ranks of a trainer (gloo) on this host, to two engines.
+
+``replicated``: every rank has whole tensors, so only the push itself is measured.  ``sharded``: the
+tensors are sharded over the ranks, and the push gathers them.  ``generator``: the trainer's own
+code gathers them one by one.  ``peer``: as slime does, see ``rank_process``.
+
+A push is measured through a server, from the command to the report on every rank.  So it includes
+pause, verification and continue; the peer's engines only load.  CPU is of ranks, engines, server.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.weights.clock import rate
+from rollout import RolloutConfig, launch
+from rollout.config.run_dir import RunFolder
+
+NUMS_OF_RANKS = (1, 2, 4)
+# Two engines, and four ranks with the tensors whole and in shards, must fit into memory together.
+_MOST_BYTES = 128 << 20
+_NUM_BUCKETS = 16
+_NUM_ENGINES = 2
+
+
+def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
+    return {shape: _measure(shape, num_bytes, repeats) for shape in ("dense", "experts")}
+
+
+def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder), shape, min(num_bytes, _MOST_BYTES))
+        with safe_open(model / "model.safetensors", "pt") as file:
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
+        bucket_bytes = max(1 << 16, sum(sizes) // _NUM_BUCKETS)
+        figures: dict[str, Any] = {
+            "tensors": len(sizes),
+            "bytes": sum(sizes),
+            "bucket_bytes": bucket_bytes,
+        }
+        with launch(_config(model, Path(folder), bucket_bytes)) as deployment:
+            for num_ranks in NUMS_OF_RANKS:
+                with _ranks(deployment, model, num_ranks) as ranks:
+                    figures[str(num_ranks)] = ranks.measure(sum(sizes), repeats)
+    return figures
+
+
+def _model(folder: Path, shape: str, num_bytes: int) -> Path:
+    """Float32, so that an expert's tensor of 256 times 128 has 128 KiB."""
+    from engines.embedded.tiny_model import make_tiny_model
+
+    is_small = num_bytes < 64 << 20
+    if shape == "dense":
+        hidden_size = 128 if is_small else 1024
+        layer_bytes = 9 * hidden_size**2 * 4
+        more: dict[str, Any] = {"architecture": "qwen3"}
+    else:
+        hidden_size, num_experts = 256, 8 if is_small else 128
+        layer_bytes = num_experts * 3 * (128 << 10)
+        more = {"architecture": "qwen3_moe", "num_experts": num_experts}
+    return make_tiny_model(
+        folder / "model",
+        hidden_size=hidden_size,
+        num_layers=max(1, num_bytes // layer_bytes),
+        **more,
+    )
+
+
+def _config(model: Path, folder: Path, bucket_bytes: int) -> RolloutConfig:
+    policy = {
+        "model_path": str(model),
+        "groups": {"main": {"num_engines": _NUM_ENGINES, "engine": {"cpus": 0.5}}},
+        "weights": {"bucket_bytes": bucket_bytes},
+    }
+    return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
+
+
+class _Ranks:
+    """The processes of a trainer, and the engines that they push to."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]], engines: Any) -> None:
+        self._processes = processes
+        self._endpoints = [[engine.endpoint.host, engine.endpoint.port] for engine in engines]
+        self._pids = [process.pid for process in processes] + [engine.pid for engine in engines]
+
+    def measure(self, num_bytes: int, repeats: int) -> dict[str, Any]:
+        ways: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {}, "generator": {}}
+        rows = {
+            name: self._row(name, num_bytes, repeats, **more)
+            for name, more in [*ways.items(), ("peer", {"engines": self._endpoints})]
+        }
+        memory = self.do("memory")
+        return rows | {
+            name: max(said[name] for said in memory)
+            for name in ("beyond_model_buckets", "peak_rss_mib")
+        }
+
+    def _row(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
+        said = self.do(name, **more)  # the first push takes new memory
+        row = rate(lambda: self.do(name, **more), num_bytes, repeats, others=self._pids)
+        sent = {str(rank): one["sent"] for rank, one in enumerate(said)}
+        return {
+            "seconds": num_bytes / 2**30 / row["gib_per_s"],
+            "cpu_s_per_gib": row["cpu_s_per_gib"],
+            "sent_bytes": sent,
+            "largest_share": max(sent.values()) / num_bytes,
+        }
+
+    def do(self, command: str, **more: Any) -> list[dict[str, Any]]:
+        """Every rank's answer to a command."""
+        line = json.dumps({"do": command, **more}) + "\n"
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+        return self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        said = []
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"rank {rank} has ended; its error is above")
+            said.append(json.loads(line))
+        return said
+
+
+@contextmanager
+def _ranks(deployment: Any, model: Path, num_ranks: int) -> Iterator[_Ranks]:
+    run = RunFolder.of(deployment.config).path
+    status = deployment["policy"].status().result(60)
+    arguments = [run, model, run / f"meet-{num_ranks}"]
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.weights.rank_process"),
+                *map(str, (*arguments, rank, num_ranks)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        ranks = _Ranks(processes, status.groups[0].engines)
+        ranks.read()
+        yield ranks
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
