@@ -31,7 +31,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def policy(model_path: Path, tmp_path: Path) -> Iterator[ServerHandle]:
     group = {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}
-    server = {"model_path": str(model_path), "groups": {"main": group}}
+    server = {
+        "model_path": str(model_path),
+        "groups": {"main": group},
+        "health": {"recover": False},  # no engine is starting when the run ends
+    }
     config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
     with rollout.launch(rollout.RolloutConfig.from_dict(config)) as deployment:
         yield deployment["policy"]
