@@ -39,7 +39,7 @@ def config(args: argparse.Namespace, model_path: Path) -> rollout.RolloutConfig:
 
 def learn(trainer: GrpoTrainer, step: int, groups: Sequence[rollout.SampleGroup]) -> None:
     """Train on one batch and print its figures."""
-    metrics = trainer.step([group.samples for group in groups])
+    metrics = trainer.step(groups)
     print(f"step {step:2d}  reward {metrics['reward']:.3f}  kl {metrics['kl']:.5f}", flush=True)
 
 

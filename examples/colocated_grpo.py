@@ -64,7 +64,7 @@ def train(args: argparse.Namespace, report: Report) -> None:
             with policy.offloaded() as window:
                 with report.timed("train"):
                     trainer.onload()
-                    metrics = trainer.step([group.samples for group in groups])
+                    metrics = trainer.step(groups)
                 if not args.skip_push:
                     window.push(trainer.state_dict(), version=step)
                 trainer.offload()

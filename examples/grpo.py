@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -95,7 +95,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (std + 1e-6) for reward in rewards]
 
 
-def make_batch(groups: Sequence[Sequence[GradedSample]], pad_to: int = 0) -> Batch:
+def make_batch(groups: Sequence[Iterable[GradedSample]], pad_to: int = 0) -> Batch:
     """Pad all samples to the longest of them, or to ``pad_to`` tokens if that is longer.
 
     Raises:
@@ -144,8 +144,8 @@ class GrpoTrainer:
         self._shuffle = torch.Generator().manual_seed(seed)
         self._is_offloaded = False
 
-    def step(self, groups: Sequence[Sequence[GradedSample]]) -> dict[str, float]:
-        """Learn from one rollout: ``groups[i]`` are the samples of prompt i.
+    def step(self, groups: Sequence[Iterable[GradedSample]]) -> dict[str, float]:
+        """Learn from one rollout: ``groups[i]`` has the samples of prompt i, as a ``SampleGroup``.
 
         Returns means over the rollout: ``reward``; ``loss``; ``grad_norm``, L2 before
         clipping; ``kl`` from the behaviour policy to the one being trained, nats per token; and

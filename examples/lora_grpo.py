@@ -127,7 +127,7 @@ def train(args: argparse.Namespace) -> None:
             ).result()
             with policy.offloaded() as window:
                 trainer.onload()
-                metrics = trainer.step([group.samples for group in groups])
+                metrics = trainer.step(groups)
                 if args.merge:
                     weights = merged(trainer.base, trainer.adapter(), trainer.adapter_config)
                     window.push_base(dict(weights))

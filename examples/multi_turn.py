@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rollout.Driver(deployment["policy"].url, hooks=hooks) as driver,
     ):
         groups = driver.rollout(0, batch, group_size=args.group_size, sampling=WHOLE).result()
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group]
     for attempt in (1, 2, 0):
         share = sum(sample.metadata["right_at"] == attempt for sample in samples) / len(samples)
         print(f"{f'right at try {attempt}' if attempt else 'never right'}: {share:.1%}")

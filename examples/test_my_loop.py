@@ -85,5 +85,5 @@ def test_samples_come_back_with_the_version_that_drew_them(policy: rollout.Serve
         groups = driver.rollout(
             1, [rollout.Prompt((1, 2))], group_size=2, sampling=sampling
         ).result()
-    versions = [span.version for sample in groups[0].samples for span in sample.weight_versions]
+    versions = [span.version for sample in groups[0] for span in sample.weight_versions]
     assert versions == ["1", "1"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.protocol import SamplingParams
+from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import CONNECT_FILE
 from rollout.core.errors import (
@@ -19,6 +19,7 @@ from rollout.core.errors import (
     ConfigError,
     EngineFailure,
     GenerationAborted,
+    GenerationFailed,
     LifecycleError,
     PhaseFailed,
     PhaseTimeout,
@@ -163,7 +164,9 @@ __all__ = [
     "EngineFailure",
     "EngineRank",
     "EvalDataset",
+    "GenerateReply",
     "GenerationAborted",
+    "GenerationFailed",
     "Hooks",
     "LifecycleError",
     "OffloadWindow",

@@ -6,6 +6,7 @@ which ``client.py`` turns into an error that names the engine.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from statistics import fmean
@@ -20,10 +21,11 @@ from engines.protocol import (
     SamplingParams,
     ServerInfo,
     TensorInfo,
+    TopLogprobs,
     VersionSpan,
     WeightsReport,
 )
-from engines.protocol.types import DEFAULT_SAMPLING
+from engines.protocol.sampling_params import DEFAULT_SAMPLING
 
 DONE = b"[DONE]"
 _GIB = 1 << 30
@@ -93,7 +95,22 @@ def read_generate(answer: Any) -> GenerateReply:
         ),
         # The first token has no predecessor: SGLang sends null for it.
         input_logprobs=tuple(_logprob(entry[0]) for entry in of_prompt[1:]) if of_prompt else None,
+        output_top_logprobs=_top_logprobs(meta.get("output_top_logprobs"), 0),
+        input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
+        routed_experts=_from_base64(meta.get("routed_experts")),
+        num_failovers=meta.get("num_failovers", 0),
     )
+
+
+def _top_logprobs(tokens: Any, begin: int) -> tuple[TopLogprobs, ...] | None:
+    """SGLang sends null for a token without any, such as the prompt's first."""
+    if not tokens:
+        return None
+    return tuple({entry[1]: _logprob(entry[0]) for entry in of or ()} for of in tokens[begin:])
+
+
+def _from_base64(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)
 
 
 def _logprob(value: float | None) -> float:

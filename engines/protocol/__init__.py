@@ -5,6 +5,7 @@ It fits any kind of engine: real SGLang, the embedded engine, a fake.  No file b
 """
 
 from engines.protocol.engine import Engine
+from engines.protocol.sampling_params import SamplingParams
 from engines.protocol.types import (
     FINGERPRINTS,
     STAYS,
@@ -18,9 +19,9 @@ from engines.protocol.types import (
     ModelInfo,
     PauseMode,
     ProcessIdentity,
-    SamplingParams,
     ServerInfo,
     TensorInfo,
+    TopLogprobs,
     VersionSpan,
     WeightsReport,
     WorkerType,
@@ -44,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "TensorInfo",
+    "TopLogprobs",
     "VersionSpan",
     "WeightsReport",
     "WorkerType",

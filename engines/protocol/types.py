@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypedDict
 from urllib.parse import urlsplit
 
+from engines.protocol.sampling_params import SamplingParams
+
 # In the metadata of a safetensors file whose writer promises that it will never be another length
 # and will be written again: a reader may keep it mapped, as long as it has its name.
 STAYS = "rollout.stays"
@@ -132,41 +134,6 @@ class Endpoint(NamedTuple):
         return cls(parts.hostname, parts.port)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn.  Names, defaults and units are SGLang's.
-
-    ``temperature`` 0 is greedy; ``top_k`` -1 means all; ``stop`` strings end the text before
-    them; ``stop_token_ids`` end it after them; ``sampling_seed`` makes one request repeatable
-    where the engine supports it.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    sampling_seed: int | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """The JSON object of ``sampling_params``; what is at its default is left out."""
-        default = DEFAULT_SAMPLING
-        wire: dict[str, Any] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value != getattr(default, name):
-                wire[name] = list(value) if isinstance(value, tuple) else value
-        wire["max_new_tokens"] = self.max_new_tokens
-        return wire
-
-
-DEFAULT_SAMPLING = SamplingParams()
-
-
 class GenerateArguments(TypedDict, total=False):
     """What ``generate`` and ``stream_generate`` take: exactly one of ``input_ids`` and ``text``."""
 
@@ -215,6 +182,10 @@ class VersionSpan:
     end: int
 
 
+TopLogprobs = Mapping[int, float]
+"""Token id -> natural-log probability."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateReply:
     """One completion, whole or (streamed) as far as it has come.
@@ -229,6 +200,13 @@ class GenerateReply:
         finish_reason: None while a stream goes on.
         weight_version: version that produced the last token, as text.
         weight_versions: spans that cover all output tokens, where the engine reports them.
+        output_top_logprobs: for each output token the most probable ids with their natural-log
+            probabilities, the most probable first.  None unless requested.
+        input_top_logprobs: the same for each prompt token that ``input_logprobs`` has.
+        routed_experts: of each token but the last, prompt included, the experts that computed it:
+            int32, C order, shape ``[tokens - 1, layers, experts per token]``.  None unless
+            requested.
+        num_failovers: engines that the request lost on its way, as the router reports it.
     """
 
     rid: str
@@ -242,6 +220,10 @@ class GenerateReply:
     weight_version: str | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
     input_logprobs: tuple[float, ...] | None = None
+    output_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    input_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    routed_experts: bytes | None = None
+    num_failovers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

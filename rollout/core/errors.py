@@ -12,6 +12,7 @@
         WeightsUnavailable               no source has the requested weights
         RankFailure                      a rank of the trainer failed, or is silent
       GenerationAborted                  carries the incomplete sample
+      GenerationFailed                   requests without a reply; carries the other replies
       ActorLost                          a Ray actor died or cannot be reached
 
 An error must survive pickling: the message is the only positional argument, and every other field
@@ -21,7 +22,7 @@ from Ray as an opaque ``UnserializableException``.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +226,26 @@ class GenerationAborted(RolloutError):
     def __init__(self, message: str, *, sample: Any = None) -> None:
         super().__init__(message)
         self.sample = sample
+
+
+class GenerationFailed(RolloutError):
+    """One or more requests for a completion had no reply.
+
+    Attributes:
+        failures: index of the request in its batch -> why it had none; 0 without a batch.
+        replies: one ``GenerateReply`` for each request, None for those that failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: Mapping[int, str] | None = None,
+        replies: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+        self.replies = list(replies)
 
 
 class ActorLost(RolloutError):

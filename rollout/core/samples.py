@@ -150,6 +150,9 @@ class SampleGroup:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
 
 def all_samples(groups: Sequence[SampleGroup]) -> Iterator[Sample]:
     """The samples of several groups, in order."""

@@ -19,7 +19,7 @@ from rollout.driver.client.completer import Completer
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.stream.hooks import Hooks, Reward
-from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_sampling
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_rollout_sampling
 from rollout.driver.stream.step_metrics import is_repetitive, length_figures
 from rollout.driver.stream.stream import Stream
 
@@ -49,7 +49,7 @@ class EvalDataset:
 
     def __post_init__(self) -> None:
         check_number("num_samples", self.num_samples, least=1, whole=True)
-        check_sampling(self.sampling)
+        check_rollout_sampling(self.sampling)
         check_callable("reward", self.reward)
         for index, prompt in enumerate(self.prompts):
             check_kind(f"prompts[{index}]", prompt, Prompt, "a Prompt(ids)")

@@ -23,7 +23,7 @@ from engines.embedded.server.request_runner import (
     read_json,
 )
 
-# Fields of SGLang's request for anything but text from text.
+# Fields of SGLang's request that would change the reply.
 _UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -31,6 +31,17 @@ _UNSUPPORTED = (
     "audio_data",
     "top_logprobs_num",
     "token_ids_logprob",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "return_entropy",
+    "return_text_in_logprobs",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+    "custom_logit_processor",
+    "session_params",
+    "watermark",
 )
 
 

@@ -29,7 +29,8 @@ from engines.protocol import (
     SamplingParams,
     ServerInfo,
 )
-from engines.protocol.types import DEFAULT_SAMPLING, GenerateArguments
+from engines.protocol.sampling_params import DEFAULT_SAMPLING
+from engines.protocol.types import GenerateArguments
 from engines.tensors.fingerprint import BYTES
 
 _NOWHERE = Endpoint("127.0.0.1", 1)

@@ -119,6 +119,11 @@ class Completer:
         if rest is None:
             sample.status = SampleStatus.TRUNCATED
             return False
+        if len(sample.output_ids) > base and not sampling.can_continue:
+            if base:
+                raise GenerationError("a turn with a grammar was cut off and cannot be continued")
+            restart(sample)
+            rest = sampling
         if scope.is_stopping:
             sample.status = SampleStatus.ABORTED if sample.output_ids else SampleStatus.PENDING
             return False

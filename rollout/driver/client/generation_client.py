@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -18,12 +18,18 @@ class GenerationRequest:
         rid: request id, never used twice.  All ids have one length, because engines abort by
             prefix; requests that may be aborted together share a prefix.
         session_id: requests with the same session id prefer the same engine.
+        fields: more fields of the body, with SGLang's names.
+        fails_over: the router keeps its tokens, so that another engine can continue it.
+        timeout_s: until its last byte, including time held at the gate; None: the client's.
     """
 
     rid: str
     input_ids: Sequence[int]
     sampling: SamplingParams
     session_id: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    fails_over: bool = False
+    timeout_s: float | None = None
 
 
 class FailureKind(StrEnum):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import aiohttp
 
-from engines.http.sglang_json import read_generate
+from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.protocol import GenerateReply
 from rollout.driver.client.generation_client import (
     EngineLoad,
@@ -70,41 +71,70 @@ class HttpGenerationClient:
         await self._control.close()
 
     async def generate(self, request: GenerationRequest) -> GenerateReply:
-        body = {
-            "rid": request.rid,
-            "input_ids": request.input_ids,
-            "sampling_params": request.sampling.to_wire(),
-            "return_logprob": True,
-            **self._extra_fields,
-        }
+        async with self._posted(request) as response:
+            content = await response.read()
+        return _read_reply(content)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerateReply, None]:
+        """The reply as it comes, each time with everything so far; the last has a finish reason.
+
+        To close it early ends the request.
+
+        Raises:
+            GenerationError: there is no reply, or it broke off.
+        """
+        async with self._posted(request, stream=True) as response:
+            reply: GenerateReply | None = None
+            async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
+                async for payload in payloads:
+                    if payload != DONE:
+                        yield (reply := _read_reply(payload))
+            if reply is None or reply.finish_reason is None:
+                raise GenerationError("the stream ended before its reply", kind=FailureKind.LOST)
+
+    @asynccontextmanager
+    async def _posted(
+        self, request: GenerationRequest, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a request, which is 200.  Whatever breaks is a ``GenerationError``."""
         if self._session.closed:
             raise GenerationError("the driver was closed")
-        headers = self._headers
-        if request.session_id:
-            headers = headers | {"x-session-id": request.session_id}
+        timeout_s = request.timeout_s or self._timeout_s
         try:
             async with self._session.post(
-                self._generate_url, data=json.dumps(body).encode(), headers=headers
+                self._generate_url,
+                data=json.dumps(self._body(request) | more).encode(),
+                headers=self._headers_of(request),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
-                content = await response.read()
-                status, after = response.status, response.headers.get("retry-after", "")
+                if response.status != 200:
+                    after = response.headers.get("retry-after", "")
+                    raise _error_of_status(response.status, await response.read(), after)
+                yield response
         except TimeoutError:
             raise GenerationError(
-                f"no reply within {self._timeout_s:g} s", kind=FailureKind.LOST
+                f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise GenerationError(
                 f"{type(error).__name__}: {error}", kind=FailureKind.LOST
             ) from None
-        if status != 200:
-            raise _error_of_status(status, content, after)
-        try:
-            answer = json.loads(content)
-            if "output_ids" not in answer:
-                raise KeyError("output_ids")
-            return read_generate(answer)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise GenerationError(f"unusable reply: {error!r}") from None
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        return {
+            "rid": request.rid,
+            "input_ids": request.input_ids,
+            "sampling_params": request.sampling.to_wire(),
+            "return_logprob": True,
+            **self._extra_fields,
+            **request.fields,
+        }
+
+    def _headers_of(self, request: GenerationRequest) -> dict[str, str]:
+        headers = self._headers
+        if request.session_id:
+            headers = headers | {"x-session-id": request.session_id}
+        return headers | {"x-token-failover": "on"} if request.fails_over else headers
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Best effort: callers check whether the requests have ended, and abort again."""
@@ -117,6 +147,22 @@ class HttpGenerationClient:
                 await self._post("/abort_request", {"rid": rid})
 
         await asyncio.gather(*(abort_one(rid) for rid in rids))
+
+    async def order_abort(self, rid: str) -> None:
+        """``abort`` of one id or prefix, by a caller that does not abort again.
+
+        Raises:
+            GenerationError: the router or an engine did not take it.
+        """
+        try:
+            async with self._control.post(
+                self._url + "/abort_request", json={"rid": rid}, headers=self._control_headers
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise GenerationError(f"{type(error).__name__}: {error}") from None
+        if response.status != 200:
+            raise _error_of_status(response.status, content, "")
 
     async def load(self) -> EngineLoad | None:
         """From the router's ``/engines`` and from ``/v1/loads`` of each engine it can reach."""
@@ -161,6 +207,18 @@ class HttpGenerationClient:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
+
+
+def _read_reply(content: bytes) -> GenerateReply:
+    try:
+        answer = json.loads(content)
+        if "error" in answer:
+            raise GenerationError(str(answer["error"])[:500])
+        if "output_ids" not in answer:
+            raise KeyError("output_ids")
+        return read_generate(answer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise GenerationError(f"unusable reply: {error!r}") from None
 
 
 def _bearer(key: str) -> dict[str, str]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_kind, check_number, check_positive, wrong
+from rollout.core.arguments import check_number, check_positive, wrong
 from rollout.core.samples import Sample
+from rollout.driver.client.sampling_check import check_sampling
 
 
 class Mode(StrEnum):
@@ -127,23 +128,15 @@ class BatchPlan:
     def __post_init__(self) -> None:
         check_number("num_groups", self.num_groups, least=1, whole=True)
         check_number("group_size", self.group_size, least=1, whole=True)
-        check_sampling(self.sampling)
+        check_rollout_sampling(self.sampling)
 
 
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raise ConfigError if an engine would refuse these parameters."""
-    check_kind("sampling", sampling, SamplingParams, "SamplingParams")
-    check_number("max_new_tokens", sampling.max_new_tokens, least=1, whole=True)
-    check_number("min_new_tokens", sampling.min_new_tokens, least=0, whole=True)
-    check_number("temperature", sampling.temperature, least=0)
-    check_positive("top_p", sampling.top_p)
-    check_number("top_k", sampling.top_k, least=-1, whole=True)
-    if sampling.top_p > 1:
-        raise wrong("top_p", sampling.top_p, "a share, at most 1")
-    if sampling.top_k == 0:
-        raise wrong("top_k", sampling.top_k, "-1 for all, or at least 1")
+def check_rollout_sampling(sampling: SamplingParams) -> None:
+    """Check the sampling parameters of a rollout.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    check_sampling(sampling)
     if sampling.n != 1:
         raise wrong("n", sampling.n, "1: group_size sets the number of samples")
-    if sampling.min_new_tokens > sampling.max_new_tokens:
-        most = f"at most max_new_tokens, which is {sampling.max_new_tokens}"
-        raise wrong("min_new_tokens", sampling.min_new_tokens, most)

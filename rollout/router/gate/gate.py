@@ -306,8 +306,11 @@ class Gate:
     # -- aborts -----------------------------------------------------------------------------
 
     def abort_held(self, rid: str | None) -> int:
-        """Refuse the held requests with this rid, or all for None.  Returns how many."""
-        waiters = [waiter for waiter in self._waiters if rid is None or waiter.rid == rid]
+        """Refuse the held requests whose rid begins so, or all for None.  Returns how many.
+
+        Engines abort by prefix, too.
+        """
+        waiters = [waiter for waiter in self._waiters if waiter.rid.startswith(rid or "")]
         for waiter in waiters:
             self._remove_waiter(waiter)
             self._num_refused += 1
@@ -318,20 +321,21 @@ class Gate:
         return len(waiters)
 
     def mark_aborted(self, rid: str | None) -> None:
-        """Note that the live requests with this rid, or all for None, are aborted."""
+        """Note that the live requests whose rid begins so, or all for None, are aborted."""
         for admission in self.in_flight:
-            if rid is None or admission.rid == rid:
+            if admission.rid.startswith(rid or ""):
                 admission.is_aborted = True
 
     def engines_of(self, rid: str) -> list[Backend]:
-        """The engines that have a live request with exactly this rid."""
-        return [
-            member
+        """The engines that have a live request whose rid begins so."""
+        members = {
+            member.engine_id: member
             for admission in self.in_flight
-            if admission.rid == rid
+            if admission.rid.startswith(rid)
             for member in (admission.member, admission.partner)
             if member is not None
-        ]
+        }
+        return list(members.values())
 
     # -- what can be seen -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | memoryview) -> Any:
     """The value.
 
     Raises:
@@ -22,7 +22,7 @@ def loads(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        return _within_depth(json.loads, data)
+        return _within_depth(json.loads, bytes(data))
 
 
 def dumps(value: Any) -> bytes:

@@ -11,7 +11,6 @@ request.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 _RECORD, _FAIL_OVER = b"x-record-turn", b"x-token-failover"
 _SWITCHES = frozenset({_RECORD, _FAIL_OVER})
 _DONE = b"data: [DONE]\n\n"
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
-_LONGEST_END = 4
+_LONGEST_DONE = 16
 _NOT_RECORDABLE = (
     "a recorded turn needs a single prompt and n=1, a completion no grammar, fields of the "
     f"documented types, and a body of at most {MAX_READ_BYTES} bytes"
@@ -128,7 +126,6 @@ class TokenFailover:
     upstream: SentRequest | None = None
     is_decoding: bool = True
     _buffer: list[bytes] = field(default_factory=list)
-    _end: bytes = b""
     _status: int = 0
     _content_type: bytes = b""
     _is_unexpected: bool = False
@@ -175,7 +172,7 @@ class TokenFailover:
     # -- the engine's reply -----------------------------------------------------------------
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
-        self._buffer, self._end = [], b""
+        self._buffer = []
         content_type = dict(head.headers).get(b"content-type", b"")
         is_whole = self._transcript.wants_whole_reply
         expected = b"application/json" if is_whole else b"text/event-stream"
@@ -230,15 +227,12 @@ class TokenFailover:
             self._exchange.response.send_events(news, self._signature())
         return None
 
-    def _read(self, events: list[bytes]) -> dict[str, Any] | None:
+    def _read(self, events: list[memoryview]) -> dict[str, Any] | None:
         """Absorb these events, up to the first that is an error, which is returned."""
         for event in events:
-            if not event.startswith(b"data:"):
+            if len(event) <= _LONGEST_DONE and bytes(event).strip() == b"[DONE]":
                 continue
-            data = event[5:].strip()
-            if data == b"[DONE]":
-                continue
-            payload = loads(data)
+            payload = loads(event)
             if "error" in payload:
                 return dict(payload)
             self._transcript.absorb(payload)
@@ -263,14 +257,17 @@ class TokenFailover:
     def _end_unusable(self, error: Exception) -> None:
         self._exchange.end_unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
 
-    def _whole_events(self) -> list[bytes]:
-        """Take the events that are complete out of the buffer."""
-        newest = self._end + self._buffer[-1]
-        self._end = newest[1 - _LONGEST_END :]
-        if b"\n\n" not in newest and _END_OF_EVENT.search(newest) is None:
+    def _whole_events(self) -> list[memoryview]:
+        """Take the data of complete events out of the buffer; engines write it in one line."""
+        if b"\n" not in self._buffer[-1]:
             return []
-        *events, rest = _END_OF_EVENT.split(b"".join(self._buffer))
-        self._buffer, self._end = [rest] if rest else [], rest[1 - _LONGEST_END :]
+        data = b"".join(self._buffer)
+        view, begin, events = memoryview(data), 0, []
+        while (end := data.find(b"\n", begin)) >= 0:
+            if data.startswith(b"data:", begin):
+                events.append(view[begin + 5 : end])
+            begin = end + 1
+        self._buffer = [data[begin:]] if begin < len(data) else []
         return events
 
     # -- the reply has ended ----------------------------------------------------------------

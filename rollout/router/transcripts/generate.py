@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.protocol.sampling_params import GRAMMARS
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import wants_prompt_logprobs
 from rollout.router.transcripts.request_body import (
@@ -47,19 +48,21 @@ _UNLIMITED = 1 << 16
 _STRICT_FAILOVERS = 2
 _READ = frozenset({"text", "output_ids", "meta_info"})
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-_CANNOT_CONTINUE = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params")
+_CANNOT_CONTINUE = frozenset({*GRAMMARS, "stop_regex", "custom_params"})
 # What an engine reports of all tokens so far; the next engine would compute it from its own run.
-_OF_ONE_ENGINE = (
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_hidden_states",
-    "return_sampling_mask",
-    "return_entropy",
-    "return_flat_raw_top_logprobs",
-    "return_prompt_token_ids",
-    "custom_logit_processor",
-    "session_params",
-    "max_thinking_tokens",
+_OF_ONE_ENGINE = frozenset(
+    {
+        "return_routed_experts",
+        "return_indexer_topk",
+        "return_hidden_states",
+        "return_sampling_mask",
+        "return_entropy",
+        "return_flat_raw_top_logprobs",
+        "return_prompt_token_ids",
+        "custom_logit_processor",
+        "session_params",
+        "max_thinking_tokens",
+    }
 )
 _FORMS = {
     "sampling_params": or_none(is_object),
@@ -91,8 +94,8 @@ class GenerateTranscript(Transcript):
             self._interval = max(interval, budget // _MAX_EVENTS)
         self.can_continue = (
             raw.get("input_ids") is not None
-            and not any(self._sampling.get(name) for name in _CANNOT_CONTINUE)
-            and not any(raw.get(name) for name in _OF_ONE_ENGINE)
+            and not any(map(self._sampling.get, self._sampling.keys() & _CANNOT_CONTINUE))
+            and not any(map(raw.get, raw.keys() & _OF_ONE_ENGINE))
         )
         self._prompt_logprobs: Mapping[str, list[Any]] = {}
 

@@ -18,6 +18,11 @@ MAX_READ_BYTES = 1 << 20
 _MAX_STOPS = 32  # of SGLang
 _MAX_STOP_CHARACTERS = 1024
 _MAX_COUNT = 1 << 31
+_DIGITS_AS_ZERO = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * 19  # 2 to the power of 63 has 19 digits
+_MAX_BRACKETS = 128  # half the depth that orjson can write again
+
+_ONLY_INTS = {int}
 
 Form = Callable[[Any], bool]
 
@@ -26,8 +31,27 @@ def read_object(body: bytes) -> dict[str, Any] | None:
     """The JSON object in ``body``; None if it is none, is too long or cannot be written again."""
     if len(body) > MAX_READ_BYTES:
         return None
+    raw = _parsed_fast(body) or _parsed(body)
+    return raw if isinstance(raw, dict) else None
+
+
+def _parsed_fast(body: bytes) -> Any:
+    """As ``_parsed``, in a fifth of the time; None where the two may differ.
+
+    orjson rounds integers of more than 64 bits, and takes less than ``json`` otherwise.
+    """
+    is_flat = body.count(b"[") + body.count(b"{") <= _MAX_BRACKETS
+    if not is_flat or _LONG_NUMBER in body.translate(_DIGITS_AS_ZERO):
+        return None
     try:
-        # Not orjson, which rounds integers of more than 64 bits.
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _parsed(body: bytes) -> Any:
+    """The value in ``body``; None if it is no JSON, or cannot be written again."""
+    try:
         raw = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
@@ -35,7 +59,7 @@ def read_object(body: bytes) -> dict[str, Any] | None:
         orjson.dumps(raw)  # its limit of depth is lower than json's, and does not vary
     except TypeError:
         return None
-    return raw if isinstance(raw, dict) else None
+    return raw
 
 
 def has_forms(raw: Mapping[str, Any], forms: Mapping[str, Form]) -> bool:
@@ -78,7 +102,7 @@ def or_none(form: Form) -> Form:
 
 def token_ids_of(value: Any) -> list[int] | None:
     """The value, if it is one list of token ids."""
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
+    if isinstance(value, list) and set(map(type, value)) == _ONLY_INTS:
         return value
     return None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
@@ -14,6 +16,7 @@ from rollout.core.errors import ConfigError, WeightMismatch
 from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
+from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
 from rollout.rules.canary import Logprobs, Prompt
 from rollout.runtime.handle.offload_window import (
     WITHOUT_KV,
@@ -22,6 +25,7 @@ from rollout.runtime.handle.offload_window import (
     check_before_kv,
 )
 from rollout.runtime.handle.push_builder import PushBuilder, remote_engines
+from rollout.runtime.handle.sample_client import ReplyStream, SampleClient
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.named import named_pairs
 from rollout.weights.push.push_version import checked_version
@@ -44,6 +48,7 @@ class ServerHandle:
         self._config = config
         self._expected: Logprobs = ()
         self._has_pusher = False
+        self._samples: SampleClient | None = None
 
     @property
     def url(self) -> str:
@@ -256,6 +261,96 @@ class ServerHandle:
         """Phase, engines, versions, gate; works also while a command runs."""
         return self._caller.call(RolloutServer.status)
 
+    # -- samples ----------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        **options: Unpack[SampleOptions],
+    ) -> Pending[GenerateReply]: ...
+
+    @overload
+    def generate(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        **options: Unpack[SampleOptions],
+    ) -> Pending[list[GenerateReply]]: ...
+
+    def generate(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        **options: Unpack[SampleOptions],
+    ) -> Pending[GenerateReply] | Pending[list[GenerateReply]]:
+        """Sample completions; one that loses its engine continues on another.
+
+        Args:
+            token_ids: a prompt, for one reply; or a list of prompts, for a list of replies: the
+                ``sampling.n`` replies to the first prompt, then those to the second.
+            sampling: for all prompts; by default SGLang's defaults.
+            request_id: for ``abort``: no other call under way may have it.  By default random.
+            options: see ``SampleOptions``.
+
+        Raises:
+            ConfigError: an argument is wrong; nothing was sent.
+            GenerationFailed: from ``result()`` or ``await``: requests had no reply.  It has the
+                replies to the others.
+        """
+        requests = make_requests(token_ids, sampling, request_id, **options)
+        client = self._sample_client()
+        if is_batch(token_ids):
+            return client.generate(requests, request_id)
+        return client.generate_one(requests[0], request_id)
+
+    def stream(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        **options: Unpack[SampleOptions],
+    ) -> ReplyStream:
+        """``generate`` of one prompt, with the reply as it comes.
+
+        Raises:
+            ConfigError: an argument is wrong, or there are several prompts; nothing was sent.
+        """
+        if is_batch(token_ids):
+            raise ConfigError("stream takes one prompt; call it for each, or use generate")
+        request = make_requests(token_ids, sampling, request_id, **options)[0]
+        return self._sample_client().stream(request, request_id)
+
+    def abort(self, request_id: str) -> Pending[None]:
+        """End the requests of one ``generate`` or ``stream``, which any process may have called.
+
+        Each then has its reply: the tokens so far and the finish reason ``abort``.  An id that is
+        not under way is no error.
+
+        Raises:
+            ConfigError: the id is empty.
+            GenerationFailed: from ``result()`` or ``await``: router or engine did not take it.
+        """
+        return self._sample_client().abort(request_id)
+
+    def _sample_client(self) -> SampleClient:
+        if self._samples is None or self._samples.pid != os.getpid():
+            caller = self._caller
+
+            async def find_url() -> str:
+                return (await caller.call(RolloutServer.status)).router_url
+
+            self._samples = SampleClient(find_url, self._config.router)
+        return self._samples
+
     # -- pushes -----------------------------------------------------------------------------
 
     def make_push(
@@ -343,6 +438,7 @@ class ServerHandle:
     def close(self) -> None:
         """End all pushes and remove their files; the server keeps running."""
         self._push_builder.close()
+        self._samples = None
 
     def _next(self, version: int | None) -> int:
         if version is not None:

@@ -50,6 +50,13 @@ def test_a_version_is_a_number_where_it_is_one_of_ours(text: str, number: int | 
     assert version_number(text) == number
 
 
+def test_a_group_is_iterated_over_its_samples() -> None:
+    samples = [Sample([1], [2], [-0.5]), Sample([1], [3], [-0.5])]
+    group = SampleGroup(0, samples)
+    assert list(group) == samples
+    assert len(group) == 2
+
+
 @pytest.mark.parametrize(
     ("rewards", "is_zero"),
     [([1.0, 1.0], True), ([0.0, 1.0], False), ([None, 1.0], True), ([None], False), ([], False)],

@@ -173,8 +173,14 @@ async def test_a_wrong_request_is_a_400_that_says_why(
     assert (await engine.generate(rid="a"))["output_ids"]
 
 
-async def test_what_is_not_supported_is_a_501_and_not_ignored(engine: Asker) -> None:
-    assert await engine.refused(501, "/generate", input_ids=PROMPT, top_logprobs_num=2)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_logprobs_num", 2), ("return_routed_experts", True), ("image_data", "a.png")],
+)
+async def test_what_is_not_supported_is_a_501_and_not_ignored(
+    engine: Asker, field: str, value: Any
+) -> None:
+    assert field in await engine.refused(501, "/generate", input_ids=PROMPT, **{field: value})
 
 
 @pytest.mark.parametrize("start", [0, 5])

@@ -1,8 +1,10 @@
 """The client over HTTP: which reply is which kind of failure, and what goes over the wire."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -18,6 +20,7 @@ from rollout.driver.client.generation_client import (
     GenerationRequest,
 )
 from rollout.driver.client.http_client import HttpGenerationClient
+from rollout.driver.client.sample_requests import make_requests, rid_prefix
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import Driver, RolloutDriver
 
@@ -192,3 +195,75 @@ async def test_the_threaded_driver_returns_pendings_with_results_and_errors() ->
 def test_a_driver_that_fails_to_start_leaves_no_thread() -> None:
     with pytest.raises(ConfigError, match="max_in_flight = 0"):
         Driver("http://127.0.0.1:1", max_in_flight=0)
+
+
+async def test_what_a_reply_has_besides_its_tokens_is_asked_for_and_read() -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(await request.json() | {"failover": request.headers["x-token-failover"]})
+        meta = {
+            "id": "r",
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "input_token_logprobs": [[None, 1, None], [-2.0, 2, None]],
+            "output_top_logprobs": [[[-0.5, 7, None], [-1.5, 8, None]]],
+            "input_top_logprobs": [None, [[-2.0, 2, None], [-2.5, 3, None]]],
+            "routed_experts": base64.b64encode(b"\1\0\0\0\2\0\0\0").decode(),
+            "num_failovers": 2,
+        }
+        return web.json_response({"text": "t", "output_ids": [7], "meta_info": meta})
+
+    requests = make_requests(
+        [[1, 2], [3]],
+        SamplingParams(max_new_tokens=1, n=2, sampling_seed=5),
+        "mine",
+        image_data=[["a.png", "b.png"], None],
+        prompt_logprobs=True,
+        top_logprobs=2,
+        routed_experts=True,
+        lora_path="adapter",
+    )
+    async with serving(handler) as client:
+        replies = [await client.generate(request) for request in requests]
+    assert replies[0].output_top_logprobs == ({7: -0.5, 8: -1.5},)
+    assert replies[0].input_top_logprobs == ({2: -2.0, 3: -2.5},)
+    assert replies[0].input_logprobs == (-2.0,)
+    assert replies[0].routed_experts == b"\1\0\0\0\2\0\0\0"
+    assert replies[0].num_failovers == 2
+    wanted = {
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "return_routed_experts": True,
+        "return_logprob": True,
+        "lora_path": "adapter",
+        "failover": "on",
+    }
+    assert all(wanted.items() <= body.items() for body in asked)
+    assert [body["input_ids"] for body in asked] == [[1, 2], [1, 2], [3], [3]]
+    assert [body.get("image_data") for body in asked] == [["a.png", "b.png"]] * 2 + [None] * 2
+    assert [body["sampling_params"]["sampling_seed"] for body in asked] == [5, 6, 5, 6]
+    assert all("n" not in body["sampling_params"] for body in asked)
+    rids = [body["rid"] for body in asked]
+    assert len({rid[:24] for rid in rids}) == 1
+    assert {len(rid) for rid in rids} == {32}
+    assert rids[0].startswith(rid_prefix("mine"))
+    assert not rids[0].startswith(rid_prefix("mine-1"))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'data: {"error": {"message": "too long"}}\n\n', "too long"),
+        (b"data: [DONE]\n\n", "ended before its reply"),
+        (b"data: {nonsense}\n\n", "unusable reply"),
+    ],
+)
+async def test_a_stream_that_breaks_off_is_an_error(body: bytes, said: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="text/event-stream")
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError, match=said):
+            async for _ in client.stream(REQUEST):
+                pass

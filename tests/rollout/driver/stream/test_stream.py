@@ -1,6 +1,7 @@
 """Batches from a source: what continues, is aborted or is kept, in all three modes."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,19 @@ async def test_a_partial_sample_continues_with_the_rest_of_its_budget() -> None:
     assert gone_on
     for request in gone_on:
         assert len(request.input_ids) - 1 + request.sampling.max_new_tokens == 10
+
+
+@virtual_time
+async def test_a_partial_sample_with_a_grammar_begins_again() -> None:
+    batch = BATCH | {"sampling": replace(SAMPLING, regex="a+")}
+    async with driving(engines(*UNLIKE)) as (driver, client):
+        data, options = source(100), RolloutOptions(over_sampling=2.0)
+        await driver.rollout(0, data, options=options, **batch)
+        groups = await driver.rollout(1, data, options=options, **batch)
+    assert client.aborted
+    assert {len(request.input_ids) for request in client.requests} == {1}
+    assert {request.sampling.max_new_tokens for request in client.requests} == {10}
+    assert {len(sample.output_ids) for sample in all_samples(groups)} == {10}
 
 
 @virtual_time

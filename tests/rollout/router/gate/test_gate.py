@@ -277,22 +277,34 @@ def test_a_request_that_ends_twice_is_counted_once():
     assert (len(gate.in_flight), idle) == (0, [True])
 
 
-def test_aborting_a_held_request_refuses_it_as_aborted_and_no_other():
+def test_aborting_held_requests_refuses_those_whose_rid_begins_so_and_no_other():
     gate, heard = gate_with("a", state=HOLDING), []
     park(gate, heard, rid="p-1")
     park(gate, heard, rid="p-10")
-    assert gate.abort_held("p-1") == 1
-    assert [(rid, decision.is_abort) for rid, decision in heard] == [("p-1", True)]
+    park(gate, heard, rid="p-2")
+    assert gate.abort_held("p-1") == 2
+    assert [(rid, decision.is_abort) for rid, decision in heard] == [("p-1", True), ("p-10", True)]
     assert gate.num_held == 1
 
 
-def test_the_engine_that_holds_a_rid_is_known_while_it_holds_it():
+def test_the_engines_that_hold_a_rid_are_known_while_they_hold_it():
     gate = gate_with("a", "b")
-    admission = gate.enter(rid="p-1")
-    gate.enter(rid="p-10")
-    assert gate.engines_of("p-1") == [admission.member]
-    gate.leave(admission)
-    assert gate.engines_of("p-1") == []
+    first = gate.enter(rid="p-1")
+    second = gate.enter(rid="p-10")
+    gate.enter(rid="p-2")
+    gate.enter(rid="p-11")
+    assert gate.engines_of("p-1") == [first.member, second.member]
+    gate.leave(first)
+    assert gate.engines_of("p-10") == [second.member]
+    gate.leave(second)
+    assert gate.engines_of("p-10") == []
+
+
+def test_an_abort_by_prefix_marks_the_requests_that_engines_will_abort():
+    gate = gate_with("a")
+    first, second, other = (gate.enter(rid=rid) for rid in ("p-1", "p-2", "q-1"))
+    gate.mark_aborted("p-")
+    assert (first.is_aborted, second.is_aborted, other.is_aborted) == (True, True, False)
 
 
 def test_a_body_need_not_be_read_when_the_request_would_be_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollout.router.transcripts.generate import read_transcript
 from rollout.router.transcripts.openai import read_openai
 from rollout.router.transcripts.recorded_chat import read_recorded_chat
-from rollout.router.transcripts.request_body import MAX_READ_BYTES
+from rollout.router.transcripts.request_body import MAX_READ_BYTES, read_object
 
 MESSAGES = [{"role": "user", "content": "q"}]
 PLAIN = {
@@ -222,3 +222,48 @@ def test_a_body_that_is_read_can_be_continued_whatever_it_contains(drawn):
         transcript.absorb(good)
         transcript.lose_engine()
         json.loads(transcript.body(2))
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**18, 10**19])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("ab"), VALUES, max_size=4))
+def test_a_body_is_read_exactly_or_not_at_all(raw):
+    raw_again = read_object(json.dumps(raw).encode())
+    assert raw_again is None or repr(raw_again) == repr(raw)
+    if not any(abs(number) >= 2**63 for number in integers_of(raw)):
+        assert raw_again is not None
+
+
+def integers_of(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for one in value for number in integers_of(one)]
+    return [value] if type(value) is int else []
+
+
+@pytest.mark.parametrize("number", [2**63, 10**19, 2**64 - 1])
+def test_an_integer_of_64_bits_is_not_rounded(number):
+    raw = read_object(json.dumps({"seed": number}).encode())
+    assert raw == {"seed": number}
+    assert type(raw["seed"]) is int
+
+
+def test_a_body_deeper_than_can_be_written_again_is_not_read():
+    assert read_object(b'{"a":' + b"[" * 100 + b"]" * 100 + b"}")
+    assert read_object(b'{"a":' + b"[" * 300 + b"]" * 300 + b"}") is None
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b'"\\ud800"', b"01"])
+def test_a_body_that_parsers_take_for_different_values_is_not_read(value):
+    assert read_object(b'{"a": ' + value + b"}") is None

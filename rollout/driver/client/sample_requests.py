@@ -1,0 +1,158 @@
+"""The requests for samples of one or more prompts.
+
+Always true: the ids of all requests have 32 characters, because engines abort by prefix.  They are
+made of the caller's request id, so that any process can abort them, and those of one call share a
+prefix of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2s
+from typing import Any, TypedDict, Unpack
+
+from engines.protocol import SamplingParams
+from rollout.core.arguments import check_kind, check_number, check_positive, wrong
+from rollout.core.errors import ConfigError
+from rollout.driver.client.generation_client import GenerationRequest
+from rollout.driver.client.sampling_check import check_sampling
+
+_PREFIX_BYTES = 12
+_TIMEOUT_S = 600.0
+_FLAGS: tuple[tuple[str, str, Any], ...] = (
+    ("prompt_logprobs", "logprob_start_len", 0),
+    ("routed_experts", "return_routed_experts", True),
+)
+
+
+class SampleOptions(TypedDict, total=False):
+    """What a request for samples may have besides prompt, sampling and id.
+
+    Attributes:
+        image_data: an image of the prompt, or a list of them: URL, path or base64, as the engine
+            takes it.  For several prompts, a list with one such entry, or None, for each.
+        prompt_logprobs: the reply has ``input_logprobs``.
+        top_logprobs: the reply has the so many most probable tokens at each position, at the
+            prompt's too with ``prompt_logprobs``.
+        routed_experts: the reply has ``routed_experts``.
+        lora_path: name of the LoRA adapter; None: the base model.
+        session_id: requests with the same one prefer the same engine.
+        timeout_s: seconds for each reply, including time held at the gate; by default 600.
+    """
+
+    image_data: Any
+    prompt_logprobs: bool
+    top_logprobs: int
+    routed_experts: bool
+    lora_path: str | None
+    session_id: str
+    timeout_s: float
+
+
+def rid_prefix(request_id: str) -> str:
+    """The beginning of the ids of a call's requests, and of no other's."""
+    if not isinstance(request_id, str) or not request_id:
+        raise wrong("request_id", request_id, "a text that is not empty")
+    return blake2s(request_id.encode(), digest_size=_PREFIX_BYTES).hexdigest()
+
+
+def is_batch(token_ids: Any) -> bool:
+    """Whether these are several prompts.
+
+    Raises:
+        ConfigError: they are neither one prompt nor several.
+    """
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+        raise wrong("token_ids", token_ids, "a list of token ids, or a list of such lists")
+    return bool(token_ids) and not isinstance(token_ids[0], int)
+
+
+def make_requests(
+    token_ids: Any,
+    sampling: SamplingParams | None,
+    request_id: str,
+    **options: Unpack[SampleOptions],
+) -> list[GenerationRequest]:
+    """One request for each completion: those of the first prompt, then those of the second.
+
+    With a seed, the completions of one prompt have consecutive ones.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named with its index in the batch.
+    """
+    sampling = sampling or SamplingParams()
+    check_sampling(sampling, least_tokens=0)
+    timeout_s = options.get("timeout_s", _TIMEOUT_S)
+    check_positive("timeout_s", timeout_s)
+    prompts = _prompts(token_ids, sampling)
+    prefix = rid_prefix(request_id or os.urandom(_PREFIX_BYTES).hex())
+    session_id = options.get("session_id", "")
+    check_kind("session_id", session_id, str, "a text")
+    fields = _with_images(_fields(options), options, len(prompts), is_batch(token_ids))
+    pairs = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.n)]
+    return [
+        GenerationRequest(
+            f"{prefix}{number:08x}",
+            prompts[index],
+            _copy_of(sampling, copy),
+            session_id,
+            fields[index],
+            fails_over=True,
+            timeout_s=timeout_s,
+        )
+        for number, (index, copy) in enumerate(pairs)
+    ]
+
+
+def _prompts(token_ids: Any, sampling: SamplingParams) -> list[list[int]]:
+    if not is_batch(token_ids):
+        if sampling.n != 1:
+            raise wrong("n", sampling.n, "1 for one prompt; [token_ids] gives a list of replies")
+        return [_checked_ids("token_ids", token_ids)]
+    return [_checked_ids(f"token_ids[{index}]", ids) for index, ids in enumerate(token_ids)]
+
+
+def _checked_ids(name: str, ids: Any) -> list[int]:
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+    if not is_list or not all(type(one) is int and one >= 0 for one in ids):
+        raise wrong(name, ids, "token ids, each an int of at least 0")
+    if not ids:
+        raise ConfigError(f"{name} has no tokens", setting=name, value=ids)
+    return list(ids)
+
+
+def _copy_of(sampling: SamplingParams, copy: int) -> SamplingParams:
+    if sampling.n == 1:
+        return sampling
+    seed = sampling.sampling_seed
+    return replace(sampling, n=1, sampling_seed=None if seed is None else seed + copy)
+
+
+def _fields(options: SampleOptions) -> dict[str, Any]:
+    """What the body of every prompt has besides ids and sampling, with SGLang's names."""
+    num_top, lora_path = options.get("top_logprobs", 0), options.get("lora_path")
+    check_number("top_logprobs", num_top, least=0, whole=True)
+    fields: dict[str, Any] = {"top_logprobs_num": num_top} if num_top else {}
+    for name, field, value in _FLAGS:
+        check_kind(name, flag := options.get(name, False), bool, "True or False")
+        if flag:
+            fields[field] = value
+    if lora_path is not None:
+        check_kind("lora_path", lora_path, str, "a text or None")
+        fields["lora_path"] = lora_path
+    return fields
+
+
+def _with_images(
+    fields: dict[str, Any], options: SampleOptions, num_prompts: int, is_batched: bool
+) -> list[dict[str, Any]]:
+    """The fields of each prompt, with its images."""
+    image_data = options.get("image_data")
+    if image_data is None:
+        return [fields] * num_prompts
+    images = image_data if is_batched else [image_data]
+    if not isinstance(images, list | tuple) or len(images) != num_prompts:
+        raise wrong("image_data", image_data, f"a list with the images of each of {num_prompts}")
+    return [fields if one is None else fields | {"image_data": one} for one in images]

@@ -1,0 +1,144 @@
+"""Sampling parameters: every one that SGLang has is sent, and a wrong one is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from engines.embedded.core.errors import Invalid
+from engines.embedded.generation.sampling_params import parse
+from engines.protocol import SamplingParams
+from rollout.core.errors import ConfigError
+from rollout.driver.client.sampling_check import check_sampling
+from rollout.driver.stream.options import BatchPlan
+
+# ``sglang/srt/sampling/sampling_params.py`` of SGLang 0.5.23, without what is set inside of it.
+OF_SGLANG = {
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+    "n",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "logit_bias",
+    "sampling_seed",
+    "custom_params",
+}
+ALL = SamplingParams(
+    max_new_tokens=9,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=5,
+    min_new_tokens=2,
+    stop=("a",),
+    stop_token_ids=(7,),
+    ignore_eos=True,
+    n=2,
+    sampling_seed=3,
+    min_p=0.1,
+    frequency_penalty=-1.0,
+    presence_penalty=1.0,
+    repetition_penalty=1.5,
+    json_schema="{}",
+    stop_regex=("b+",),
+    logit_bias={5: -1.5},
+    skip_special_tokens=False,
+    spaces_between_special_tokens=False,
+    no_stop_trim=True,
+    custom_params={"k": 1},
+)
+# What the embedded engine has no code for; it says so.
+NOT_EMBEDDED = {
+    "min_p": 0.1,
+    "frequency_penalty": 1.0,
+    "presence_penalty": 1.0,
+    "repetition_penalty": 1.5,
+    "regex": "a+",
+    "json_schema": "{}",
+    "ebnf": "root ::= 'a'",
+    "structural_tag": "{}",
+    "stop_regex": ("a+",),
+    "logit_bias": {5: 1.0},
+    "custom_params": {"k": 1},
+    "spaces_between_special_tokens": False,
+}
+
+
+def test_there_is_a_field_for_every_parameter_of_sglang() -> None:
+    assert {field.name for field in fields(SamplingParams)} == OF_SGLANG
+
+
+def test_what_differs_from_the_default_is_sent_with_sglangs_names() -> None:
+    check_sampling(ALL)
+    wire = ALL.to_wire()
+    assert wire.keys() == OF_SGLANG - {"regex", "ebnf", "structural_tag"}
+    assert wire["logit_bias"] == {"5": -1.5}
+    assert SamplingParams().to_wire() == {"max_new_tokens": 128}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"min_p": 1.5}, "min_p = 1.5: must be a share, at most 1"),
+    ({"min_p": -0.1}, "min_p = -0.1"),
+    ({"frequency_penalty": 3}, "frequency_penalty = 3: must be at most 2"),
+    ({"presence_penalty": -2.5}, "presence_penalty = -2.5: must be at least -2"),
+    ({"repetition_penalty": 0}, "repetition_penalty = 0: must be more than 0"),
+    ({"repetition_penalty": 2.5}, "repetition_penalty = 2.5: must be at most 2"),
+    ({"regex": ""}, "regex = '': must be None, or a text"),
+    ({"json_schema": {"type": "object"}}, "json.dumps makes one"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf = 'b': must be None, because regex is given"),
+    ({"stop": "a"}, "stop = 'a': must be a tuple of texts"),
+    ({"stop": ("",)}, "none of them empty"),
+    ({"stop_regex": "a+"}, "stop_regex = 'a.': must be a tuple"),
+    ({"stop_token_ids": ("a",)}, "stop_token_ids = "),
+    ({"logit_bias": [5]}, "logit_bias = .* a mapping of token id to number"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias = '5': must be by token id"),
+    ({"logit_bias": {5: "high"}}, r"logit_bias\[5\] = 'high'"),
+    ({"ignore_eos": 1}, "ignore_eos = 1: must be True or False"),
+    ({"skip_special_tokens": None}, "skip_special_tokens = None"),
+    ({"sampling_seed": 1 << 63}, "sampling_seed = .* 64 bits"),
+    ({"sampling_seed": 1.5}, "sampling_seed = 1.5"),
+    ({"custom_params": "x"}, "custom_params = 'x'"),
+    ({"n": 0}, "n = 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_a_wrong_parameter_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_sampling(SamplingParams(**change))
+    if "n" not in change:
+        with pytest.raises(ConfigError, match=said):
+            BatchPlan(1, 1, SamplingParams(**change))
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_EMBEDDED.items())
+def test_the_embedded_engine_refuses_what_it_cannot_do(name: str, value: Any) -> None:
+    sampling = SamplingParams(**{name: value})
+    check_sampling(sampling)
+    with pytest.raises(Invalid, match=f"{name} is not supported by the embedded engine"):
+        parse(sampling.to_wire())
+
+
+def test_the_embedded_engine_takes_or_refuses_every_parameter() -> None:
+    taken = ALL.to_wire() | {"regex": "a+", "ebnf": "b", "structural_tag": "{}"}
+    for name in NOT_EMBEDDED:
+        taken.pop(name)
+    assert parse(taken).top_k == 5
+    assert taken.keys() | NOT_EMBEDDED.keys() == OF_SGLANG

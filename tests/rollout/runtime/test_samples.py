@@ -1,0 +1,327 @@
+"""Samples through a handle, over fake engines: shapes, lost engines, aborts, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import rollout
+from engines.fake import FakeEngine
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint, VersionSpan
+from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.local import launch_local
+from tests.support import builders
+from tests.support.processes import wait_until
+from tests.support.served_fakes import TIMEOUT_S, ServedEngine, config, engines_of
+
+TWO = {"main": {"num_engines": 2}}
+LONG = rollout.SamplingParams(max_new_tokens=400)
+TOKEN_S = 0.005
+CONTEXT = 600
+
+
+def slow_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return FakeEngine(
+        spec.engine_id,
+        endpoint=endpoint,
+        model_path=spec.model_path,
+        weight_version=str(spec.weight_version),
+        memory_saver=spec.memory_saver,
+        weights_cpu_backup=spec.weights_cpu_backup,
+        token_s=TOKEN_S,
+        context_length=CONTEXT,
+    )
+
+
+@contextmanager
+def launched(folder: Path, **more: Any) -> Iterator[DeploymentHandle]:
+    handle = launch_local(config(folder, TWO, **more), launcher=HttpFakeLauncher(slow_engine))
+    try:
+        yield handle
+    finally:
+        handle.stop()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[DeploymentHandle]:
+    with launched(tmp_path, run_id="exp", server={"router": {"client_key": "k"}}) as handle:
+        yield handle
+
+
+@pytest.fixture
+def policy(run: DeploymentHandle) -> ServerHandle:
+    return run["policy"]
+
+
+def tokens(prompt: Sequence[int], num: int) -> tuple[int, ...]:
+    """What a fake makes of a prompt, on one engine or on several."""
+    return tuple((sum(prompt) + 7 * position) % 1000 for position in range(num))
+
+
+def num_running(engine: ServedEngine) -> int:
+    loads = engine._client.get("/v1/loads").json()["loads"]
+    return sum(one["num_running_reqs"] for one in loads)
+
+
+def with_requests(policy: ServerHandle, num: int) -> Callable[[], bool]:
+    def has() -> bool:
+        with engines_of(policy) as engines:
+            return sum(map(num_running, engines.values())) == num
+
+    return has
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+def test_one_prompt_gives_one_reply_and_several_give_a_list(policy: ServerHandle) -> None:
+    short = rollout.SamplingParams(max_new_tokens=3)
+    reply = policy.generate([1, 2], short, request_id="one").result(TIMEOUT_S)
+    assert (reply.rid, reply.output_ids) == ("one", tokens([1, 2], 3))
+    assert reply.output_logprobs == (-1.0,) * 3
+    assert reply.weight_versions == (VersionSpan("0", 0, 3),)
+    assert reply.finish_reason is not None
+    assert reply.finish_reason.kind == "length"
+    assert reply.input_logprobs is None
+    two = rollout.SamplingParams(max_new_tokens=3, n=2)
+    replies = policy.generate([[1, 2], [5]], two).result(TIMEOUT_S)
+    assert [one.output_ids for one in replies] == [tokens([1, 2], 3)] * 2 + [tokens([5], 3)] * 2
+
+
+async def test_a_coroutine_awaits_the_same_call(policy: ServerHandle) -> None:
+    short = rollout.SamplingParams(max_new_tokens=2)
+    one, several = await asyncio.gather(
+        policy.generate([3], short), policy.generate([[3], [4]], short)
+    )
+    assert one.output_ids == several[0].output_ids == tokens([3], 2)
+    assert several[1].output_ids == tokens([4], 2)
+
+
+def test_another_process_gets_samples(run: DeploymentHandle) -> None:
+    child = (
+        "import sys, rollout\n"
+        "policy = rollout.connect(sys.argv[1])['policy']\n"
+        "short = rollout.SamplingParams(max_new_tokens=2)\n"
+        "print(*policy.generate([1, 2], short).result(30).output_ids)\n"
+        "print(len(policy.generate([[1]] * 5, short).result(30)))\n"
+        "print(sum(1 for part in policy.stream([1], short)) > 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", child, str(Path(run.config.log_dir) / "exp")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == [*map(str, tokens([1, 2], 2)), "5", "True"], done.stderr
+    assert not done.stderr
+
+
+def test_a_pickled_handle_gets_samples(policy: ServerHandle) -> None:
+    short = rollout.SamplingParams(max_new_tokens=2)
+    assert policy.generate([7], short).result(TIMEOUT_S)
+    other = pickle.loads(pickle.dumps(policy))
+    assert other.generate([7], short).result(TIMEOUT_S).output_ids == tokens([7], 2)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_malformed_prompt_is_named_before_anything_is_sent(policy: ServerHandle) -> None:
+    prompts: list[list[Any]] = [[1, 2] for _ in range(64)]
+    prompts[17] = [1, "x"]
+    with pytest.raises(ConfigError, match=r"token_ids\[17\] = \[1, 'x'\]: must be token ids"):
+        policy.generate(prompts)
+    prompts[17] = []
+    with pytest.raises(ConfigError, match=r"token_ids\[17\] has no tokens"):
+        policy.generate(prompts)
+    with engines_of(policy) as engines:
+        assert not any(engine.requests("/generate") for engine in engines.values())
+
+
+def test_a_prompt_that_an_engine_refuses_costs_no_other_prompt_its_reply(
+    policy: ServerHandle,
+) -> None:
+    prompts = [[number] for number in range(64)]
+    prompts[17] = [1] * CONTEXT
+    with pytest.raises(GenerationFailed, match="1 of 64 requests failed; request 17: ") as caught:
+        policy.generate(prompts, rollout.SamplingParams(max_new_tokens=2)).result(TIMEOUT_S)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert list(error.failures) == [17]
+    assert "a prompt of 600 tokens" in error.failures[17]
+    for number, reply in enumerate(error.replies):
+        assert (reply is None) == (number == 17)
+        assert reply is None or reply.output_ids == tokens([number], 2)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": "text"}, "token_ids = 'text': must be a list of token ids"),
+    ({"token_ids": 5}, "token_ids = 5"),
+    ({"token_ids": []}, "token_ids has no tokens"),
+    ({"token_ids": [1.5]}, r"token_ids\[0\] = 1.5"),
+    ({"token_ids": [-1]}, "an int of at least 0"),
+    ({"token_ids": [[1], 2]}, r"token_ids\[1\] = 2"),
+    ({"sampling": {"top_p": 1}}, "sampling = {'top_p': 1}: must be SamplingParams"),
+    ({"sampling": rollout.SamplingParams(n=2)}, "n = 2: must be 1 for one prompt"),
+    ({"timeout_s": 0}, "timeout_s = 0"),
+    ({"top_logprobs": -1}, "top_logprobs = -1"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs = 1: must be True or False"),
+    ({"routed_experts": "all"}, "routed_experts = 'all'"),
+    ({"lora_path": 7}, "lora_path = 7"),
+    ({"session_id": 7}, "session_id = 7"),
+    ({"request_id": 7}, "request_id = 7"),
+    ({"token_ids": [[1], [2]], "image_data": ["a"]}, "the images of each of 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_a_wrong_argument_is_named(policy: ServerHandle, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        policy.generate(**{"token_ids": [1]} | change)
+
+
+def test_a_stream_of_several_prompts_and_an_abort_of_nothing_are_refused(
+    policy: ServerHandle,
+) -> None:
+    with pytest.raises(ConfigError, match="stream takes one prompt"):
+        policy.stream([[1], [2]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="request_id = ''"):
+        policy.abort("")
+    policy.abort("unknown").result(TIMEOUT_S)
+
+
+def test_a_late_reply_is_given_up_and_ends_at_its_engine(policy: ServerHandle) -> None:
+    with pytest.raises(GenerationFailed, match=r"no reply within 0\.2 s"):
+        policy.generate([1], LONG, timeout_s=0.2).result(TIMEOUT_S)
+    assert wait_until(with_requests(policy, 0), TIMEOUT_S)
+
+
+def test_requests_fail_with_the_reason_when_the_run_has_ended(tmp_path: Path) -> None:
+    with launched(tmp_path) as run:
+        policy = run["policy"]
+        assert policy.url
+        policy.generate([1], rollout.SamplingParams(max_new_tokens=1)).result(TIMEOUT_S)
+        client = policy._sample_client()
+        policy._samples = client
+    policy._samples = client
+    with pytest.raises(GenerationFailed, match="the request failed: "):
+        policy.generate([1]).result(TIMEOUT_S)
+
+
+# -- lost engines and new weights -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_survives_its_engine(policy: ServerHandle, is_streamed: bool) -> None:
+    with engines_of(policy) as engines:
+        for engine in engines.values():  # the one that gets the request dies after 100 tokens
+            engine._post("/fake/fault", fault="generate#1:die@100")
+        sampling = rollout.SamplingParams(max_new_tokens=150)
+        if is_streamed:
+            *_, reply = policy.stream([1, 2], sampling)
+        else:
+            reply = policy.generate([1, 2], sampling).result(TIMEOUT_S)
+    assert len(reply.output_ids) == 150
+    assert reply.output_logprobs is not None
+    assert len(reply.output_logprobs) == 150
+    assert reply.num_failovers == 1
+    assert reply.weight_versions == (VersionSpan("0", 0, 150),)
+    assert reply.output_ids[:60] == tokens([1, 2], 60)
+
+
+def test_a_request_that_a_push_interrupts_has_a_span_of_each_version(policy: ServerHandle) -> None:
+    stream = policy.stream([1, 2], LONG)
+    parts = iter(stream)
+    assert any(len(part.output_ids) > 20 for part in parts)
+    pending = policy.sync_weights(builders.push(1))
+    *_, reply = parts
+    assert pending.result(TIMEOUT_S).weight_version == 1
+    first, second = reply.weight_versions
+    assert (first.version, second.version) == ("0", "1")
+    assert first.end == second.start
+    assert (first.start, second.end) == (0, 400)
+    assert reply.output_logprobs is not None
+    assert len(reply.output_logprobs) == 400
+
+
+# -- aborts and streams ---------------------------------------------------------------------------
+
+
+def test_another_handle_aborts_a_running_batch_and_nothing_else(policy: ServerHandle) -> None:
+    other = pickle.loads(pickle.dumps(policy))
+    batch = policy.generate([[1], [2], [3]], LONG, request_id="batch")
+    alone = policy.generate([4], rollout.SamplingParams(max_new_tokens=200), request_id="batch-1")
+    assert wait_until(with_requests(policy, 4), TIMEOUT_S)
+    other.abort("batch").result(TIMEOUT_S)
+    for reply in batch.result(TIMEOUT_S):
+        assert reply.finish_reason is not None
+        assert reply.finish_reason.kind == "abort"
+        assert len(reply.output_ids) == len(reply.output_logprobs or ()) < 400
+    assert len(alone.result(TIMEOUT_S).output_ids) == 200
+
+
+def test_a_request_that_is_held_is_aborted_without_tokens(policy: ServerHandle) -> None:
+    policy.offload().result(TIMEOUT_S)
+    pending = policy.generate([1], LONG, request_id="held")
+    with httpx.Client(headers={"authorization": "Bearer k"}, trust_env=False) as http:
+        gate = lambda: http.get(f"{policy.url}/engines").json()["gate"]  # noqa: E731
+        assert wait_until(lambda: gate()["num_held"] == 1, TIMEOUT_S)
+    policy.abort("held").result(TIMEOUT_S)
+    reply = pending.result(TIMEOUT_S)
+    assert (reply.rid, reply.output_ids) == ("held", ())
+    assert reply.finish_reason is not None
+    assert reply.finish_reason.kind == "abort"
+
+
+def test_a_stream_has_everything_so_far_each_time(policy: ServerHandle) -> None:
+    parts = list(policy.stream([1, 2], rollout.SamplingParams(max_new_tokens=40), request_id="s"))
+    assert len(parts) > 3
+    for part in parts:
+        assert part.output_ids == tokens([1, 2], len(part.output_ids))
+        assert part.rid == "s"
+    lengths = [len(part.output_ids) for part in parts]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 40
+    assert [part.finish_reason is None for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+def test_a_stream_that_is_left_early_ends_at_its_engine(policy: ServerHandle) -> None:
+    for part in policy.stream([1], LONG):
+        assert part.output_ids
+        break
+    assert wait_until(with_requests(policy, 0), 1.0), "the request goes on at its engine"
+    with policy.stream([1], LONG) as stream:
+        assert wait_until(with_requests(policy, 1), TIMEOUT_S)
+    assert wait_until(with_requests(policy, 0), 1.0), "the request goes on at its engine"
+    assert list(stream)[1:] == []  # at most what had come before
+
+
+async def test_a_task_that_is_cancelled_in_a_stream_ends_the_request(policy: ServerHandle) -> None:
+    has_begun = asyncio.Event()
+
+    async def follow() -> None:
+        async with policy.stream([1], LONG) as stream:
+            async for _ in stream:
+                has_begun.set()
+
+    task = asyncio.create_task(follow())
+    await has_begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert await asyncio.to_thread(wait_until, with_requests(policy, 0), 1.0)
+
+
+def test_a_stream_that_fails_raises(policy: ServerHandle) -> None:
+    with pytest.raises(GenerationFailed, match="a prompt of 600 tokens"):
+        list(policy.stream([1] * CONTEXT))
