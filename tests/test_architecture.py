@@ -105,6 +105,7 @@ NEED_TORCH = (
     "rollout.__main__",
     "rollout.driver.data.batch_torch",
     "rollout.runtime.handle.pusher",
+    "rollout.runtime.handle.rank_work",
 )
 # Clocks, sockets, threads and processes.
 NOT_IN_DECISIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -39,6 +40,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
             for numbers in ((str(rank), str(num_ranks)) for rank in range(num_ranks))
         ]

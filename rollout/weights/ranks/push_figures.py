@@ -110,7 +110,11 @@ class PushFigures:
             index,
             index,
             self._start_s,
-            self._clock(),
+            # A rank may read the go before rank 0 begins the bucket itself.
+            max(
+                self._clock(),
+                self._start_s + max(one["gather_s"] + one["copy_s"] for one in figures),
+            ),
             num_bytes,
             0.0,
             [one["gather_s"] for one in figures],

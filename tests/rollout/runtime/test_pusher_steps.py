@@ -139,7 +139,7 @@ def test_an_engine_out_of_reach_is_found_before_the_offload(
 ) -> None:
     with launched(tmp_path, transport=transport) as (deployment, engine):
         policy = deployment["policy"]
-        monkeypatch.setattr(LocalCaller, "is_here", lambda *arguments: False)
+        monkeypatch.setattr(LocalCaller, "node_of", lambda *arguments: "another")
         with (
             pytest.raises(ConfigError, match="main-0 runs on another host"),
             policy.offloaded(tensors),

@@ -34,7 +34,7 @@ def pushed(num_ranks: int, num_buckets: int, **more: Any) -> PushFigures:
         figures.gathered()
         clock.now_s += COPY_S
         words = [
-            figures.with_figures({"num_bytes": 999} if index % num_ranks == rank else {}, PAIRS)
+            figures.with_figures({"path": "/a"} if index % num_ranks == rank else {}, PAIRS)
             for rank in range(num_ranks)
         ]
         figures.offered(words)

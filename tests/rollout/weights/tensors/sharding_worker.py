@@ -75,7 +75,7 @@ def main(rank: int, folder: Path, num_ranks: int = 4) -> None:
         **of_modules("beside_tp", beside_tp),
     }
     shards = {name: shard for name, (_, shard) in both.items()}
-    weights = TrainerWeights(shards, bucket_bytes=BUCKET_BYTES)
+    weights = TrainerWeights(shards, bucket_bytes=BUCKET_BYTES, is_on_all_ranks=True)
     found = {name: one.clone() for pairs, _ in weights.gathered() for name, one in pairs}
     wrong = [name for name in both if not torch.equal(found[name], both[name][0])]
     assert found.keys() == both.keys()
