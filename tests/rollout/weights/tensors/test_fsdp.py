@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.embedded
 WORKER = Path(__file__).with_name("fsdp_worker.py")
@@ -59,13 +60,35 @@ def test_any_placement_is_gathered_whole(tmp_path: Path) -> None:
     assert kinds == {"uneven", "two", "hsdp", "offloaded", "beside_tp"}
 
 
+def test_so_many_gathers_are_under_way_and_no_more() -> None:
+    from rollout.weights.tensors import tensor_sources
+
+    under_way, most = 0, 0
+
+    class Gather:
+        def wait(self) -> str:
+            nonlocal under_way
+            under_way -= 1
+            return "whole"
+
+    def start(tensor: Any) -> Gather:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        return Gather()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_sources, "_started", start)
+        tensors = [torch.zeros(1) for _ in range(100)]
+        assert tensor_sources.gathered_whole(tensors) == ["whole"] * 100
+    assert (under_way, most) == (0, tensor_sources.MOST_GATHERS)
+
+
 def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh() -> None:
     """With a double: FSDP2's CPU offload on a mesh of GPUs, whose group cannot gather in host
     memory.
     """
     from types import SimpleNamespace
-
-    import torch
 
     from rollout.weights.tensors.tensor_sources import gathered_whole
 
