@@ -34,7 +34,9 @@ def measure_over_http(nums: Sequence[int], repeats: int, folder: Path) -> dict[s
     import ray
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False
+    )
     try:
         by_num = {str(num): over_http.measure(num, repeats, folder) for num in nums}
     finally:

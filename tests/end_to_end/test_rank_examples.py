@@ -80,7 +80,7 @@ def test_ctrl_c_ends_everything(name: str, warm_started: Path, tmp_path: Path) -
 
 
 @both
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_the_end_of_one_rank_ends_everything(
     name: str, rank: int, warm_started: Path, tmp_path: Path
 ) -> None:

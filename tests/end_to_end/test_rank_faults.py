@@ -27,7 +27,7 @@ BUCKET_BYTES = 100_000
 SMALL_BUCKETS = {"weights": {"bucket_bytes": 600}}
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.chaos)])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:

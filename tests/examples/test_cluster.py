@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +87,12 @@ def test_the_tools_for_dockerfiles_and_scripts_find_nothing(tool: str) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
-    """A machine of one node, on which srun runs the command at once."""
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A machine of one node, on which srun runs the command at once.
+
+    Ray's own folder is another one, where no other test finds this cluster: its path is short,
+    because sockets are in it.
+    """
     (tmp_path / "srun").write_text(
         '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do\n'
         '  case $1 in --overlap) shift;; *) shift 2;; esac\ndone\nexec "$@"\n'
@@ -97,13 +103,15 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     with reserve_port("127.0.0.1") as reservation:
         port = reservation.port
     search = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {
-        **os.environ,
-        "PATH": search,
-        "SLURM_JOB_NODELIST": "node",
-        "RAY_PORT": str(port),
-        "RAY_START_SECONDS": "60",
-    }
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        yield {
+            **os.environ,
+            "PATH": search,
+            "RAY_TMPDIR": folder,
+            "SLURM_JOB_NODELIST": "node",
+            "RAY_PORT": str(port),
+            "RAY_START_SECONDS": "60",
+        }
 
 
 @pytest.mark.slow

@@ -270,8 +270,8 @@ class Lane:
         return list(self._policy.status().result(60).groups[0].engines)
 
     def _all_are_up(self) -> bool:
-        """Whether recovery has replaced what was killed."""
-        return all(one.pid and one.state != "dead" for one in self._engines())
+        """Whether recovery has replaced what was killed: a fenced engine gets no push."""
+        return all(one.pid and one.state in ("serving", "stale") for one in self._engines())
 
     def _all_serve(self) -> bool:
         return all(one.state == "serving" for one in self._engines())
