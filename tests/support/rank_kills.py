@@ -271,7 +271,7 @@ class Lane:
 
     def _all_are_up(self) -> bool:
         """Whether recovery has replaced what was killed: a fenced engine gets no push."""
-        return all(one.pid and one.state in ("serving", "stale") for one in self._engines())
+        return all(one.pid and one.state not in ("dead", "fenced") for one in self._engines())
 
     def _all_serve(self) -> bool:
         return all(one.state == "serving" for one in self._engines())
