@@ -9,9 +9,10 @@ import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
-from tests.end_to_end.test_rank_push import BUCKET_BYTES, Ranks, served_seed
+from tests.support.rank_processes import Ranks, served_seed
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
+BUCKET_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
 from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from tests.end_to_end.test_rank_push import BUCKET_BYTES, Ranks, errors, served_seed
 from tests.support.processes import wait_until
+from tests.support.rank_processes import Ranks, errors, served_seed
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
+BUCKET_BYTES = 100_000
 
 
 @contextmanager
