@@ -144,6 +144,7 @@ class Guard:
             self.note(mapped_files)
             self.report("noted")
         if b"t" in commands and self.exit_status is None:
+            self.note(mapped_files)  # what it made while it served; a kill cannot wait for it
             os.killpg(self.engine_pid, signal.SIGTERM)
         return b"k" in commands
 

@@ -253,6 +253,31 @@ os.kill(os.getpid(), signal.SIGKILL)
     eventually(lambda: not list(Path("/dev/shm").glob(f"{Path(tag).name}-*")))
 
 
+def test_a_semaphore_made_while_an_engine_serves_is_removed_after_its_stop(owner: Owner):
+    tag = f"/dev/shm/rr-test-{os.getpid()}"
+    script = f"""
+import mmap, os, time
+open("there", "w").close()
+while not os.path.exists("serve"):
+    time.sleep(0.02)
+with open("{tag}-late", "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+open("served", "w").close()
+time.sleep(600)
+"""
+    owner.spawn(shlex.join(["exec", sys.executable, "-S", "-c", script]), cleanup=[f"{tag}-*"])
+    folder = owner.directory / "engine-0"
+    eventually((folder / "there").exists)
+    owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
+    assert owner.ask("print('noted', flush=True)") == "noted"
+    (folder / "serve").touch()
+    eventually((folder / "served").exists)
+    assert Path(f"{tag}-late").exists()
+    owner.tell("asyncio.run(engines[0].stop(10))")
+    eventually(lambda: not Path(f"{tag}-late").exists())
+
+
 class Held:
     """An engine with an orphan and shared memory of both forms of name, and its guard."""
 
