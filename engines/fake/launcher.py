@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.faults import CallGate
@@ -16,8 +17,8 @@ _HOST_BYTES = 1 << 30
 Make = Callable[[EngineSpec, Endpoint], FakeEngine]
 
 
-def make_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    """The fake engine of a spec."""
+def make_engine(spec: EngineSpec, endpoint: Endpoint, **settings: Any) -> FakeEngine:
+    """The fake engine of a spec; ``settings`` are further arguments of ``FakeEngine``."""
     return FakeEngine(
         spec.engine_id,
         endpoint=endpoint,
@@ -25,6 +26,7 @@ def make_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         weight_version=str(spec.weight_version),
         memory_saver=spec.memory_saver,
         weights_cpu_backup=spec.weights_cpu_backup,
+        **settings,
     )
 
 

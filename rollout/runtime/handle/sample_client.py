@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache
-from types import TracebackType
 
 from engines.protocol import FinishReason, GenerateReply
 from rollout.config import RouterConfig
@@ -172,20 +171,10 @@ class ReplyStream:
     async def __aenter__(self) -> ReplyStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     async def _read(self, replies: AsyncGenerator[GenerateReply, None]) -> None:

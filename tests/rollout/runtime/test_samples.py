@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ import httpx
 import pytest
 
 import rollout
-from engines.fake import FakeEngine
 from engines.fake.http_fake import HttpFakeLauncher
-from engines.launch import EngineSpec
-from engines.protocol import Endpoint, VersionSpan
+from engines.fake.launcher import make_engine
+from engines.protocol import VersionSpan
 from rollout.core.errors import ConfigError, GenerationFailed
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
@@ -32,17 +32,7 @@ TOKEN_S = 0.005
 CONTEXT = 600
 
 
-def slow_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    return FakeEngine(
-        spec.engine_id,
-        endpoint=endpoint,
-        model_path=spec.model_path,
-        weight_version=str(spec.weight_version),
-        memory_saver=spec.memory_saver,
-        weights_cpu_backup=spec.weights_cpu_backup,
-        token_s=TOKEN_S,
-        context_length=CONTEXT,
-    )
+slow_engine = partial(make_engine, token_s=TOKEN_S, context_length=CONTEXT)
 
 
 @contextmanager
