@@ -7,27 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
-from rollout import DeploymentHandle, RolloutConfig, launch
-from tests.support.rank_processes import Ranks, served_seed
+from rollout import DeploymentHandle, launch
+from tests.support.rank_processes import Ranks, served_seed, tiny_policy
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
-BUCKET_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
     """Two engines on this host."""
-    folder = tmp_path_factory.mktemp("run")
-    server = {
-        "model_path": str(
-            make_tiny_model(folder / "tiny", architecture="qwen3", tie_embeddings=True)
-        ),
-        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
-        "weights": {"bucket_bytes": BUCKET_BYTES},
-    }
-    config = {"log_dir": str(folder), "servers": {"policy": server}}
-    with launch(RolloutConfig.from_dict(config)) as deployment:
+    with launch(tiny_policy(tmp_path_factory.mktemp("run"), num_engines=2)) as deployment:
         yield deployment
 
 

@@ -14,16 +14,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
-from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout import DeploymentHandle, launch
 from tests.support.processes import program, wait_until
-from tests.support.rank_processes import Ranks, errors, served_seed
+from tests.support.rank_processes import Ranks, errors, served_seed, tiny_policy
 from tests.support.served_fakes import config
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANK_TIMEOUT_S = 4
-BUCKET_BYTES = 100_000
 SMALL_BUCKETS = {"weights": {"bucket_bytes": 600}}
 
 
@@ -32,21 +30,9 @@ def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:
     folder = tmp_path_factory.mktemp("run")
-    model_path = make_tiny_model(
-        folder / "tiny", architecture="qwen3", tie_embeddings=request.param == "tied"
-    )
-    settings = {
-        "log_dir": str(folder),
-        "servers": {
-            "policy": {
-                "model_path": str(model_path),
-                "groups": {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}},
-                "weights": {"bucket_bytes": BUCKET_BYTES},
-                "health": {"probe_interval_s": 0.5, "backoff_s": 0.1, "max_restarts": 100},
-            }
-        },
-    }
-    with launch(RolloutConfig.from_dict(settings)) as deployment:
+    health = {"probe_interval_s": 0.5, "backoff_s": 0.1, "max_restarts": 100}
+    tied = request.param == "tied"
+    with launch(tiny_policy(folder, tie_embeddings=tied, health=health)) as deployment:
         yield deployment
 
 

@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.embedded.tiny_model import make_tiny_model
-from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout import DeploymentHandle, launch
 from rollout.control.server.server import RolloutServer
 from rollout.observability.timeline.export import chrome_trace
 from rollout.observability.timeline.span import Kind
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from tests.support.rank_processes import Ranks, errors, served_seed
+from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
 
 RANK_TIMEOUT_S = 4
-BUCKET_BYTES = 100_000
 
 
 @pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
@@ -28,20 +26,7 @@ def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:
     folder = tmp_path_factory.mktemp("run")
-    model_path = make_tiny_model(
-        folder / "tiny", architecture="qwen3", tie_embeddings=request.param == "tied"
-    )
-    config = {
-        "log_dir": str(folder),
-        "servers": {
-            "policy": {
-                "model_path": str(model_path),
-                "groups": {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}},
-                "weights": {"bucket_bytes": BUCKET_BYTES},
-            }
-        },
-    }
-    with launch(RolloutConfig.from_dict(config)) as deployment:
+    with launch(tiny_policy(folder, tie_embeddings=request.param == "tied")) as deployment:
         yield deployment
 
 

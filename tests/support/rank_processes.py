@@ -13,13 +13,33 @@ from typing import Any
 
 import torch
 
-from rollout import DeploymentHandle
+from engines.embedded.tiny_model import make_tiny_model
+from rollout import DeploymentHandle, RolloutConfig
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.shm_buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "tests" / "end_to_end" / "rank_trainer.py"
+
+# A tiny model has several of these.
+BUCKET_BYTES = 100_000
+
+
+def tiny_policy(
+    folder: Path, *, tie_embeddings: bool = True, num_engines: int = 1, **server: Any
+) -> RolloutConfig:
+    """A policy of embedded engines with a tiny model, which is made in this folder."""
+    model_path = make_tiny_model(
+        folder / "tiny", architecture="qwen3", tie_embeddings=tie_embeddings
+    )
+    policy = {
+        "model_path": str(model_path),
+        "groups": {"main": {"num_engines": num_engines, "engine": {"kind": "embedded"}}},
+        "weights": {"bucket_bytes": BUCKET_BYTES},
+        **server,
+    }
+    return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
 
 
 class Ranks:
