@@ -279,7 +279,8 @@ class RankWork:
         pusher, config = self._pusher, self._pusher.config
         status = self._caller.call(RolloutServer.status).result()
         expected = pusher.expected
-        self._version = _agreed_version(words) or status.weight_version + 1
+        agreed = _agreed_version(words)
+        self._version = status.weight_version + 1 if agreed is None else agreed
         self._source = make_source(
             self._named_tensors,
             expected=expected,
