@@ -26,18 +26,28 @@ from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
-from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
+from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 from engines.sglang.invocation import invocation as sglang_invocation
+from engines.vllm.client import VllmClient
+from engines.vllm.features import why_open
+from engines.vllm.invocation import invocation as vllm_invocation
 
 logger = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 0.5
 _NOT_READY = (
     "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
-    "send POST {url}/continue_generation"
+    "send POST {url}{path}"
 )
+_VLLM = "vllm"
+
+
+def client_of(kind: str, endpoint: Endpoint, engine_id: str) -> Engine:
+    """The client of an engine of this kind; attached ones without a kind speak SGLang's HTTP."""
+    client = VllmClient if kind == _VLLM else EngineClient
+    return client(endpoint, engine_id=engine_id)
 
 
 class RunningEngine(Protocol):
@@ -196,8 +206,11 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
         ValueError: the URL is not that of an engine.
     """
     endpoint = Endpoint.of_url(spec.url)
-    client = EngineClient(endpoint, engine_id=spec.engine_id)
-    last_answer = _NOT_READY.format(url=endpoint.url)
+    client = client_of(spec.kind, endpoint, spec.engine_id)
+    path = "/resume" if spec.kind == _VLLM else "/continue_generation"
+    last_answer = _NOT_READY.format(url=endpoint.url, path=path)
+    if spec.kind == _VLLM and (why := why_open(endpoint.host)):
+        logger.warning("engine %s at %s: %s", spec.engine_id, endpoint.url, why)
     has_told = False
     try:
         async with asyncio.timeout(spec.start_timeout_s) as deadline:
@@ -212,11 +225,7 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
                     waits = (spec.engine_id, spec.start_timeout_s, last_answer)
                     logger.warning("engine %s: waits up to %g s for it: %s", *waits)
                 await asyncio.sleep(_PROBE_INTERVAL_S)
-            held = await client.weight_version()
-            if not held.isdecimal():  # SGLang starts at ``default``; here they are numbers
-                await client.update_weight_version(str(spec.weight_version))
-                numbered = (spec.engine_id, held, spec.weight_version)
-                logger.info("%s: weight version %r is called %d now", *numbered)
+            await _number(client, spec)
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -229,6 +238,15 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
     finally:
         await client.aclose()
     return AttachedEngine(endpoint, spec.engine_id)
+
+
+async def _number(client: Engine, spec: EngineSpec) -> None:
+    """Give a weight version without a number one: SGLang and vLLM start at ``default``."""
+    held = await client.weight_version()
+    if not held.isdecimal():
+        await client.update_weight_version(str(spec.weight_version))
+        numbered = (spec.engine_id, held, spec.weight_version)
+        logger.info("%s: weight version %r is called %d now", *numbered)
 
 
 class LocalLauncher:
@@ -254,7 +272,7 @@ class LocalLauncher:
             EngineNotReady: it died or was late; its log's tail is in the error.
             ValueError: an option that this library sets itself, or an unknown kind.
         """
-        if spec.kind == "attached":
+        if spec.is_attached:
             return await attach(spec)
         invoke = _KINDS.get(spec.kind)
         if invoke is None:
@@ -281,11 +299,13 @@ class LocalLauncher:
                 cleanup=start.cleanup,
                 kill_timeout_s=spec.process_kill_s,
             )
-        client = EngineClient(endpoint, engine_id=spec.engine_id)
+        client = client_of(spec.kind, endpoint, spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
         try:
             await process.wait_until_ready(probe, spec.start_timeout_s)
+            if spec.kind == _VLLM:  # which has no flag for it
+                await _number(client, spec)
         except BaseException:
             await process.kill()
             raise
@@ -297,6 +317,7 @@ class LocalLauncher:
 _KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {
     "embedded": embedded_invocation,
     "sglang": sglang_invocation,
+    _VLLM: vllm_invocation,
     "fake": fake_invocation,
 }
 

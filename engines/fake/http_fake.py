@@ -31,7 +31,7 @@ _NEED_NO_BODY = frozenset({"/flush_cache", "/weights_checker"})
 # How soon an engine notices that the client of a request has left; SGLang takes up to 4.
 _LOOK_S = 0.5
 
-_Handler = Callable[[Mapping[str, Any]], Any]
+Handler = Callable[[Mapping[str, Any]], Any]
 
 
 class HttpFakeLauncher:
@@ -40,14 +40,18 @@ class HttpFakeLauncher:
     Args:
         make: makes the engine of a spec; a function of a module, so that it can be sent to an
             actor.
+        app: the routes of one engine; SGLang's without any.
     """
 
-    def __init__(self, make: Make = make_engine) -> None:
+    def __init__(
+        self, make: Make = make_engine, app: Callable[[], FakeHttpApp] | None = None
+    ) -> None:
         self._make = make
+        self._app = app or FakeHttpApp
 
     async def launch(self, spec: EngineSpec) -> ServedFake:
         """Start it; its endpoint is known only then."""
-        served = FakeHttpApp()
+        served = self._app()
         runner = web.AppRunner(served.app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         try:
@@ -78,15 +82,26 @@ class ServedFake(FakeRunningEngine):
 
 
 class FakeHttpApp:
-    """The routes of one engine."""
+    """The routes of one engine.
+
+    Attributes:
+        generate_path: the path whose replies may be streamed.
+    """
 
     engine: FakeEngine
+    generate_path = "/generate"
 
     def __init__(self) -> None:
         self.app = web.Application(client_max_size=2**30)
         self.requests: list[tuple[str, float, float]] = []
         self._gates: dict[str, CallGate] = {}
-        queries: dict[str, _Handler] = {
+        queries = {**self._queries(), "/fake/requests": self._requests}
+        commands = {**self._commands(), **self._test_side()}
+        self.app.add_routes([web.get(path, self._serve(act)) for path, act in queries.items()])
+        self.app.add_routes([web.post(path, self._serve(act)) for path, act in commands.items()])
+
+    def _queries(self) -> dict[str, Handler]:
+        return {
             "/model_info": self._model_info,
             "/server_info": self._server_info,
             "/v1/loads": self._loads,
@@ -95,9 +110,10 @@ class FakeHttpApp:
             "/ready": lambda b: self._probe(self.engine.is_ready()),
             "/health": lambda b: self._probe(self.engine.is_healthy()),
             "/health_generate": lambda b: self._probe(self.engine.is_healthy()),
-            "/fake/requests": self._requests,
         }
-        commands: dict[str, _Handler] = {
+
+    def _commands(self) -> dict[str, Handler]:
+        return {
             "/pause_generation": lambda b: self.engine.pause_generation(
                 PauseMode(b.get("mode", "abort"))
             ),
@@ -127,6 +143,10 @@ class FakeHttpApp:
             "/unload_lora_adapter": lambda b: self.engine.unload_lora_adapter(b["lora_name"]),
             "/weights_checker": self._check_weights,
             "/generate": self._generate,
+        }
+
+    def _test_side(self) -> dict[str, Handler]:
+        return {
             "/fake/hold": self._hold,
             "/fake/entered": lambda b: self._gates[b["operation"]].entered.wait(),
             "/fake/open": lambda b: self._gates[b["operation"]].open(),
@@ -136,33 +156,42 @@ class FakeHttpApp:
             "/fake/freeze": lambda b: self.engine.freeze(),
             "/fake/thaw": lambda b: self.engine.thaw(),
         }
-        self.app.add_routes([web.get(path, self._serve(act)) for path, act in queries.items()])
-        self.app.add_routes([web.post(path, self._serve(act)) for path, act in commands.items()])
 
-    def _serve(self, act: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _serve(self, act: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
             arrived = time.monotonic()
-            if not request.can_read_body and _wants_body(request):
+            if not request.can_read_body and self._wants_body(request):
                 return web.Response(status=400, text="a JSON body is needed, if only {}")
             body = await request.json() if request.can_read_body else {}
             try:
-                if request.path == "/generate" and body.get("stream"):
+                if request.path == self.generate_path and body.get("stream"):
                     return await self._stream(request, body)
-                if request.path == "/generate":
+                if request.path == self.generate_path:
                     answer = await _while_connected(request, act(body))
                 else:
                     answer = act({**request.query, **body})
                     if isawaitable(answer):
                         answer = await answer
             except EngineRejected as error:
-                return web.Response(status=error.status or 400, text=error.body)
+                return self._refused(error)
             except EngineError:
                 return _broken(request)
             finally:
                 self.requests.append((request.path, arrived, time.monotonic()))
-            return web.json_response({"success": True} if answer in (None, True) else answer)
+            return self._written(answer)
 
         return serve
+
+    def _written(self, answer: Any) -> web.Response:
+        return web.json_response({"success": True} if answer in (None, True) else answer)
+
+    def _refused(self, error: EngineRejected) -> web.Response:
+        return web.Response(status=error.status or 400, text=error.body)
+
+    def _wants_body(self, request: web.Request) -> bool:
+        path = request.path
+        needs_none = path in _NEED_NO_BODY or path.startswith("/fake/")
+        return request.method == "POST" and not needs_none
 
     # Queries
 
@@ -276,11 +305,6 @@ def _broken(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=500)
-
-
-def _wants_body(request: web.Request) -> bool:
-    path = request.path
-    return request.method == "POST" and path not in _NEED_NO_BODY and not path.startswith("/fake/")
 
 
 async def _while_connected(request: web.Request, work: Awaitable[Any]) -> Any:

@@ -53,6 +53,7 @@ class Features:
         streams_are_cumulative: each event of a stream holds all tokens so far.
         moves_experts: it places its experts by their load (EPLB), other than other engines do.
         undrivable: why this library cannot drive it; empty if it can.
+        why_no_pushes: why pushed weights cannot reach it; empty if they can.
     """
 
     engine: str
@@ -69,6 +70,7 @@ class Features:
     streams_are_cumulative: bool
     moves_experts: bool
     undrivable: str
+    why_no_pushes: str = ""
 
 
 def read_features(info: ServerInfo, paths: Set[str]) -> Features:
@@ -96,10 +98,13 @@ def read_features(info: ServerInfo, paths: Set[str]) -> Features:
         streams_are_cumulative=not raw.get("incremental_streaming_output"),
         moves_experts=bool(raw.get("enable_eplb")),
         undrivable=_why_not(info, paths),
+        why_no_pushes=info.why_no_pushes,
     )
 
 
 def _why_not(info: ServerInfo, paths: Set[str]) -> str:
+    if info.undrivable:
+        return info.undrivable
     if info.engine != "sglang":  # of this package, so of its version
         return ""
     version = _parse(info.version)

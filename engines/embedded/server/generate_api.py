@@ -31,7 +31,7 @@ _UNSUPPORTED = (
     "audio_data",
     "top_logprobs_num",
     "token_ids_logprob",
-    "return_routed_experts",
+    "routed_experts_start_len",
     "return_indexer_topk",
     "return_hidden_states",
     "return_sampling_mask",
@@ -53,6 +53,12 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise Unsupported(f"{name} is not supported by the embedded engine")
+    wants_experts = bool(raw.get("return_routed_experts"))
+    if wants_experts and not engine.batcher.experts.num_layers:
+        raise Unsupported(
+            "return_routed_experts is not supported by the embedded engine for this model, which "
+            "has no routers that it knows"
+        )
     prompts, is_batch = _prompts(engine, raw)
     count = len(prompts)
     rids = _per_prompt(raw, "rid", count, is_batch)
@@ -77,6 +83,7 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
             logprob_start_len=_start(engine, starts[index], len(ids)),
             is_streamed=bool(raw.get("stream")),
             lora_name=lora_names[index],
+            wants_experts=wants_experts,
         )
     return generations, is_list
 

@@ -88,6 +88,7 @@ def make_generations(
     logprob_start_len: int = -1,
     is_streamed: bool = False,
     lora_name: str | None = None,
+    wants_experts: bool = False,
 ) -> list[Generation]:
     """One generation per wanted completion.  Several get ids ``rid_0``, ``rid_1`` ... and, if
     seeded, consecutive seeds."""
@@ -112,6 +113,7 @@ def make_generations(
             logprob_start_len=logprob_start_len,
             is_streamed=is_streamed,
             adapter=adapter,
+            wants_experts=wants_experts,
         )
         for index in range(params.n)
     ]

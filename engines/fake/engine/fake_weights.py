@@ -127,7 +127,7 @@ class FakeWeights:
         if not files:
             self.load_checkpoint(path)
         for file in files:
-            self.write(_tensors_in(file))
+            self.write(tensors_in_file(file))
 
     def lose(self) -> None:
         """Contents after an unbacked resume: different each time, and different on each engine."""
@@ -172,7 +172,7 @@ class FakeWeights:
         return digest_of(sorted(self.digests.items()))
 
 
-def _tensors_in(file: Path) -> Iterator[tuple[str, FakeTensor]]:
+def tensors_in_file(file: Path) -> Iterator[tuple[str, FakeTensor]]:
     """Tensors of a safetensors file; their bytes stand for their numbers.
 
     Raises:

@@ -113,8 +113,8 @@ def _cycle(deployment: DeploymentHandle, config: RolloutConfig) -> None:
         for name, server in config.servers.items()
         if server.weights.update is WeightUpdate.FULL
     }
-    deployment.offload().result()
-    deployment.onload(pushes).result()
+    deployment.give_memory().result()
+    deployment.serve_weights(pushes).result()
 
 
 def _push_of_checkpoint(server: ServerConfig, version: int) -> WeightPush:

@@ -17,7 +17,7 @@ from engines.launch import StartSettings, start_settings
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from rollout.cli.lib.output import console
-from rollout.config import EngineKind, GroupConfig
+from rollout.config import GroupConfig
 from rollout.runtime.preflight import planned_spec
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -28,8 +28,7 @@ def start_values(model_path: str, group: GroupConfig, *, has_backup: bool) -> di
 
     None for engines that are not started here, and for a group that is refused.
     """
-    kind, is_placeholder = group.engine.kind, group.worker_type is WorkerType.PLACEHOLDER
-    if kind is EngineKind.ATTACHED or is_placeholder:
+    if group.engine.is_attached or group.worker_type is WorkerType.PLACEHOLDER:
         return None
     spec = replace(planned_spec(model_path, group), weights_cpu_backup=has_backup)
     try:

@@ -2,150 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-import engines.embedded
-from engines.http.client import EngineClient
-from engines.launch import EngineSpec, LocalLauncher
-from engines.process.tcp_ports import reserve_port
-from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
-from engines.protocol.errors import EngineError
-from engines.protocol.plain_text import size_text
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint
 from engines.protocol.spec import SGLANG_CPU
 from engines.sglang.invocation import invocation
-from engines.sglang_cpu.installation import Installation, run
+from engines.sglang_cpu.installation import Installation
+from rollout.cli.trial.cpu_engine import (
+    TAKES_MORE,
+    Cpus,
+    Host,
+    MemorySaver,
+    Model,
+    Port,
+    Trial,
+    add_commands,
+)
 
 app = typer.Typer(help="Real SGLang without a GPU.", no_args_is_help=True)
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; progress is on stderr.")]
-_PROMPT = tuple(b"Once upon a time")
-_GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
-_RELEASED = (MemoryTag.KV_CACHE, MemoryTag.WEIGHTS)
+TRIAL = Trial("sglang", SGLANG_CPU, Installation, invocation)
+add_commands(app, TRIAL)
 
 
-@app.command()
-def install(as_json: AsJson = False) -> None:
-    """Make the environment it runs in, once: 2 GB in the user's cache folder."""
-    with reported_errors():
-        made = Installation().make(partial(typer.echo, err=as_json))
-        typer.echo(json.dumps({"python": str(made)}) if as_json else made)
-
-
-@app.command()
-def path(as_json: AsJson = False) -> None:
-    """Print the interpreter of that environment."""
-    with reported_errors():
-        found = Installation().require()
-        typer.echo(json.dumps({"python": str(found)}) if as_json else found)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=TAKES_MORE)
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or its hub name.")],
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    cpus: Annotated[int, typer.Option(help="Cores to use.")] = 1,
-    memory_saver: Annotated[bool, typer.Option(help="Let it release its memory.")] = True,
+    model: Model,
+    port: Port = 30000,
+    host: Host = "127.0.0.1",
+    cpus: Cpus = 1,
+    memory_saver: MemorySaver = True,
 ) -> None:
     """Serve MODEL until Ctrl-C; what follows ``--`` goes to SGLang as it is."""
-    with reported_errors():
-        Installation().make(typer.echo)
-        reserve_port(host, port).release()  # SGLang would load for half a minute first
-        spec = EngineSpec(
-            engine_id="cpu-0",
-            kind="sglang",
-            model_path=model,
-            log_path="",
-            num_cpus=cpus,
-            memory_saver=memory_saver,
-            python=SGLANG_CPU,
-        )
-        start = invocation(spec, Endpoint(host, port), os.environ)
-        sys.stdout.flush()
-        os.execve(start.command[0], [*start.command, *context.args], dict(start.env))
-
-
-@app.command()
-def smoke(as_json: AsJson = False) -> None:
-    """Install it if needed, start a tiny model, run one step of training on it."""
-    report = partial(typer.echo, err=as_json)
-    with reported_errors():
-        Installation().make(report)
-        with tempfile.TemporaryDirectory(prefix="sglang-cpu-smoke-") as folder:
-            seen = asyncio.run(smoke_test(Path(folder), report))
-    if as_json:
-        typer.echo(json.dumps(seen))
-
-
-@contextmanager
-def reported_errors() -> Iterator[None]:
-    """An expected failure is one message and status 1."""
-    try:
-        yield
-    except (EngineError, ValueError, OSError) as error:
-        typer.echo(f"rollout sglang-cpu: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def make_model(path: Path, seed: int) -> Path:
-    """A tiny random model, made by the installation: torch need not be in this interpreter."""
-    maker = Path(engines.embedded.__file__).with_name("tiny_model.py")
-    code = f"import runpy; runpy.run_path({str(maker)!r})['make_tiny_model']({str(path)!r}"
-    run([str(Installation().require()), "-c", f"{code}, seed={seed})"])
-    return path
-
-
-async def smoke_test(folder: Path, report: Callable[[str], None]) -> dict[str, float]:
-    """Release the weights, load others, check that replies change; returns the measurements.
-
-    Raises:
-        EngineError: the engine did not start, refused a call, or did not do it.
-    """
-    first, second = (make_model(folder / f"model-{seed}", seed) for seed in (0, 1))
-    started = time.monotonic()
     spec = EngineSpec(
-        engine_id="smoke-0",
-        kind="sglang",
-        model_path=str(first),
-        log_path=str(folder / "engine.log"),
-        options={"dtype": "float32"},
-        python=SGLANG_CPU,
+        engine_id="cpu-0",
+        kind=TRIAL.kind,
+        model_path=model,
+        log_path="",
+        num_cpus=cpus,
+        memory_saver=memory_saver,
+        python=TRIAL.python,
     )
-    running = await LocalLauncher().launch(spec)
-    client = EngineClient(running.endpoint, engine_id=spec.engine_id)
-    try:
-        ready_s = time.monotonic() - started
-        report(f"ready after {ready_s:.0f} s")
-        before = await client.generate(input_ids=_PROMPT, sampling_params=_GREEDY)
-        await client.pause_generation(PauseMode.ABORT)
-        await client.flush_cache(timeout_s=10.0)
-        held = await running.resident_bytes() or 0
-        await client.release_memory_occupation(_RELEASED)
-        freed = held - (await running.resident_bytes() or 0)
-        await client.resume_memory_occupation([MemoryTag.WEIGHTS])
-        await client.update_weights_from_disk(str(second), weight_version="1")
-        await client.resume_memory_occupation([MemoryTag.KV_CACHE])
-        await client.continue_generation()
-        after = await client.generate(input_ids=_PROMPT, sampling_params=_GREEDY)
-        report(f"released {size_text(freed)}")
-        report(f"version {before.weight_version}: {before.output_ids}")
-        report(f"version {after.weight_version}: {after.output_ids}")
-        if freed <= 0 or after.weight_version != "1" or after.output_ids == before.output_ids:
-            raise EngineError("the engine answered, but did not do it", operation="smoke")
-    finally:
-        await client.aclose()
-        await running.stop(10.0)
-    report("ok")
-    return {"ready_s": ready_s, "freed_bytes": freed}
+    TRIAL.serve(spec, Endpoint(host, port), context.args)

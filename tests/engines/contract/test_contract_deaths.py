@@ -22,6 +22,7 @@ from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineError, EngineHung, EngineRejected, EngineUnreachable
 from tests.support.contract import ENDLESS, PROMPT, VOCABULARY, Bench, Pool, client, payload
+from tests.support.kinds import not_for
 from tests.support.processes import shared_memory_of
 
 pytestmark = pytest.mark.timeout(400)
@@ -154,8 +155,9 @@ class Row:
     Attributes:
         sglang: what becomes of SGLang: it ``dies``, ``hangs``, ``wedges`` (answers nothing more
             until it is killed), or after all ``takes it``.
-        embedded: the status the embedded engine refuses it with.
-        fake: what happens to the fake; None where it does not simulate that.
+        embedded: the status the embedded engine refuses it with; 0 where it is not tried.
+        fake: what happens to the fake; None where it does not simulate that: it has neither
+            peers nor tensors.
     """
 
     act: Act
@@ -196,13 +198,18 @@ def spare(kind: str, request: pytest.FixtureRequest) -> None:
         pool.has_spare = bool(mine) and request.node is not mine[-1]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.act.__name__)
+def without(row: Row) -> list[pytest.MarkDecorator]:
+    """The kinds of engine that the row is not for."""
+    marks = [not_for("fake", "fake-http")] if row.fake is None else []
+    # Waits as long as the real one; the difference is in its own tests.
+    return marks + ([not_for("embedded", "embedded-gpu")] if row.embedded == 0 else [])
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=without(row), id=row.act.__name__) for row in ROWS]
+)
 async def test_what_kills_sglang(bench: Bench, row: Row) -> None:
     expected = row.embedded if bench.kind == "embedded" else getattr(row, bench.kind)
-    if expected is None:
-        pytest.skip("the fake has neither peers nor tensors")
-    if expected == 0:
-        pytest.skip("waits as long as the real one; the difference is in its own tests")
     impatient(bench, expected)
     if expected == "takes it":
         await row.act(bench)
@@ -221,18 +228,18 @@ async def test_what_kills_sglang(bench: Bench, row: Row) -> None:
         with pytest.raises(EngineError):
             await go_on(bench)
         assert await bench.running.is_alive()
+        await bench.running.kill()  # or the fixture waits for it to serve again
     else:
         assert isinstance(failed.value, EngineRejected)
         assert failed.value.status == expected
         assert await bench.running.is_alive()
 
 
+@not_for("fake", "fake-http")  # it has no process
 async def test_sigterm_does_not_end_what_is_paused_with_requests(
     bench: Bench, request: pytest.FixtureRequest
 ) -> None:
     """And the kill that is left takes every process and every file with it."""
-    if bench.kind == "fake":
-        pytest.skip("has no process")
     main = psutil.Process(bench.running.pid)
     everything = [main, *main.children(recursive=True)]
     async with bench.in_flight(ENDLESS):

@@ -15,6 +15,7 @@ import pytest
 from engines.protocol.errors import EngineRejected
 from rollout.weights.transports.carriers import leave_group
 from tests.support.contract import PROMPT, Bench
+from tests.support.kinds import not_for
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -153,11 +154,10 @@ async def test_a_group_that_nobody_knows_is_refused(bench: Bench) -> None:
     await bench.engine.end_weight_update()
 
 
+@not_for("fake", "fake-http")  # there is no rank 0 beside it
 async def test_with_rank_0_gone_a_broadcast_fails_at_once_and_the_group_can_be_left(
     bench: Bench,
 ) -> None:
-    if bench.kind.startswith("fake"):
-        pytest.skip("no rank 0 beside a fake")
     async with joined(bench, "orphan"):
         pass
     await bench.engine.begin_weight_update()

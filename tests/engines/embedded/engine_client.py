@@ -115,7 +115,14 @@ class Asker:
     async def generate(self, input_ids: Any = None, **options: Any) -> Any:
         body: dict[str, Any] = {
             name: options.pop(name)
-            for name in ("rid", "return_logprob", "logprob_start_len", "text", "stream")
+            for name in (
+                "rid",
+                "return_logprob",
+                "return_routed_experts",
+                "logprob_start_len",
+                "text",
+                "stream",
+            )
             if name in options
         }
         if "text" not in body:

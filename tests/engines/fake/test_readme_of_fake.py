@@ -29,10 +29,10 @@ async def test_a_switch_breaks_its_phase_as_the_table_says(
 ) -> None:
     bench = await started_server(tmp_path, {"policy": {"num_engines": 1}})
     if phase not in DOWN:
-        await bench.server.offload()
+        await bench.server.give_memory()
     parse_fault(switch).add_to(bench.engines[0].faults)
     with pytest.raises(PhaseFailed) as caught:
-        await (bench.server.offload() if phase in DOWN else bench.server.onload(push(1)))
+        await (bench.server.give_memory() if phase in DOWN else bench.server.serve_weights(push(1)))
     assert str(caught.value).startswith("group policy: ")
     assert says in str(caught.value)
     await bench.server.stop()

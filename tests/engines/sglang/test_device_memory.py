@@ -136,16 +136,16 @@ def test_the_trainer_is_in_the_way_of_the_kv_cache_until_it_has_its_turn(
     ) as deployment:
         policy = deployment["policy"]
         of_engine = used_on_gpu()
-        policy.offload().result(60)
+        policy.give_memory().result(60)
         assert used_on_gpu() == 0
         nvml.hold(0, TOTAL_BYTES - of_engine + 2**16)  # room for the weights, not for all
         with pytest.raises(
             LifecycleError, match=r"GPU GPU-aaa has .* free, kv_cache need"
         ) as error:
-            policy.onload().result(60)
+            policy.serve().result(60)
         assert f"pid {os.getpid()} (" in str(error.value)
         assert policy.status().result(60).phase == "verified"
-        policy.onload(before_kv=lambda: nvml.hold(0, 0)).result(60)
+        policy.serve(before_kv=lambda: nvml.hold(0, 0)).result(60)
         assert used_on_gpu() == of_engine
         status = policy.status().result(60)
         assert (status.phase, status.gate) == ("serving", "open")

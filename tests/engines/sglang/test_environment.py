@@ -42,6 +42,13 @@ def test_an_engine_without_gpus_sees_none_and_runs_on_the_cpu() -> None:
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
+def test_a_server_whose_scheduler_died_ends_at_once_unless_told_to_dump() -> None:
+    name = "SGLANG_PYSPY_DUMP_BEFORE_CRASH"
+    env = environment()
+    assert (env[name], env["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"]) == ("0", "0")
+    assert environment(env={name: "1"})[name] == environment(OURS | {name: "1"})[name] == "1"
+
+
 def test_what_was_meant_for_this_interpreter_does_not_reach_another() -> None:
     assert environment()["PYTHONPATH"] == "/ours"
     env = environment(python="/sg/bin/python")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engines.launch import EngineSpec, LocalLauncher
+from engines.process.cached_environment import InstallError
 from engines.process.tcp_ports import reserve_port
 from engines.protocol.errors import EngineNotReady, PortTaken
-from engines.sglang_cpu.installation import InstallError
 
 # Serves what a server of SGLang would, on the port that the command line says.
 SERVER = """#!{python}

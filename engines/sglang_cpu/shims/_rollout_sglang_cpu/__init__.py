@@ -29,6 +29,11 @@ class _Hook:
             from _rollout_sglang_cpu import torchvision_ops
 
             torchvision_ops.declare()
+        elif name == "sglang.srt.entrypoints.engine" and name not in self._seen:
+            self._seen.add(name)
+            from _rollout_sglang_cpu import processes
+
+            processes.fork()
         elif name == "sgl_kernel" and name not in self._seen:
             self._seen.add(name)
             from _rollout_sglang_cpu import cuda_calls

@@ -39,14 +39,18 @@ for _call in (_libc.madvise, _libc.mprotect):
     _call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Block:
-    """One storage, and whether its memory is there."""
+class Block:
+    """One storage, and whether its memory is there.
+
+    Attributes:
+        has_backup: whether a pause keeps its contents.
+    """
 
     def __init__(self, storage: Any, tag: str, has_backup: bool) -> None:
         self._storage = StorageWeakRef(storage)
         self._address: int = storage.data_ptr()
         self._num_bytes: int = storage.nbytes()
-        self._has_backup = has_backup
+        self.has_backup = has_backup
         self._backup: bytes | None = None
         self.tag = tag
         self.is_paused = False
@@ -60,9 +64,9 @@ class _Block:
         return bool(self._storage.expired())
 
     def pause(self) -> None:
-        if self._has_backup:
+        if self.has_backup:
             self._backup = ctypes.string_at(self._address, self._num_bytes)
-        ctypes.memset(self._address, 0, self._num_bytes)
+        self.overwrite(0)
         start, length = self._pages()
         if length:
             if not _gpus():
@@ -79,6 +83,10 @@ class _Block:
             ctypes.memmove(self._address, self._backup, self._num_bytes)
             self._backup = None
         self.is_paused = False
+
+    def overwrite(self, byte: int) -> None:
+        """Fill it with one byte."""
+        ctypes.memset(self._address, byte, self._num_bytes)
 
     def _take(self) -> None:
         """Make its pages resident; the system would wait until each is written to."""
@@ -120,14 +128,14 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _MemorySaver:
+class MemorySaver:
     """The name SGLang uses: ``torch_memory_saver.torch_memory_saver``."""
 
     enabled = True
     hook_mode: str | None = None
 
     def __init__(self) -> None:
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
 
     @contextmanager
     def region(
@@ -141,18 +149,18 @@ class _MemorySaver:
             for reference in recorder.storages.values():
                 if not reference.expired():
                     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                    self._blocks.append(_Block(storage, tag, enable_cpu_backup))
+                    self._blocks.append(Block(storage, tag, enable_cpu_backup))
             self._report()
 
     def pause(self, tag: str | None = None) -> None:
-        for block in self._tagged(tag):
+        for block in self.blocks(tag):
             if block.is_paused:
                 _die(f"cannot pause {block.tag}: it is paused")
             block.pause()
         self._report()
 
     def resume(self, tag: str | None = None) -> None:
-        for block in self._tagged(tag):
+        for block in self.blocks(tag):
             if not block.is_paused:
                 _die(f"cannot resume {block.tag}: it is not paused")
             block.resume()
@@ -160,7 +168,7 @@ class _MemorySaver:
 
     def _report(self) -> None:
         """Write what is not paused, where a double of NVML reads it."""
-        held = sum(block.held_bytes for block in self._tagged(None))
+        held = sum(block.held_bytes for block in self.blocks(None))
         for gpu in _gpus():
             new = gpu / f"{os.getpid()}.new"
             new.write_text(str(held))
@@ -174,7 +182,8 @@ class _MemorySaver:
     def disable(self) -> Iterator[None]:
         yield
 
-    def _tagged(self, tag: str | None) -> list[_Block]:
+    def blocks(self, tag: str | None) -> list[Block]:
+        """Those of a tag, or all."""
         self._blocks = [block for block in self._blocks if not block.is_freed()]
         return [block for block in self._blocks if tag in (None, block.tag)]
 
@@ -205,4 +214,4 @@ def _die(reason: str) -> NoReturn:
     os._exit(1)
 
 
-torch_memory_saver = _MemorySaver()
+torch_memory_saver = MemorySaver()

@@ -68,6 +68,17 @@ def test_logprobs_are_of_the_whole_distribution_at_the_temperature() -> None:
     assert logprobs[0][0] == pytest.approx(math.log(0.16 / 0.3))
 
 
+def test_logprobs_are_without_the_temperature_if_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from engines.embedded.generation import sampler
+
+    monkeypatch.setattr(sampler, "_RETURNS_ORIGINAL", True)
+    tokens, logprobs = draw(generation(top_k=1, temperature=0.5), generation(temperature=0.0))
+    assert tokens == [[1, 1]]
+    assert logprobs[0] == pytest.approx([math.log(0.4)] * 2)
+
+
 def test_a_stop_token_is_not_drawn_before_the_minimum() -> None:
     early = generation(stop_ids=frozenset({1}), min_new_tokens=3, temperature=0.0)
     assert draw(early)[0] == [[3]]

@@ -1,0 +1,103 @@
+"""The command line of a vLLM server.
+
+Options in the spec travel through in vLLM's own names.  One that follows from another setting is
+refused by name, and so is one that the lifecycle cannot work with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from engines.protocol import Endpoint, WorkerType
+from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.vllm.features import why_open
+from engines.vllm.routes import PLUGIN_BACKEND
+
+_OF_PLUGIN = "pushes need this package's plugin, which is set at launch"
+_OWNERS = {
+    **AT_LAUNCH,
+    "model": "the server's model_path",
+    "enable_sleep_mode": "the group's needs_offload",
+    "weight_transfer_config": _OF_PLUGIN,
+    "worker_extension_cls": _OF_PLUGIN,
+    "config": "put its options under engine.options",
+    "api_key": "the engine is driven without a key, which would guard its requests only",
+    "ssl_keyfile": "engines are reached over plain HTTP",
+    "ssl_certfile": "engines are reached over plain HTTP",
+    "uds": "engines are reached over TCP",
+    "headless": "that server has no endpoints",
+    "tokens_only": "that server has no text",
+}
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_DEFAULTS: dict[str, Any] = {
+    # The token-in, token-out route; servers before 0.30 have it, and not this flag.
+    "enable_scale_out": True,
+    # Of the distribution that a token was drawn from, as SGLang returns them.
+    "logprobs_mode": "processed_logprobs",
+    "enable_prompt_tokens_details": True,
+}
+
+
+def build_command(
+    spec: EngineSpec, endpoint: Endpoint, python: str = "", cpu: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The command that starts this engine at this endpoint.
+
+    Args:
+        python: an interpreter that has vLLM; empty for this one.
+        cpu: further options of an engine on the CPU.
+
+    Raises:
+        ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, an address
+            that others can reach, or a spec that no vLLM server can be.
+    """
+    options = normalized(spec.options)
+    refuse(options, _OWNERS)
+    _check(spec, endpoint)
+    ours: dict[str, Any] = {
+        "model": spec.model_path,
+        "host": endpoint.host,
+        "port": endpoint.port,
+        "enable_sleep_mode": spec.memory_saver and not spec.is_on_cpu,
+        "weight_transfer_config": {"backend": PLUGIN_BACKEND},
+        "worker_extension_cls": "engines.vllm_plugin.worker.WorkerExtension",
+        **_sizes(options, len(spec.gpu_ids)),
+    }
+    program = [python or spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    return program + as_flags(ours | default_options(cpu) | options)
+
+
+def default_options(cpu: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What we choose where the spec's options do not; None there keeps vLLM's own choice."""
+    return _DEFAULTS | normalized(cpu or {})
+
+
+def _check(spec: EngineSpec, endpoint: Endpoint) -> None:
+    if why := why_open(endpoint.host):
+        raise ValueError(why)
+    if spec.num_nodes > 1:
+        raise ValueError("an engine of kind vllm runs on one node; set nodes to 1")
+    if spec.worker_type is not WorkerType.REGULAR:
+        raise ValueError(f"vLLM cannot be a {spec.worker_type} worker here; SGLang can")
+
+
+def _sizes(options: Mapping[str, Any], num_gpus: int) -> dict[str, int]:
+    """The tensor-parallel size that the GPUs leave; nothing where the options say it."""
+    given = {name: options.get(name) or 1 for name in _SIZES}
+    others = given["pipeline_parallel_size"] * given["data_parallel_size"]
+    if "tensor_parallel_size" in options:
+        num_ranks = given["tensor_parallel_size"] * others
+        if num_gpus and num_ranks != num_gpus:
+            raise ValueError(
+                f"vLLM's parallel sizes make {num_ranks} ranks, but the engine has {num_gpus} "
+                "GPUs; make engine.gpus fit, or leave tensor-parallel-size out"
+            )
+        return {}
+    tensor = num_gpus // others
+    if num_gpus % others:
+        raise ValueError(
+            f"{num_gpus} GPUs cannot be divided by pipeline x data = {others}; make engine.gpus fit"
+        )
+    return {"tensor_parallel_size": tensor} if tensor > 1 else {}

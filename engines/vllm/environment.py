@@ -1,0 +1,59 @@
+"""The environment of a vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.protocol.spec import EngineSpec, inherited_environment
+
+# Meant for the interpreter that launches, and wrong for another one.
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_DEV_MODE = "VLLM_SERVER_DEV_MODE"
+
+
+def build_environment(
+    spec: EngineSpec,
+    inherited: Mapping[str, str],
+    *,
+    python: str = "",
+    cpu: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The whole environment of the engine.
+
+    Args:
+        inherited: this process's own.
+        python: the interpreter it runs in, where that is another than this one.
+        cpu: further variables of an engine on the CPU.
+
+    Raises:
+        ValueError: a variable that would break the release of memory, or hide the control
+            endpoints.
+    """
+    env = inherited_environment(inherited)
+    if python:
+        for name in _OF_THIS_PYTHON:
+            env.pop(name, None)
+        # Tools that came with it, such as ninja, are found by name.
+        env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
+    env |= spec.visible_gpus | {_DEV_MODE: "1"} | dict(cpu or {})
+    if Path(spec.model_path).is_dir():
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    env.update(spec.env)
+    _refuse(spec, env)
+    return env
+
+
+def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:
+    for name in _ALLOCATOR:
+        setting = env.get(name, "").replace(" ", "").lower()
+        if spec.memory_saver and "expandable_segments:true" in setting:
+            raise ValueError(
+                f"{name}={env[name]}: vLLM's sleep mode does not work with expandable segments; "
+                "unset it, or set it differently under engine.env"
+            )
+    if env[_DEV_MODE] != "1":
+        raise ValueError(
+            f"{_DEV_MODE}={env[_DEV_MODE]}: without it vLLM has no control endpoints; unset it"
+        )

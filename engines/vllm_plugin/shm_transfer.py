@@ -1,0 +1,195 @@
+"""The weight transfer backend ``rollout_shm``: pushed safetensors become the weights of a model.
+
+Always true:
+- a bucket is checked whole, names and shapes, before a tensor of it is loaded;
+- when a request returns, nothing refers to the pushed file any more;
+- a session that fails gives the layers it did not complete their old tensors back, so that the
+  engine lives; its weights are then a mixture, which the next whole push replaces;
+- a session that leaves a layer half loaded, or tensors missing after the weights were lost, ends
+  with an error that names them.  vLLM itself would only write a warning to its log.
+
+On a GPU vLLM copies from the mapping to the device; that was not tested.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+
+from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
+from engines.vllm_plugin.pushed_files import tensors_at, tensors_in
+
+_SHOWN = 3
+
+
+@dataclass
+class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing has to be agreed on."""
+
+
+@dataclass
+class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One bucket; exactly one of these.
+
+    Attributes:
+        path: of a folder with safetensors files, or of one file, on this host.
+        content: a safetensors file in base64.
+    """
+
+    path: str = ""
+    content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the model takes under one name."""
+
+    shape: tuple[int, ...]
+    layer: str
+
+
+class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
+    """One worker's end.
+
+    Attributes:
+        is_lost: the weights were released without a backup, and no whole push has come since.
+    """
+
+    init_info_cls = ShmInit
+    update_info_cls = ShmUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.is_lost = False
+        self._loaded: set[str] = set()
+        parts = parts_of(model, vllm_config)
+        self._tied = tied_names(model)
+        self._expected = {
+            part.name: _Expected(tuple(part.tensor.shape), part.layer) for part in parts
+        }
+        # Where a name is vLLM's own, names of the checkpoint cannot be checked against it.
+        self._is_known = all(part.is_known for part in parts)
+
+    def init_transfer_engine(self, init_info: ShmInit) -> None:
+        """Nothing to do; may be called again."""
+
+    def start_weight_update(self) -> None:
+        self._loaded = set()
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: ShmUpdate) -> None:
+        try:
+            tensors = _read(update_info)
+            self._check(tensors)
+            self.model.load_weights(iter(tensors.items()))
+            self._loaded |= tensors.keys()
+            _let_go(self.model)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def finish_weight_update(self) -> None:
+        if reason := self._why_incomplete():
+            self._abandon()
+            raise ValueError(reason)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.is_lost = False
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not self._is_known:
+            return
+        for name, tensor in tensors.items():
+            expected = self._expected.get(self._tied.get(name, name))
+            if expected is None and not self._is_left_out(name):
+                raise ValueError(f"the model has no tensor {name!r}; {self._known_text()}")
+            if expected is not None and tuple(tensor.shape) != expected.shape:
+                raise ValueError(
+                    f"tensor {name!r} has shape {list(tensor.shape)}; "
+                    f"the model takes {list(expected.shape)}"
+                )
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether vLLM skips it: a model with tied embeddings has no head of its own."""
+        is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        return is_tied and name == "lm_head.weight"
+
+    def _known_text(self) -> str:
+        return f"it has {len(self._expected)}, for example {next(iter(self._expected))!r}"
+
+    def _why_incomplete(self) -> str:
+        """Why this session must not end; empty if it may."""
+        if not self._is_known:
+            return ""
+        missing: dict[str, list[str]] = defaultdict(list)
+        begun: set[str] = set()
+        for name, expected in self._expected.items():
+            if name in self._loaded:
+                begun.add(expected.layer)
+            else:
+                missing[expected.layer].append(name)
+        halves = [name for layer in begun for name in missing.get(layer, ())]
+        if halves:
+            return f"a part of a layer was not pushed: {_some(halves)}; push the whole layer"
+        if self.is_lost and missing:
+            names = [name for names in missing.values() for name in names]
+            return (
+                f"the weights were released without a backup, and {len(names)} of "
+                f"{len(self._expected)} tensors were not pushed: {_some(names)}; push all tensors"
+            )
+        return ""
+
+    def _abandon(self) -> None:
+        """Give the layers that are not complete their old tensors back."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+
+
+def _read(update: ShmUpdate) -> dict[str, torch.Tensor]:
+    if bool(update.path) == bool(update.content):
+        raise ValueError("update_info needs either path or content")
+    return tensors_at(update.path) if update.path else tensors_in(update.content)
+
+
+def _let_go(model: Any) -> None:
+    """Copy what vLLM keeps until a layer is complete: the file is the trainer's again."""
+    for arguments in _kept(model.modules()):
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                arguments[name] = value.clone()
+
+
+def _kept(layers: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    for layer in layers:
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            yield bound.arguments
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more

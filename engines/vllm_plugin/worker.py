@@ -1,0 +1,110 @@
+"""What the workers of vLLM do for us besides their own work: they report and check weights.
+
+``WorkerExtension`` is for ``--worker-extension-cls``: ``/collective_rpc`` calls its methods.
+``CheckedWorker`` is for a class of ``--worker-cls``, before vLLM's own worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engines.embedded.weights.torch_fingerprint import dtype_name, fingerprints
+from engines.tensors.fingerprint import BYTES
+from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+_LOSES_WEIGHTS = 2
+
+
+class WorkerExtension:
+    """Reports the weights of a worker, under the names of the checkpoint where that is possible."""
+
+    def rollout_fingerprints(self) -> dict[str, Any]:
+        """Fingerprints of the bytes that the model computes with, and their number."""
+        tensors = {part.name: part.tensor for part in _parts(self)}
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return {"checksums": fingerprints(tensors), "num_bytes": num_bytes}
+
+    def rollout_manifest(self) -> list[dict[str, Any]]:
+        """Name, dtype and shape of each tensor."""
+        tensors = {part.name: part.tensor for part in _parts(self)}
+        tied = {
+            name: tensors[same]
+            for name, same in tied_names(_model(self)).items()
+            if same in tensors
+        }
+        return [
+            {
+                "name": name,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "is_tied": name not in tensors,
+            }
+            for name, tensor in (tensors | tied).items()
+        ]
+
+    def rollout_state(self) -> dict[str, Any]:
+        """What is released, how many bytes each tag holds, where the worker counts them, and the
+        method of the fingerprints, where they are of tensors of the checkpoint."""
+        return {
+            "released": sorted(getattr(self, "released_tags", ())),
+            "resident_bytes": dict(getattr(self, "held_bytes", dict)()),
+            "fingerprints": BYTES if all(part.is_known for part in _parts(self)) else "",
+        }
+
+
+def _model(worker: Any) -> Any:
+    return worker.model_runner.get_model()
+
+
+def _parts(worker: Any) -> Sequence[Any]:
+    return parts_of(_model(worker), worker.vllm_config)
+
+
+class CheckedWorker:
+    """Refuses what vLLM would take and do wrong.
+
+    - an update while the weights are released: vLLM 0.32 writes to memory that is not there;
+    - the end of a session that lacks tensors after a release without a backup.
+
+    A session whose end fails is closed; vLLM would leave it open and refuse the next one.
+    """
+
+    released_tags: frozenset[str] = frozenset()
+
+    def sleep(self, level: int = 1) -> None:
+        _above(self).sleep(level)
+        self.released_tags |= {WEIGHTS, KV_CACHE}
+        self._note_loss(level == _LOSES_WEIGHTS)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        _above(self).wake_up(tags)
+        self.released_tags -= frozenset(tags) if tags else self.released_tags
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        _above(self).discard(tags)
+        self.released_tags |= frozenset(tags)
+        self._note_loss(WEIGHTS in tags)
+
+    def start_weight_update(self) -> None:
+        if WEIGHTS in self.released_tags:
+            raise RuntimeError("the weights are released; call /wake_up?tags=weights first")
+        _above(self).start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        try:
+            _above(self).finish_weight_update()
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def _note_loss(self, is_lost: bool) -> None:
+        engine = getattr(self, "weight_transfer_engine", None)
+        if is_lost and engine is not None:
+            engine.is_lost = True
+
+
+def _above(worker: CheckedWorker) -> Any:
+    """The methods of the class that follows ``CheckedWorker``, which is vLLM's own."""
+    return super(CheckedWorker, worker)

@@ -1,0 +1,240 @@
+"""The client of vLLM over the fake's second face: what it sends, in which order, and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeTensor, pack_tensors
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS, write_checkpoint
+from engines.fake.vllm import FakeVllm, connect_in_memory
+from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
+from engines.protocol.errors import EngineRejected
+from engines.protocol.features import read_features
+from engines.vllm import vllm_json
+from engines.vllm.client import VllmClient
+from tests.support.vllm_face import admitted
+
+W, KV, GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
+PROMPT = (5, 6, 7)
+SHORT = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+
+def payload(version: float) -> list[str]:
+    tensors = {one.name: FakeTensor(one.shape, version) for one in DEFAULT_TENSORS}
+    return [base64.b64encode(pack_tensors(tensors)).decode()]
+
+
+async def push(client: VllmClient, version: str) -> None:
+    await client.begin_weight_update()
+    await client.update_weights_from_tensor(payload(float(version)), weight_version=version)
+    await client.end_weight_update()
+
+
+async def test_it_is_still_paused_after_the_last_memory_is_awake() -> None:
+    engine = FakeVllm()
+    client = connect_in_memory(engine)
+    await client.pause_generation()
+    await client.release_memory_occupation([W, KV, GRAPH])
+    assert engine.level == 2
+    await client.resume_memory_occupation([W])
+    await push(client, "1")
+    await client.resume_memory_occupation([KV, GRAPH])
+    assert not await client.is_ready()
+    assert not engine.weights_are_garbage
+    await client.continue_generation()
+    assert await client.is_ready()
+
+
+async def test_weights_are_woken_before_the_cache() -> None:
+    engine = FakeVllm()
+    client = connect_in_memory(engine, weights_cpu_backup=True)
+    await client.release_memory_occupation([W, KV])
+    assert engine.level == 1
+    await client.resume_memory_occupation([KV, W])
+    woken = [
+        call.arguments["tags"]
+        for call in engine.calls
+        if call.operation == "resume_memory_occupation"
+    ]
+    assert woken[0] == (W,)
+
+
+async def test_kept_requests_survive_a_release_and_go_on() -> None:
+    engine = FakeVllm(token_s=0.001)
+    client = connect_in_memory(engine, weights_cpu_backup=True)
+    long = SamplingParams(max_new_tokens=50)
+    whole = await client.generate(input_ids=PROMPT, sampling_params=long)
+    running = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=long))
+    await admitted(engine)
+    await client.pause_generation(PauseMode.RETRACT)
+    await client.flush_cache()
+    await client.release_memory_occupation([W, KV])
+    await client.resume_memory_occupation([W])
+    await client.resume_memory_occupation([KV])
+    await client.continue_generation()
+    assert (await running).output_ids == whole.output_ids
+
+
+async def test_a_version_is_published_when_the_update_is_finished() -> None:
+    client = connect_in_memory(FakeVllm())
+    await client.begin_weight_update()
+    await client.update_weights_from_tensor(payload(7), weight_version="7")
+    assert await client.weight_version() == "0"
+    await client.end_weight_update()
+    assert await client.weight_version() == "7"
+
+
+async def test_buckets_from_files_are_one_session(tmp_path: Path) -> None:
+    engine = FakeVllm()
+    client = connect_in_memory(engine)
+    folder = str(write_checkpoint(tmp_path))
+    for version in ("1", "2"):
+        await client.update_weights_from_disk(folder, flush_cache=False)
+        await client.update_weights_from_disk(folder, weight_version=version)
+        assert await client.weight_version() == version
+    assert engine.operations().count("begin_weight_update") == 2
+    assert not engine.is_cache_stale
+
+
+async def test_a_push_from_files_that_was_given_up_does_not_block_the_next(tmp_path: Path) -> None:
+    client = connect_in_memory(FakeVllm())
+    folder = str(write_checkpoint(tmp_path))
+    await client.update_weights_from_disk(folder, flush_cache=False)
+    await push(client, "3")
+    assert await client.weight_version() == "3"
+
+
+async def test_a_flush_is_repeated_until_nothing_holds_the_cache() -> None:
+    engine = FakeVllm(token_s=0.001)
+    client = connect_in_memory(engine)
+    running = asyncio.create_task(
+        client.generate(input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=100))
+    )
+    await admitted(engine)
+    with pytest.raises(EngineRejected, match="requests still hold the cache"):
+        await client.flush_cache()
+    await client.flush_cache(timeout_s=20)
+    assert engine.operations().count("flush_cache") > 2
+    await running
+
+
+async def test_a_completion_has_tokens_logprobs_and_versions() -> None:
+    client = connect_in_memory(FakeVllm())
+    reply = await client.generate(
+        input_ids=PROMPT,
+        sampling_params=SHORT,
+        rid="mine",
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    assert (reply.rid, reply.completion_tokens, reply.prompt_tokens) == ("mine", 4, 3)
+    assert reply.output_logprobs == (-1.0,) * 4
+    assert reply.input_logprobs is not None
+    assert len(reply.input_logprobs) == 2
+    assert [(one.version, one.start, one.end) for one in reply.weight_versions] == [("0", 0, 4)]
+    streamed = [
+        one async for one in client.stream_generate(input_ids=PROMPT, sampling_params=SHORT)
+    ]
+    assert [len(one.output_ids) for one in streamed] == [1, 2, 3, 4]
+    assert streamed[-1].output_ids == reply.output_ids
+    assert streamed[-1].finish_reason is not None
+
+
+async def test_an_abort_names_the_request_as_the_server_does() -> None:
+    engine = FakeVllm(token_s=0.001)
+    client = connect_in_memory(engine)
+    long = SamplingParams(max_new_tokens=10_000)
+    one, ten = (
+        asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=long, rid=rid))
+        for rid in ("p-1", "p-10")
+    )
+    await admitted(engine, 2)
+    await client.abort_request("p-1")
+    reason = (await one).finish_reason
+    assert reason is not None
+    assert reason.kind == "abort"
+    assert not ten.done()
+    await client.abort_request()
+    await ten
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+async def test_the_checker_sees_what_changed(has_plugin: bool) -> None:
+    client = connect_in_memory(FakeVllm(has_plugin=has_plugin))
+    first = await client.weights_checker()
+    await client.weights_checker("snapshot")
+    await client.weights_checker("compare")
+    await client.weights_checker("snapshot")
+    await client.weights_checker("reset_tensors")
+    with pytest.raises(EngineRejected, match="differ"):
+        await client.weights_checker("compare")
+    assert (await client.weights_checker()).checksum != first.checksum
+    assert len(first.tensors) == 1
+
+
+def test_the_checksum_of_nothing_is_refused() -> None:
+    answer = {"checksums": {"dp0:pp0:pcp0:tp0:lm_head.weight": vllm_json.EMPTY_CHECKSUM}}
+    with pytest.raises(ValueError, match="equal checksums say nothing"):
+        vllm_json.read_checksums(answer)
+
+
+async def test_a_server_without_dev_mode_says_what_would_help() -> None:
+    client = connect_in_memory(FakeVllm(without=frozenset({"/server_info"})))
+    with pytest.raises(EngineRejected, match="VLLM_SERVER_DEV_MODE=1"):
+        await client.server_info()
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"version": "0.26.1"}, "this drives vLLM 0.27 and later, below 0.34"),
+        ({"version": "0.34.0"}, "this drives vLLM 0.27 and later, below 0.34"),
+        ({"version": "dev"}, "is not a known version"),
+        ({"without": frozenset({"/pause"})}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"without": frozenset({"/inference/v1/generate"})}, "--enable-scale-out"),
+    ],
+)
+async def test_a_server_that_lacks_what_is_needed_is_refused(
+    settings: dict[str, Any], advice: str
+) -> None:
+    client = connect_in_memory(FakeVllm(**settings))
+    found = read_features(await client.server_info(), await client.endpoints())
+    assert advice in found.undrivable
+
+
+async def test_a_server_of_a_known_version_is_driven() -> None:
+    for version in ("0.27.0", "0.32.0+cpu", "0.33.1"):
+        client = connect_in_memory(FakeVllm(version=version))
+        found = read_features(await client.server_info(), await client.endpoints())
+        assert found.undrivable == ""
+        assert found.has_weight_session
+        assert found.num_payloads == 1
+
+
+async def test_what_vllm_cannot_do_is_refused_in_words() -> None:
+    client = connect_in_memory(FakeVllm())
+    with pytest.raises(EngineRejected, match="loads adapters from a folder"):
+        await client.load_lora_adapter_from_tensors("a", {}, [])
+    with pytest.raises(EngineRejected, match="shared_memory, tensor or disk"):
+        await client.destroy_weights_update_group("g")
+    with pytest.raises(ValueError, match="no sampling parameter stop_regex"):
+        await client.generate(input_ids=PROMPT, sampling_params=SamplingParams(stop_regex=("a+",)))
+
+
+async def test_no_pickle_reaches_the_server() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(4, dtype=torch.float32)
+    packed = base64.b64encode(pickle.dumps([("lm_head.weight", tensor)])).decode()
+    content = base64.b64decode(vllm_json.content_of(packed))
+    from safetensors.torch import load
+
+    assert torch.equal(load(content)["lm_head.weight"], tensor)
+    client = VllmClient(Endpoint("127.0.0.1", 1))
+    with pytest.raises(EngineRejected, match="by value or by path only"):
+        await client.update_weights_from_tensor([base64.b64encode(b"no tensors").decode()])

@@ -1,0 +1,107 @@
+"""How a vLLM server is started, and what is refused before it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engines.launch import check_spec, start_settings
+from engines.protocol import Endpoint, WorkerType
+from engines.protocol.spec import EngineSpec
+from engines.vllm.command import build_command
+from engines.vllm.environment import build_environment
+from rollout.config import RolloutConfig
+from rollout.core.errors import ConfigError
+
+HERE = Endpoint("127.0.0.1", 4000)
+SPEC = EngineSpec("policy-0", "vllm", "/models/m", "/dev/null", gpu_ids=(0, 1))
+
+
+def flags(spec: EngineSpec) -> dict[str, str]:
+    words = build_command(spec, HERE)[3:]
+    found, name = {}, ""
+    for word in words:
+        if word.startswith("--"):
+            found[name := word] = ""
+        else:
+            found[name] = word
+    return found
+
+
+def test_the_command_opens_what_the_client_needs() -> None:
+    found = flags(SPEC)
+    assert found["--host"] == "127.0.0.1"
+    assert found["--model"] == "/models/m"
+    assert found["--tensor-parallel-size"] == "2"
+    assert "--enable-sleep-mode" in found
+    assert "--enable-scale-out" in found
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "rollout_shm"}
+    assert found["--logprobs-mode"] == "processed_logprobs"
+    assert build_environment(SPEC, {})["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_options_travel_in_vllms_names_and_replace_ours() -> None:
+    options = {"max-model-len": 512, "enable-scale-out": False, "pipeline-parallel-size": 2}
+    found = flags(replace(SPEC, options=options))
+    assert found["--max-model-len"] == "512"
+    assert "--enable-scale-out" not in found
+    assert "--tensor-parallel-size" not in found
+    overrides = start_settings(replace(SPEC, options=options), {}).overrides
+    assert [one.name for one in overrides] == ["enable_scale_out"]
+
+
+def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> None:
+    assert "--enable-sleep-mode" not in flags(replace(SPEC, memory_saver=False))
+    assert "--enable-sleep-mode" not in flags(replace(SPEC, gpu_ids=()))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"host": "0.0.0.0"}, r"host 0.0.0.0: vLLM's control endpoints .* have no key"),
+        ({"options": {"enable-sleep-mode": True}}, "the group's needs_offload"),
+        ({"options": {"weight-transfer-config": {}}}, "set at launch"),
+        ({"options": {"api-key": "secret"}}, "without a key"),
+        ({"options": {"tensor-parallel-size": 4}}, "make 4 ranks, but the engine has 2 GPUs"),
+        ({"options": {"pipeline-parallel-size": 3}}, "2 GPUs cannot be divided"),
+        ({"worker_type": WorkerType.PREFILL}, "vLLM cannot be a prefill worker"),
+        ({"num_nodes": 2}, "runs on one node"),
+        ({"env": {"VLLM_SERVER_DEV_MODE": "0"}}, "no control endpoints"),
+        ({"env": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}, "sleep mode does not work"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_spec(replace(SPEC, **change))
+
+
+def config(engine: dict[str, Any], **weights: Any) -> RolloutConfig:
+    server = {
+        "model_path": "/models/m",
+        "groups": {"main": {"engine": {"kind": "vllm", **engine}}},
+        "weights": weights,
+    }
+    return RolloutConfig.from_dict({"servers": {"policy": server}})
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ({"transport": "distributed"}, "by value or from files"),
+        ({"transport": "cuda_ipc"}, "by value or from files"),
+        ({"update": "lora"}, "from a folder only"),
+    ],
+)
+def test_pushes_that_vllm_cannot_take_are_refused(weights: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config({}, **weights)
+
+
+def test_a_group_of_running_servers_is_attached() -> None:
+    engine = config({"urls": ["http://127.0.0.1:8000"]}).servers["policy"].groups["main"].engine
+    assert engine.is_attached
+    with pytest.raises(ConfigError, match="options cannot be set"):
+        config({"urls": ["http://127.0.0.1:8000"], "options": {"dtype": "float32"}})

@@ -1,0 +1,225 @@
+"""Real vLLM on the CPU with our plugin: memory, pushes, fingerprints.
+
+One server for the whole file.  A test that needs other weights than the one before pushes them; the
+last one ends it.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines.embedded.tiny_model import make_tiny_model
+from engines.vllm_cpu.options import cpu_options
+from tests.engines.embedded.reference import greedy
+from tests.support.contract import Models
+from tests.support.real_vllm import (
+    PROMPT,
+    RealVllm,
+    expected_fingerprints,
+    real_vllm,
+    write_buckets,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+KV_BYTES = cpu_options()["kv-cache-memory-bytes"]
+# The model has 9.6 MB of weights; what else the processes take meanwhile is less than the rest.
+WEIGHT_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Heads of 64: the CPU kernels of vLLM know no smaller ones than 32."""
+    root = tmp_path_factory.mktemp("models")
+    first, second = (
+        make_tiny_model(root / f"model-{seed}", "qwen3", seed, hidden_size=256, num_layers=4)
+        for seed in (0, 1)
+    )
+    return Models(first, second)
+
+
+@pytest.fixture(scope="module")
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
+    with real_vllm(models.first, tmp_path_factory.mktemp("vllm")) as served:
+        yield served
+
+
+@pytest.fixture
+def vllm(server: RealVllm, models: Models, tmp_path: Path) -> RealVllm:
+    """It serves the first model."""
+    if server.fingerprints() != expected_fingerprints(models.first):
+        push(server, models.first, tmp_path / "first", "again")
+    server.ask("/reset_prefix_cache")
+    return server
+
+
+def push(vllm: RealVllm, model: Path, folder: Path, version: str) -> None:
+    vllm.update(*({"path": str(one)} for one in write_buckets(model, folder, 2)), version=version)
+
+
+def refusal(vllm: RealVllm, path: str, body: object = None) -> str:
+    answer = vllm.http.post(path, json=body)
+    assert answer.status_code == 500
+    return answer.text
+
+
+def test_fingerprints_are_of_the_checkpoints_own_bytes(vllm: RealVllm, models: Models) -> None:
+    assert vllm.fingerprints() == expected_fingerprints(models.first)
+    listed = {one["name"]: one for one in vllm.call_worker("rollout_manifest")}
+    assert listed.keys() == expected_fingerprints(models.first).keys()
+    assert listed["lm_head.weight"] == {
+        "name": "lm_head.weight",
+        "dtype": "float32",
+        "shape": [259, 256],
+        "is_tied": False,
+    }
+
+
+def test_vllms_own_checksums_are_of_something(vllm: RealVllm) -> None:
+    of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    checksums = vllm.ask("/weight_checker", json={"action": "checksum"})["checksums"]
+    assert of_nothing not in checksums.values()
+
+
+def test_a_push_in_parts_is_what_the_engine_then_computes_with(
+    vllm: RealVllm, models: Models, tmp_path: Path
+) -> None:
+    assert vllm.greedy() == greedy(models.first, list(PROMPT), 8)
+    vllm.ask("/pause", params={"mode": "abort"})
+    vllm.ask("/start_weight_update")
+    for folder in write_buckets(models.second, tmp_path, 3):
+        vllm.ask("/update_weights", json={"update_info": {"path": str(folder)}})
+        file = folder / "bucket.safetensors"  # the trainer's next bucket, in the same memory
+        with file.open("r+b") as written:
+            written.write(bytes(file.stat().st_size))
+    assert vllm.info("/weight_info")["weight_version"] != "7"
+    vllm.ask("/finish_weight_update", json={"weight_version": "7"})
+    vllm.ask("/reset_prefix_cache")
+    vllm.ask("/resume")
+    assert vllm.info("/weight_info")["weight_version"] == "7"
+    assert vllm.fingerprints() == expected_fingerprints(models.second)
+    assert vllm.greedy() == greedy(models.second, list(PROMPT), 8)
+
+
+def test_a_push_by_value_holds_the_file_itself(vllm: RealVllm, models: Models) -> None:
+    content = (models.second / "model.safetensors").read_bytes()
+    vllm.update({"content": base64.b64encode(content).decode()}, version="8")
+    assert vllm.fingerprints() == expected_fingerprints(models.second)
+
+
+def test_a_bucket_that_does_not_fit_is_refused_before_anything_changes(
+    vllm: RealVllm, models: Models, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    def refused(name: str, tensors: dict[str, torch.Tensor]) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(tensors, folder / "bucket.safetensors")
+        vllm.ask("/start_weight_update")
+        refusal(vllm, "/update_weights", {"update_info": {"path": str(folder)}})
+        return vllm.log_tail()
+
+    assert "the model has no tensor 'model.extra'" in refused(
+        "unknown", {"model.extra": torch.ones(2)}
+    )
+    assert "'model.norm.weight' has shape [3]; the model takes [256]" in refused(
+        "shape", {"model.norm.weight": torch.ones(3)}
+    )
+    vllm.ask("/start_weight_update")
+    refusal(vllm, "/update_weights", {"update_info": {"path": str(tmp_path / "nothing")}})
+    assert "no safetensors at" in vllm.log_tail()
+    vllm.ask("/start_weight_update")
+    refusal(vllm, "/update_weights", {"update_info": {"content": "AAAA"}})
+    assert "it has only 3 bytes" in vllm.log_tail()
+    assert vllm.fingerprints() == expected_fingerprints(models.first)
+    assert vllm.greedy() == greedy(models.first, list(PROMPT), 8)
+
+
+def test_half_a_layer_is_refused_at_the_end_and_the_next_push_works(
+    vllm: RealVllm, models: Models, tmp_path: Path
+) -> None:
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    [folder] = write_buckets(models.second, tmp_path / "half", 1, [left_out])
+    vllm.ask("/start_weight_update")
+    vllm.ask("/update_weights", json={"update_info": {"path": str(folder)}})
+    refusal(vllm, "/finish_weight_update", {"weight_version": "9"})
+    assert f"a part of a layer was not pushed: {left_out}; push the whole layer" in vllm.log_tail()
+    assert vllm.info("/weight_info")["weight_version"] != "9"
+    push(vllm, models.second, tmp_path / "whole", "10")
+    assert vllm.info("/weight_info")["weight_version"] == "10"
+    assert vllm.fingerprints() == expected_fingerprints(models.second)
+
+
+def test_level_1_frees_memory_and_brings_the_weights_back(vllm: RealVllm, models: Models) -> None:
+    held = vllm.resident_bytes()
+    vllm.sleep(1)
+    assert vllm.call_worker("rollout_state") == {
+        "released": ["kv_cache", "weights"],
+        "resident_bytes": {"weights": 0, "kv_cache": 0},
+        "fingerprints": "xxh3",
+    }
+    assert held - vllm.resident_bytes() > KV_BYTES * 0.9
+    vllm.wake_up("weights")
+    assert vllm.fingerprints() == expected_fingerprints(models.first)
+    assert vllm.call_worker("rollout_state")["released"] == ["kv_cache"]
+    vllm.wake_up("kv_cache")
+    assert vllm.info("/is_paused") == {"is_paused": False}  # the last tag resumes
+    assert vllm.greedy() == greedy(models.first, list(PROMPT), 8)
+
+
+def test_level_2_loses_the_weights_and_only_a_whole_push_ends_that(
+    vllm: RealVllm, models: Models, tmp_path: Path
+) -> None:
+    vllm.sleep(2)
+    asleep = vllm.resident_bytes()
+    refusal(vllm, "/start_weight_update")
+    assert "the weights are released; call /wake_up?tags=weights first" in vllm.log_tail()
+    vllm.wake_up("weights")
+    assert vllm.resident_bytes() - asleep > WEIGHT_BYTES
+    lost = vllm.fingerprints()
+    assert all(lost[name] != text for name, text in expected_fingerprints(models.first).items())
+
+    names = [f"model.layers.2.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    [part] = write_buckets(models.second, tmp_path / "part", 1, names)
+    vllm.ask("/start_weight_update")
+    vllm.ask("/update_weights", json={"update_info": {"path": str(part)}})
+    refusal(vllm, "/finish_weight_update", {"weight_version": "11"})
+    assert "released without a backup, and 3 of" in vllm.log_tail()
+    push(vllm, models.second, tmp_path / "whole", "12")
+    assert vllm.fingerprints() == expected_fingerprints(models.second)
+    vllm.wake_up("kv_cache")
+    assert vllm.greedy() == greedy(models.second, list(PROMPT), 8)
+
+
+def test_the_kv_cache_can_be_released_alone(vllm: RealVllm, models: Models) -> None:
+    vllm.ask("/pause", params={"mode": "abort"})
+    vllm.ask("/release_kv_cache_memory")
+    state = vllm.call_worker("rollout_state")
+    assert state["released"] == ["kv_cache"]
+    assert state["resident_bytes"]["kv_cache"] == 0
+    assert vllm.fingerprints() == expected_fingerprints(models.first)
+    vllm.wake_up("kv_cache")
+    vllm.ask("/resume")
+    assert vllm.greedy() == greedy(models.first, list(PROMPT), 8)
+
+
+def test_what_touches_released_weights_ends_the_engine(vllm: RealVllm) -> None:
+    """As on a GPU; the last test, for nothing serves after it."""
+    vllm.sleep(2)
+    try:
+        answer = vllm.http.post("/weight_checker", json={"action": "checksum"})
+        assert answer.status_code == 500
+    except httpx.TransportError:
+        pass
+    deadline = time.monotonic() + 60
+    while vllm.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not vllm.is_alive()

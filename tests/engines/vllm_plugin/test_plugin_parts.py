@@ -1,0 +1,158 @@
+"""The parts of the plugin that need no vLLM; the others are tested in ``vllm_cpu/``."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
+from engines.vllm_plugin.pushed_files import tensors_at, tensors_in
+from engines.vllm_plugin.worker import CheckedWorker, WorkerExtension
+
+pytestmark = pytest.mark.torch
+
+ONE_RANK = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config=None)
+
+
+class Attention(torch.nn.Module):
+    """As vLLM joins three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = torch.nn.Linear(4, 8)
+        self.qkv_proj.output_sizes = [4, 2, 2]
+
+
+class Model(torch.nn.Module):
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.embed.org_vocab_size = 5  # vLLM pads to a multiple of 64
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_joined_layers_and_padding_are_undone() -> None:
+    model = Model()
+    parts = {part.name: part for part in parts_of(model, ONE_RANK)}
+    joined = model.attention.qkv_proj.weight
+    assert parts.keys() == {
+        *(f"attention.{one}_proj.{leaf}" for one in "qkv" for leaf in ("weight", "bias")),
+        "embed.weight",
+    }
+    assert torch.equal(parts["attention.k_proj.weight"].tensor, joined[4:6])
+    assert parts["attention.k_proj.weight"].tensor.data_ptr() == joined[4:].data_ptr()
+    assert parts["attention.v_proj.bias"].layer == "attention.qkv_proj"
+    assert parts["embed.weight"].tensor.shape == (5, 4)
+    assert all(part.is_known for part in parts.values())
+    assert tied_names(model) == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimpleNamespace(parallel_config=SimpleNamespace(world_size=2), quant_config=None),
+        SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config="fp8"),
+    ],
+    ids=["two ranks", "quantised"],
+)
+def test_elsewhere_the_names_are_vllms(config: Any) -> None:
+    parts = parts_of(Model(), config)
+    assert "attention.qkv_proj.weight" in {part.name for part in parts}
+    assert not any(part.is_known for part in parts)
+
+
+def test_the_files_of_a_folder_are_one_bucket(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(4.0)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "2.safetensors")
+    found = tensors_at(str(tmp_path))
+    assert torch.equal(found["a"], torch.arange(4.0))
+    assert found["b"].dtype is torch.bfloat16
+    assert found["b"].shape == (2, 3)
+    save_file({"a": torch.ones(1)}, tmp_path / "3.safetensors")
+    with pytest.raises(ValueError, match=r"two files in .* hold tensor 'a'"):
+        tensors_at(str(tmp_path))
+
+
+def test_a_file_may_travel_in_the_request() -> None:
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(3, dtype=torch.int8)}
+    found = tensors_in(base64.b64encode(save(tensors)).decode())
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_is_no_safetensors_file_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no safetensors at .*nowhere"):
+        tensors_at(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="the pushed content is not base64"):
+        tensors_in("%%%")
+    whole = save({"a": torch.ones(4)})
+    with pytest.raises(ValueError, match="tensor 'a' ends at byte 16"):
+        tensors_in(base64.b64encode(whole[:-4]).decode())
+
+
+class Vllm:
+    """A worker that records its calls."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.weight_transfer_engine = SimpleNamespace(is_lost=False)
+        self._weight_update_active = True
+
+    def sleep(self, level: int = 1) -> None:
+        self.asked.append(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.asked.append(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.asked.append(tags)
+
+    def start_weight_update(self) -> None:
+        self.asked.append("start")
+
+    def finish_weight_update(self) -> None:
+        raise ValueError("a part of a layer was not pushed")
+
+
+class Worker(CheckedWorker, WorkerExtension, Vllm):
+    pass
+
+
+def test_an_update_of_released_weights_never_reaches_vllm() -> None:
+    worker = Worker()
+    worker.sleep(1)
+    with pytest.raises(RuntimeError, match=r"call /wake_up\?tags=weights first"):
+        worker.start_weight_update()
+    assert worker.asked == [1]
+    worker.wake_up(["weights"])
+    worker.start_weight_update()
+    assert worker.released_tags == {"kv_cache"}
+    worker.wake_up()
+    assert worker.released_tags == frozenset()
+
+
+def test_only_a_release_without_a_backup_loses_the_weights() -> None:
+    worker = Worker()
+    worker.sleep(1)
+    worker.wake_up()
+    worker.discard(("kv_cache",))
+    assert not worker.weight_transfer_engine.is_lost
+    worker.wake_up()
+    worker.sleep(2)
+    assert worker.weight_transfer_engine.is_lost
+
+
+def test_a_session_whose_end_fails_is_closed() -> None:
+    worker = Worker()
+    with pytest.raises(ValueError, match="a part of a layer"):
+        worker.finish_weight_update()
+    assert not worker._weight_update_active
