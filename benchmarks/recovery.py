@@ -58,7 +58,7 @@ def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str
                 (folder / str(version)).mkdir()
                 save_file(weights, folder / str(version) / "model.safetensors")
                 (folder / str(version) / "config.json").write_text("{}")
-            server.sync_weights(weights).result(300)
+            server.serve_weights(weights).result(300)
             killed_s = kill(server, version, waits_for_store=source == "store")
             recoveries.append(parts_of(spans_since(config, killed_s), killed_s))
     return {part: statistics.median(seconds[part] for seconds in recoveries) for part in PARTS}

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -27,17 +27,19 @@ class Arguments:
 
     Attributes:
         size: ``smoke`` (seconds, only shows that it runs), ``quick`` or ``full``.
+        families: those that are measured.
     """
 
     size: str
     as_json: bool
+    families: Sequence[str] = ()
 
     def by_size(self, *, smoke: T, quick: T, full: T) -> T:
         return {"smoke": smoke, "quick": quick, "full": full}[self.size]
 
 
-def parse_arguments(description: str) -> Arguments:
-    """Parse ``--quick``, ``--smoke`` and ``--json``."""
+def parse_arguments(description: str, families: Sequence[str] = ()) -> Arguments:
+    """Parse ``--quick``, ``--smoke``, ``--json``, and ``--families`` if there are any."""
     parser = argparse.ArgumentParser(description=description)
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
@@ -47,9 +49,13 @@ def parse_arguments(description: str) -> Arguments:
         "--smoke", action="store_const", dest="size", const="smoke", help="only show that it runs"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.set_defaults(size="full")
+    if families:
+        parser.add_argument(
+            "--families", nargs="+", choices=families, help="only these; by default all"
+        )
+    parser.set_defaults(size="full", families=None)
     arguments = parser.parse_args()
-    return Arguments(arguments.size, arguments.json)
+    return Arguments(arguments.size, arguments.json, arguments.families or families)
 
 
 def machine(*packages: str) -> dict[str, Any]:

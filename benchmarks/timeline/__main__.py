@@ -45,8 +45,8 @@ async def num_spans_of_a_step(folder: Path, num_engines: int) -> int:
     await bench.server.start()
     before = await bench.server.observe({})
     cursors = {source: excerpt.cursor for source, excerpt in before.timelines.items()}
-    await bench.server.offload()
-    await bench.server.onload(push(1))
+    await bench.server.give_memory()
+    await bench.server.serve_weights(push(1))
     after = await bench.server.observe(cursors)
     await bench.server.stop()
     return sum(len(excerpt.spans) for excerpt in after.timelines.values())

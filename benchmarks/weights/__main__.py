@@ -16,12 +16,12 @@ FAMILIES = ("push", "store", "beside", "ranks")
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
+    arguments = parse_arguments(__doc__ or "", FAMILIES)
     num_bytes, repeats = arguments.by_size(
         smoke=(4 << 20, 1), quick=(64 << 20, 2), full=(2 << 30, 5)
     )
     result: dict[str, Any] = {"memcpy": memcpy(num_bytes, repeats)}
-    for family in FAMILIES:
+    for family in arguments.families:
         measure = importlib.import_module(f"benchmarks.weights.{family}").measure
         result[family] = measure(num_bytes, repeats)
     result |= {"bytes": num_bytes, "repeats": repeats, "machine": machine("torch", "xxhash")}

@@ -25,7 +25,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import rollout
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
+from rollout.weights.ranks.rank_sources import PlannedSource
+from rollout.weights.tensors import PushPlanCache
 from rollout.weights.tensors.payload import flattened_bucket
+from rollout.weights.tensors.shard_gather import gathered_whole
 
 _SAMPLE_S = 0.001
 
@@ -41,6 +44,7 @@ class Rank:
         }
         self.pusher = rollout.connect(run)["policy"].pusher()
         self.bucket_bytes = self.pusher.config.weights.bucket_bytes
+        self.plans = PushPlanCache()
         self._groups: dict[int, Any] = {}
 
     def replicated(self) -> dict[str, Any]:
@@ -51,6 +55,17 @@ class Rank:
 
     def generator(self) -> dict[str, Any]:
         return self._pushed(self._gathered())
+
+    def gather(self) -> dict[str, Any]:
+        """Only the gathers of a push of shards, in its buckets."""
+        shards = list(self.shards.items())
+        source = PlannedSource(
+            shards, expected=None, tensors=None, name_map=None, dtype=None, plans=self.plans
+        )
+        for pairs, _ in source.buckets(self.bucket_bytes):
+            del pairs
+        dist.barrier()
+        return {}
 
     def memory(self) -> dict[str, Any]:
         """A push of a generator, with the memory that it takes beyond the model."""
@@ -120,7 +135,7 @@ class Rank:
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shard in self.shards.items():
-            yield name, shard.full_tensor()
+            yield name, gathered_whole([shard])[0]
 
     def _buckets(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
         held: list[tuple[str, torch.Tensor]] = []

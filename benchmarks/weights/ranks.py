@@ -1,8 +1,10 @@
 """Pushes by 1, 2 and 4 ranks of a trainer (gloo) on this host, to two engines.
 
 ``replicated``: every rank has whole tensors, so only the push itself is measured.  ``sharded``: the
-tensors are sharded over the ranks, and the push gathers them.  ``generator``: the trainer's own
-code gathers them one by one.  ``peer``: as slime does, see ``rank_process``.
+tensors are sharded over the ranks, and the push gathers them.  ``gather``: only these gathers,
+without a push.  ``generator``: the trainer's own code gathers them one by one.  ``peer``: as slime
+does, see ``rank_process``.  ``cpu_to_one_rank``: CPU of a push of whole tensors against that by one
+rank; ``cpu_to_one_rank_sharded``: of a push of shards without its gathers, against the same.
 
 A push is measured through a server, from the command to the report on every rank.  So it includes
 pause, verification and continue; the peer's engines only load.  CPU is of ranks, engines, server.
@@ -25,7 +27,7 @@ from rollout.config.run_dir import RunFolder
 
 NUMS_OF_RANKS = (1, 2, 4)
 # Two engines, and four ranks with the tensors whole and in shards, must fit into memory together.
-_MOST_BYTES = 128 << 20
+_MOST_BYTES = 512 << 20
 _NUM_BUCKETS = 16
 _NUM_ENGINES = 2
 
@@ -51,7 +53,20 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
             for num_ranks in NUMS_OF_RANKS:
                 with _ranks(deployment, model, num_ranks) as ranks:
                     figures[str(num_ranks)] = ranks.measure(sum(sizes), repeats)
+    for num_ranks in NUMS_OF_RANKS:
+        figures[str(num_ranks)] |= _to_one_rank(figures[str(num_ranks)], figures["1"])
     return figures
+
+
+def _to_one_rank(own: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
+    def cpu(rows: dict[str, Any], name: str) -> float:
+        return float(rows[name]["cpu_s_per_gib"])
+
+    pushed = cpu(own, "sharded") - cpu(own, "gather")
+    return {
+        "cpu_to_one_rank": cpu(own, "replicated") / cpu(one, "replicated"),
+        "cpu_to_one_rank_sharded": pushed / (cpu(one, "sharded") - cpu(one, "gather")),
+    }
 
 
 def _model(folder: Path, shape: str, num_bytes: int) -> Path:
@@ -98,6 +113,7 @@ class _Ranks:
             name: self._row(name, num_bytes, repeats, **more)
             for name, more in [*ways.items(), ("peer", {"engines": self._endpoints})]
         }
+        rows["gather"] = self._timed("gather", num_bytes, repeats)
         memory = self.do("memory")
         return rows | {
             name: max(said[name] for said in memory)
@@ -106,13 +122,17 @@ class _Ranks:
 
     def _row(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
         said = self.do(name, **more)  # the first push takes new memory
-        row = rate(lambda: self.do(name, **more), num_bytes, repeats, others=self._pids)
         sent = {str(rank): one["sent"] for rank, one in enumerate(said)}
+        return self._timed(name, num_bytes, repeats, **more) | {
+            "sent_bytes": sent,
+            "largest_share": max(sent.values()) / num_bytes,
+        }
+
+    def _timed(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
+        row = rate(lambda: self.do(name, **more), num_bytes, repeats, others=self._pids)
         return {
             "seconds": num_bytes / 2**30 / row["gib_per_s"],
             "cpu_s_per_gib": row["cpu_s_per_gib"],
-            "sent_bytes": sent,
-            "largest_share": max(sent.values()) / num_bytes,
         }
 
     def do(self, command: str, **more: Any) -> list[dict[str, Any]]:

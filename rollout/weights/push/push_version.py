@@ -1,7 +1,7 @@
 """Decides whether the weight version of a push can be used.
 
-Always true: serving engines never hold two contents under one version.  So a version is used again
-only for the same contents, or when no engine that got it could serve it.
+Always true: no two contents serve under one version.  So a version that has served is used again
+only for the same contents, or when no engine that got it is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LastPush:
     Attributes:
         version: 0: the checkpoint that they started from.
         manifest: None for the checkpoint.
-        has_served: the gate was open at this version.
+        has_served: the gate was open at this version, or may have been.
     """
 
     version: int = 0
@@ -70,15 +70,17 @@ def why_not_newer(
     old = f"weight version {version} is not newer than {last.version}, which the engines were given"
     if version < last.version or last.manifest is None:
         return f"{old} last; push as version {last.version + 1}"
+    if not last.has_served:  # a failed call is repeated, and all engines get this push
+        return ""
     if _is_complete(manifest) and _is_complete(last.manifest):
         if manifest == last.manifest:
             return ""
-        if last.has_served:
-            return (
-                f"weight version {version} has served with other contents; push these as version "
-                f"{version + 1}"
-            )
-    holders = [engine.engine_id for engine in engines if _holds(engine, last)]
+        return (
+            f"weight version {version} has served with other contents; push these as version "
+            f"{version + 1}"
+        )
+    # A release does not count: the next push must be newer.
+    holders = [one.engine_id for one in engines if not (one.fence_reason or one.is_stale)]
     if not holders:
         return ""
     return (
@@ -111,13 +113,3 @@ def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:
 
 def _is_complete(manifest: Manifest) -> bool:
     return bool(manifest.tensors) and manifest.tensors.keys() == manifest.fingerprints.keys()
-
-
-def _holds(engine: EngineStatus, last: LastPush) -> bool:
-    """Whether this engine got the last push, and did not die since.
-
-    If that push has served, a release does not count: the next push must be newer.
-    """
-    if engine.fence_reason or engine.is_stale:
-        return False
-    return last.has_served or (engine.is_verified and engine.weight_version == last.version)

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,9 @@ from rollout.weights.push.hugepages import take_space
 
 logger = logging.getLogger(__name__)
 
+Pin = Callable[[int, int], Callable[[], object]]
+"""Prepares memory at an address, of so many bytes, for a GPU; returns what undoes it."""
+
 FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
 # Engines unmap removed files within a second; this allows for a busy host.
@@ -41,6 +44,9 @@ SPARE_BYTES = 256 << 20
 class ShmBuffer:
     """One folder with one file, mapped.  The file keeps its length, so engines may map it too.
 
+    Args:
+        pin: undone before the memory is unmapped.
+
     Attributes:
         folder: the path that an engine loads.
         view: the file's bytes.
@@ -49,7 +55,7 @@ class ShmBuffer:
         WeightsUnavailable: there is no space; no file remains.
     """
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
+    def __init__(self, folder: Path, num_bytes: int, pin: Pin | None = None) -> None:
         self.folder = folder
         self.num_bytes = num_bytes
         self._header = b""
@@ -64,6 +70,7 @@ class ShmBuffer:
                 f"{way_out(error, 'weights.shared_memory_path')}"
             ) from error
         self.view = self._mapping.view
+        self._unpin = None if pin is None else pin(self._mapping.address, num_bytes)
 
     def _create(self) -> FileMapping:
         self.folder.mkdir(mode=0o700)
@@ -83,6 +90,8 @@ class ShmBuffer:
 
     def remove(self) -> None:
         """Remove the file. The kernel frees its memory when the last process has unmapped it."""
+        if self._unpin is not None:
+            self._unpin()
         # A tensor over the file may not be collected yet; the mapping ends with the last one.
         self._mapping.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -93,13 +102,15 @@ class ShmBufferPool:
 
     Args:
         root: a folder in tmpfs, normally ``/dev/shm``.
+        pin: called for each new buffer.
 
     Attributes:
         layouts: the file layouts of the buckets.
     """
 
-    def __init__(self, root: str | Path = "/dev/shm") -> None:
+    def __init__(self, root: str | Path = "/dev/shm", pin: Pin | None = None) -> None:
         root = Path(root)
+        self._pin = pin
         # When files were last removed; engines may unmap them a little later.
         self._removed_at = time.monotonic() if remove_leftovers(root) else float("-inf")
         started = psutil.Process().create_time()
@@ -138,7 +149,7 @@ class ShmBufferPool:
         while True:
             self._num_made += 1
             try:
-                return ShmBuffer(self.folder / f"{self._num_made:06d}", num_bytes)
+                return ShmBuffer(self.folder / f"{self._num_made:06d}", num_bytes, self._pin)
             except WeightsUnavailable:
                 if self._free:
                     # Buffers of other sizes use the space: the model's buckets have changed.

@@ -61,8 +61,8 @@ def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
     if is_copy and takes_tensors and weights.transport in ONLY_STREAM:
         raise ConfigError(
             f"weights.transport = {weights.transport}: it reads the tensors while engines load "
-            "them, so window.push cannot copy them; use offloaded(weights=function), or offload() "
-            "and then onload(tensors) or pusher.push(tensors)",
+            "them, so window.push cannot copy them; use offloaded(weights=function), or "
+            "give_memory() and then serve_weights(tensors) or pusher.push(tensors)",
             setting="weights.transport",
             value=weights.transport.value,
         )

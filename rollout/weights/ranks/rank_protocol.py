@@ -9,6 +9,8 @@
     every rank -> rank 0      its ``before_kv`` has run                   the last round
     rank 0     -> every rank  done with the report, or stop with an error
 
+An offload by all ranks has only round 0 and the last word of rank 0.
+
 Rank 0 says ``wait`` while it waits, so that the other ranks notice its end.
 
 Always true:
@@ -21,7 +23,7 @@ Always true:
   after it has run on every rank;
 - all ranks end with the same report or the same error;
 - a rank that waits ends within ``timeout_s`` of the last word of the rank it waits for, and the
-  error names that rank.
+  error names that rank; also in a gather, unless the trainer's own generator gathers.
 
 The functions are generators: they yield what is to be done, and get its result.  ``rank_link`` does
 it with a store of torch.distributed; the tests do it in virtual time, with faults at every step.
@@ -134,6 +136,11 @@ class Finish:
     """On rank 0: make the engines serve, after all ranks had their turn."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """On rank 0: begin to free the engines' memory; no rank needs the engines any more."""
+
+
 Step = (
     Put
     | Claim
@@ -147,23 +154,26 @@ Step = (
     | AwaitEngines
     | TakeTurn
     | Finish
+    | Offload
 )
 Steps = Generator[Step, Any, T]
 
 
 @dataclass(slots=True)
 class PushRound:
-    """One push of one rank.
+    """One push of one rank, or one offload.
 
     Attributes:
         name: of the push, the same on all ranks and never used again.
         timeout_s: see the module.
+        call: what all ranks call.
     """
 
     name: str
     rank: int
     num_ranks: int
     timeout_s: float
+    call: str = "push"
     _num_said: int = 0
     _round: int = 0
 
@@ -175,32 +185,54 @@ class PushRound:
         Raises:
             RolloutError: the push has failed, on all ranks.
         """
+        return (yield from self._led(self._push(ready)))
+
+    def lead_offload(self) -> Steps[Mapping[str, Any]]:
+        """Rank 0's part of an offload, for which the other ranks ``follow``; the result is the
+        report.
+
+        Raises:
+            RolloutError: the offload has failed, on all ranks.
+        """
+        return (yield from self._led(self._offload()))
+
+    def _led(self, steps: Steps[Mapping[str, Any]]) -> Steps[Mapping[str, Any]]:
+        """The result of rank 0's own steps, of which all ranks hear."""
         try:
-            words = yield from self._collect(0, ready)
-            plan = yield Plan(words)
-            yield from self._say({**plan, "word": "plan"})
-            yield from self._collect(1, (yield from self._own(Prepare(plan))))
-            # Where a generator's tensors are is known with its first bucket.
-            made = (yield from self._bucket(0)) if plan.get("is_streamed") else None
-            yield Begin()
-            index, is_last = 0, False
-            while not is_last:
-                yield from self._await_engines(index)
-                words = made or (yield from self._bucket(index))
-                yield Offer(index, words)
-                is_last, made = bool(words[0]["is_last"]), None
-                index += 1
-            report: Mapping[str, Any] = yield from self._await_engines(None)
-            if plan.get("has_turn"):
-                yield from self._say({"word": "turn"})
-                yield from self._collect(index + 2, (yield from self._own(TakeTurn())), "before_kv")
-                yield Finish()
-                report = yield from self._await_engines(None)
+            report = yield from steps
         except (Exception, KeyboardInterrupt) as error:
             # If the others have stopped already, their error is raised.
             yield from self._say({"word": "stop", "error": error_to_word(error)})
             raise
         yield from self._say({"word": "done", "report": report})
+        return report
+
+    def _offload(self) -> Steps[Mapping[str, Any]]:
+        yield from self._collect(0, {})
+        yield Offload()
+        return (yield from self._await_engines(None))
+
+    def _push(self, ready: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
+        words = yield from self._collect(0, ready)
+        plan = yield Plan(words)
+        yield from self._say({**plan, "word": "plan"})
+        yield from self._collect(1, (yield from self._own(Prepare(plan))))
+        # Where a generator's tensors are is known with its first bucket.
+        made = (yield from self._bucket(0)) if plan.get("is_streamed") else None
+        yield Begin()
+        index, is_last = 0, False
+        while not is_last:
+            yield from self._await_engines(index)
+            words = made or (yield from self._bucket(index))
+            yield Offer(index, words)
+            is_last, made = bool(words[0]["is_last"]), None
+            index += 1
+        report: Mapping[str, Any] = yield from self._await_engines(None)
+        if plan.get("has_turn"):
+            yield from self._say({"word": "turn"})
+            yield from self._collect(index + 2, (yield from self._own(TakeTurn())), "before_kv")
+            yield Finish()
+            report = yield from self._await_engines(None)
         return report
 
     def _bucket(self, index: int) -> Steps[list[Mapping[str, Any]]]:
@@ -214,12 +246,15 @@ class PushRound:
         """The words of all ranks in a round.
 
         It waits for all of them, also after an error: where one rank has died in a collective, the
-        others report errors, and only the silent one is the cause.
+        others report errors, and only the silent one is the cause.  If a gather of rank 0 was late,
+        it waits only for the rest of the time.
         """
         self._round = index
         keys = tuple(self._key(index, rank) for rank in range(1, self.num_ranks))
+        if has_waited := own.get("has_waited"):
+            yield from self._say({"word": "wait"})
         found: list[Mapping[str, Any] | None] = []
-        for _ in range(_SIGNS_OF_LIFE):
+        for _ in range(1 if has_waited else _SIGNS_OF_LIFE):
             found = yield Get(keys, self.timeout_s / _SIGNS_OF_LIFE)
             if all(word is not None for word in found):
                 break
@@ -227,7 +262,7 @@ class PushRound:
         words = [own, *found]
         reported = [error_of(word["error"]) for word in words if word and "error" in word]
         if missing := [rank for rank, word in enumerate(words) if word is None]:
-            raise _silent(missing, what or _when(index), self.timeout_s, reported)
+            raise self._silent(missing, what or self._when(index), reported)
         if reported:
             raise reported[0]
         yield Delete(keys)
@@ -279,19 +314,25 @@ class PushRound:
         try:
             word: Mapping[str, Any] = yield step
         except Exception as error:
-            return {"error": error_to_word(error, f"rank {self.rank}: ")}
+            word = {"error": error_to_word(error, f"rank {self.rank}: ")}
+            return {**word, "has_waited": True} if isinstance(error, TimeoutError) else word
         return word
 
     def _listen(self, own: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
         """Rank 0's next word that is not ``wait``, after this rank's own.
 
         If this rank has failed, that is why rank 0 is silent: it waits in a gather for this rank.
+        But if a gather of this rank was late, rank 0 has had most of its time.
         """
+        is_late = "has_waited" in own
+        timeout_s = self.timeout_s / _SIGNS_OF_LIFE if is_late else self.timeout_s
         while True:
             key = self._said(self._num_said)
-            (word,) = yield Get((key,), self.timeout_s)
+            (word,) = yield Get((key,), timeout_s)
+            timeout_s = self.timeout_s
             if word is None:
-                error = own.get("error") or error_to_word(self._rank_0_is_silent())
+                silent = error_to_word(self._rank_0_is_silent())
+                error = silent if is_late else own.get("error", silent)
                 try:
                     word = yield Claim(key, {"word": "stop", "error": error})
                 except TimeoutError:  # rank 0 is frozen, and finds the word when it goes on
@@ -305,8 +346,23 @@ class PushRound:
     def _rank_0_is_silent(self) -> RankFailure:
         return RankFailure(
             f"rank 0 has sent nothing within {self.timeout_s:g} s: it has ended, hangs, or did "
-            "not call push",
+            f"not call {self.call}",
             ranks=(0,),
+        )
+
+    def _when(self, index: int) -> str:
+        return f"bucket {index - 2}" if index > 1 else f"at the begin of the {self.call}"
+
+    def _silent(
+        self, ranks: Sequence[int], what: str, reported: Sequence[RolloutError]
+    ) -> RankFailure:
+        names = ", ".join(map(str, ranks[:8])) + (
+            f" and {len(ranks) - 8} more" if ranks[8:] else ""
+        )
+        return RankFailure(
+            f"rank {names} did not report {what} within {self.timeout_s:g} s: it has ended, hangs, "
+            f"or did not call {self.call}" + "".join(f"; {error}" for error in reported[:4]),
+            ranks=ranks,
         )
 
     def _key(self, index: int, rank: int) -> str:
@@ -316,26 +372,16 @@ class PushRound:
         return f"{self.name}/said/{number}"
 
 
+def gather_timeout_s(timeout_s: float) -> float:
+    """How long a rank waits in a gather, so that all know the silent rank within ``timeout_s``."""
+    return timeout_s * (1 - 1 / _SIGNS_OF_LIFE)
+
+
 def _asked(word: Mapping[str, Any], index: int) -> Prepare | Make | TakeTurn:
     """What rank 0's word number ``index`` asks of another rank."""
     if word["word"] == "turn":
         return TakeTurn()
     return Make(index - 1) if index else Prepare(word)
-
-
-def _when(index: int) -> str:
-    return f"bucket {index - 2}" if index > 1 else "at the begin of the push"
-
-
-def _silent(
-    ranks: Sequence[int], what: str, timeout_s: float, reported: Sequence[RolloutError]
-) -> RankFailure:
-    names = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
-    return RankFailure(
-        f"rank {names} did not report {what} within {timeout_s:g} s: it has ended, hangs, or did "
-        "not call push" + "".join(f"; {error}" for error in reported[:4]),
-        ranks=ranks,
-    )
 
 
 def error_to_word(error: BaseException, prefix: str = "") -> dict[str, Any]:

@@ -20,11 +20,11 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.format.named import named_pairs
 from rollout.weights.format.stacked_experts import is_stacked, splitter_of
 from rollout.weights.tensors.push_plan import NameMap, PushPlanCache, check_is_tensor
+from rollout.weights.tensors.shard_gather import gathered_whole
 from rollout.weights.tensors.tensor_sources import (
     NamedTensors,
     Pairs,
     TrainerWeights,
-    gathered_whole,
     plain_name,
 )
 
@@ -54,6 +54,7 @@ class PlannedSource:
         name_map: NameMap | None,
         dtype: torch.dtype | None,
         plans: PushPlanCache,
+        gather_timeout_s: float | None = None,
     ) -> None:
         if tensors is not None:
             named_tensors = _in_order(named_tensors, tensors)
@@ -68,6 +69,7 @@ class PlannedSource:
             plans=plans,
             dtype=dtype,
             is_on_all_ranks=True,
+            gather_timeout_s=gather_timeout_s,
         )
         self.manifest = self._weights.manifest
 
@@ -106,12 +108,14 @@ class StreamedSource:
         expected: Manifest | None,
         name_map: NameMap | None,
         dtype: torch.dtype | None,
+        gather_timeout_s: float | None = None,
     ) -> None:
         self.is_on_cuda = False
         self._named = named_tensors
         self._expected = expected
         self._name_map = name_map
         self._dtype = dtype
+        self._gather_timeout_s = gather_timeout_s
 
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether it is the last."""
@@ -143,7 +147,7 @@ class StreamedSource:
 
     def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named_pairs(self._named):
-            whole = gathered_whole([tensor], self._dtype)[0]
+            whole = gathered_whole([tensor], self._dtype, self._gather_timeout_s)[0]
             del tensor
             yield from self._renamed(name, whole)
             del whole
@@ -165,10 +169,17 @@ def make_source(
     name_map: NameMap | None,
     dtype: torch.dtype | None,
     plans: PushPlanCache,
+    gather_timeout_s: float | None = None,
 ) -> PlannedSource | StreamedSource:
     """The source for these tensors; an iterator is consumed bucket by bucket."""
     if isinstance(named_tensors, Iterator):
-        return StreamedSource(named_tensors, expected=expected, name_map=name_map, dtype=dtype)
+        return StreamedSource(
+            named_tensors,
+            expected=expected,
+            name_map=name_map,
+            dtype=dtype,
+            gather_timeout_s=gather_timeout_s,
+        )
     return PlannedSource(
         named_tensors,
         expected=expected,
@@ -176,6 +187,7 @@ def make_source(
         name_map=name_map,
         dtype=dtype,
         plans=plans,
+        gather_timeout_s=gather_timeout_s,
     )
 
 

@@ -101,7 +101,7 @@ class PushSender:
         if transport in ONLY_STREAM and not may_stream:
             raise ConfigError(
                 f"weights.transport = {transport}: it reads the tensors while engines load them, "
-                "so push with onload(tensors) or sync_weights(tensors), not with a window's push",
+                "so push with serve_weights(tensors), not with a window's push",
                 setting="weights.transport",
                 value=transport.value,
             )

@@ -21,15 +21,10 @@ from rollout.weights.tensors.push_plan import (
     NameMap,
     PlannedBucket,
     PushPlanCache,
-    cast_dtype,
     check_is_tensor,
     specs_of,
 )
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-# With 250 gathers under way over gloo, ranks died twice of a corrupted heap (torch 2.13).
-MOST_GATHERS = 16
+from rollout.weights.tensors.shard_gather import gathered_whole, is_shard
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -89,6 +84,7 @@ class TrainerWeights:
         plans: cached plans of earlier pushes.
         dtype: of float tensors; they are cast before they are gathered.
         is_on_all_ranks: every rank of the trainer gathers its buckets, in the same order.
+        gather_timeout_s: for each gather; None leaves it to the process group.
 
     Raises:
         WeightMismatch: a value is not a tensor, a name occurs twice, or a tensor is sharded over
@@ -105,6 +101,7 @@ class TrainerWeights:
         plans: PushPlanCache | None = None,
         dtype: torch.dtype | None = None,
         is_on_all_ranks: bool = False,
+        gather_timeout_s: float | None = None,
     ) -> None:
         names, tensors = _columns(named_tensors)
         if not is_on_all_ranks:
@@ -120,6 +117,7 @@ class TrainerWeights:
         self._plan = (plans or PushPlanCache()).of(names, tensors, name_map, dtype)
         self.manifest = self._plan.manifest
         self._bucket_bytes = bucket_bytes
+        self._gather_timeout_s = gather_timeout_s
 
     @property
     def num_bytes(self) -> int:
@@ -149,46 +147,16 @@ class TrainerWeights:
             yield self._whole(share), share is shares[-1]
 
     def _whole(self, share: PlannedBucket) -> Pairs:
-        whole = gathered_whole(self._tensors[share.first : share.end], self._plan.dtype)
+        tensors = self._tensors[share.first : share.end]
+        whole = gathered_whole(tensors, self._plan.dtype, self._gather_timeout_s)
         if self._plan.name_map is None:
             return Pairs(share.specs, whole)
         # After all gathers: an error of the name map must not leave other ranks in a gather.
         parts = self._plan.parts[share.first : share.end]
-        tensors: list[torch.Tensor] = []
+        mapped: list[torch.Tensor] = []
         for part in parts:
-            tensors += part.mapped(self._plan.name_map, whole.pop(0))
-        return Pairs(share.specs, tensors)
-
-
-def gathered_whole(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The whole tensors; several gathers of DTensors are under way at once, after the cast."""
-    found: list[Any] = []
-    for tensor in tensors:
-        if len(found) >= MOST_GATHERS:
-            found[-MOST_GATHERS] = _done(found[-MOST_GATHERS])
-        detached = tensor.detach() if tensor.requires_grad else tensor
-        found.append(_started(detached.to(cast_dtype(tensor, dtype))))
-    return [_done(tensor) for tensor in found]
-
-
-def _done(tensor: Any) -> torch.Tensor:
-    """The tensor of a gather, when it is complete."""
-    done: torch.Tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
-    return done
-
-
-def _started(tensor: Any) -> Any:
-    """The tensor, or a DTensor's gather, under way."""
-    if not _is_shard(tensor):
-        return tensor
-    from torch.distributed.tensor import Replicate
-
-    mesh = tensor.device_mesh
-    if tensor.device.type != mesh.device_type:
-        # FSDP2's CPU offload: the ranks' group gathers on the mesh's devices only.
-        tensor = tensor.to(mesh.device_type)
-    placements = [Replicate()] * mesh.ndim
-    return tensor.redistribute(placements=placements, async_op=True).to_local()
+            mapped += part.mapped(self._plan.name_map, whole.pop(0))
+        return Pairs(share.specs, mapped)
 
 
 def plain_name(name: str) -> str:
@@ -213,7 +181,7 @@ def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
 
 def _check_whole(names: Sequence[str], tensors: Sequence[Any]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
-        if _is_shard(tensor) and (num_ranks := tensor.device_mesh.size()) > 1:
+        if is_shard(tensor) and (num_ranks := tensor.device_mesh.size()) > 1:
             raise WeightMismatch(
                 f"tensor {name!r} is sharded over {num_ranks} ranks, and this push gathers on one; "
                 "push from every rank: pusher = policy.pusher(), then pusher.push(tensors)",
@@ -236,14 +204,8 @@ def _without_tied(
 
 def _memory_of(tensor: Any) -> tuple[object, ...]:
     """Equal for tied tensors, but not for a view with the same start."""
-    if _is_shard(tensor):
+    if is_shard(tensor):
         tensor = tensor.to_local()
     # The shard of a rank may be empty, and then it has no address.
     place = tensor.data_ptr() or tensor.untyped_storage()._cdata
     return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _is_shard(tensor: torch.Tensor) -> bool:
-    # Whether it is a DTensor, without importing that.  Most are plain, and ``hasattr`` is slow for
-    # a missing name.
-    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")

@@ -50,8 +50,8 @@ def test_a_version_that_is_no_integer_or_too_large_is_refused(version: Any) -> N
 
 
 ENTRIES = {
-    "onload": lambda server, version: server.onload({}, version=version),
-    "sync_weights": lambda server, version: server.sync_weights({}, version=version),
+    "onload": lambda server, version: server.serve_weights({}, version=version),
+    "serve_weights": lambda server, version: server.serve_weights({}, version=version),
     "sync_base": lambda server, version: server.sync_base({}, version=version),
     "update_weights": lambda server, version: server.update_weights({}, version=version),
     "make_push": lambda server, version: server.make_push({}, version),
@@ -95,7 +95,7 @@ def not_served(contents: Manifest = PRINTS) -> LastPush:
 
 
 STALE, FENCED = engine(None, is_stale=True), engine("main-1", fence_reason="it died")
-RELEASED, UNVERIFIED = engine(version=None), engine(is_verified=False)
+RELEASED = engine(version=None)
 
 # version, contents, last push, engines -> why not
 CASES = {
@@ -104,8 +104,8 @@ CASES = {
     "the checkpoint's": (0, PRINTS, LastPush(), [STALE], "push as version 1"),
     "equal contents": (3, PRINTS, served(), [engine()], ""),
     "other contents": (3, OTHERS, served(), [STALE], "served with other contents"),
-    "other contents, not served, held": (3, OTHERS, not_served(), [engine()], "main-0 got it"),
-    "other contents, not served, not verified": (3, OTHERS, not_served(), [UNVERIFIED], ""),
+    "other contents, not served": (3, OTHERS, not_served(), [engine()], ""),
+    "unknown contents, not served": (3, PLAIN, not_served(PLAIN), [engine()], ""),
     "unknown contents, held": (3, PLAIN, served(), [FENCED, engine()], "main-0 got it"),
     "unknown contents, released": (3, PLAIN, served(), [RELEASED], "main-0 got it"),
     "unknown contents, all died": (3, PLAIN, served(), [STALE, FENCED], ""),

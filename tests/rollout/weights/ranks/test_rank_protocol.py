@@ -1,12 +1,14 @@
 """The words of a push's ranks, in virtual time: faults at every step of every rank.
 
-A simulated collective ends when all ranks are in it, or fails for all when one has died.
+A simulated collective ends when all ranks have joined it, or fails for all when one has died.  A
+rank waits in it as long as ``gather_timeout_s`` says; one that joins later finds its peers.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ from rollout.weights.ranks.rank_protocol import (
     Get,
     Make,
     Offer,
+    Offload,
     Plan,
     Prepare,
     PushRound,
@@ -31,6 +34,7 @@ from rollout.weights.ranks.rank_protocol import (
     TakeTurn,
     error_of,
     error_to_word,
+    gather_timeout_s,
 )
 
 TIMEOUT_S = 30.0
@@ -78,10 +82,12 @@ class World:
     failed_turn: bool = False
     has_finished: bool = False
     is_streamed: bool = False
+    call: str = "push"
     order: list[str] = field(default_factory=list)
     words: dict[str, Any] = field(default_factory=dict)
     waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
     gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
+    joined: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     applied_s: list[float] = field(default_factory=list)
     now: float = 0.0
 
@@ -89,12 +95,16 @@ class World:
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self.rounds = [
-            PushRound("p", rank, self.num_ranks, TIMEOUT_S) for rank in range(self.num_ranks)
+            PushRound("p", rank, self.num_ranks, TIMEOUT_S, self.call)
+            for rank in range(self.num_ranks)
         ]
         self.ranks = [
-            Rank(rank, one.lead({}) if rank == 0 else one.follow({"ready": rank}))
+            Rank(rank, one.follow({"ready": rank}) if rank else self._led(one))
             for rank, one in enumerate(self.rounds)
         ]
+
+    def _led(self, one: PushRound) -> Steps[Mapping[str, Any]]:
+        return one.lead({}) if self.call == "push" else one.lead_offload()
 
     def run(self) -> None:
         for rank in self.ranks:
@@ -196,6 +206,11 @@ class World:
                 assert len(self.had_turn) == self.num_ranks, "a rank still holds the memory"
                 self.has_finished = True
                 self._later(0.1, rank, self._engines_say("finish"))
+            case Offload():
+                assert len(self.words.keys() & {"p/0/1", "p/0/2"}) == 0, "they were read"
+                self.order.append("offload")
+                self.applied_s.append(self.now + self.apply_s)
+                self._later(0.1, rank, self._engines_say("begin"))
             case Begin():
                 self.order.append("begin")
                 self._later(0.1, rank, self._engines_say("begin"))
@@ -230,16 +245,24 @@ class World:
         if any(other.has_died for other in self.ranks):
             self._later(0.1, rank, RuntimeError("connection closed by peer"))
             return
-        self.gathering[rank.number] = step.index, self.now
+        entry = self.gathering[rank.number] = step.index, self.now
+        self.joined[step.index].add(rank.number)
         self.order.append(f"bucket {step.index}")
         rank.result = error
-        if len(self.gathering) == self.num_ranks:
+        self._later(gather_timeout_s(TIMEOUT_S), rank, lambda: self._gather_late(rank, entry))
+        if len(self.joined[step.index]) == self.num_ranks:
             assert len({index for index, _ in self.gathering.values()}) == 1
             for number in self.gathering:
                 own = self.ranks[number].result
                 word = {"made_by": number, "is_last": step.index == NUM_BUCKETS - 1}
                 self._later(GATHER_S, self.ranks[number], own or word)
             self.gathering.clear()
+
+    def _gather_late(self, rank: Rank, entry: tuple[int, float]) -> Any:
+        if self.gathering.get(rank.number) is not entry:
+            return _STILL
+        del self.gathering[rank.number]
+        return TimeoutError("a gather was not done")
 
     def _engines_say(self, when: str) -> RolloutError | None:
         return self.engine_error[1] if self.engine_error and self.engine_error[0] == when else None
@@ -270,8 +293,8 @@ def check(world: World, within_s: float) -> None:
     assert len({str(result) for result in results(world)}) == 1, results(world)
 
 
-def undisturbed(num_ranks: int) -> World:
-    world = World(num_ranks)
+def undisturbed(num_ranks: int, call: str = "push") -> World:
+    world = World(num_ranks, call=call)
     world.run()
     return world
 
@@ -300,10 +323,10 @@ def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_stream
     assert before == (["bucket 0"] * 2 if is_streamed else [])
 
 
-def faults(kind: str, late_s: float = 0.0) -> list[Fault]:
+def faults(kind: str, late_s: float = 0.0, call: str = "push") -> list[Fault]:
     return [
         Fault(rank.number, step, kind, late_s)
-        for rank in undisturbed(3).ranks
+        for rank in undisturbed(3, call).ranks
         for step in range(1, rank.num_steps + 1)
     ]
 
@@ -334,12 +357,12 @@ def test_a_rank_that_is_late_but_in_time_ends_no_push(fault: Fault) -> None:
 def test_a_rank_that_is_too_late_gets_the_error_of_the_others(fault: Fault) -> None:
     world = World(3, fault)
     world.run()
-    for rank in world.ranks:
-        assert rank.ended_s is not None
+    late = world.ranks[fault.rank]
+    assert late.ended_s is not None
+    # The others do not wait for it, also not in a gather.
+    assert all(one.ended_s and one.ended_s <= 20 + TIMEOUT_S for one in world.ranks if one != late)
     texts = {str(result) for result in results(world)}
-    # A rank that hangs inside a collective holds the others there: only the backend can end that.
-    if texts != {str(REPORT)}:
-        assert all(f"rank {fault.rank}" in text or text == str(REPORT) for text in texts), texts
+    assert all(f"rank {fault.rank}" in text or text == str(REPORT) for text in texts), texts
 
 
 @pytest.mark.parametrize("fault", faults("raises"), ids=str)
@@ -365,8 +388,51 @@ def test_an_error_of_the_engines_reaches_all_ranks(when: str, is_streamed: bool)
     assert all(rank.result.tensor == "a" for rank in world.ranks)
 
 
-def test_slow_engines_hold_all_ranks_without_an_error() -> None:
-    world = World(3, apply_s=20 * TIMEOUT_S)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_an_offload_ends_with_the_report_on_all_ranks(num_ranks: int) -> None:
+    world = undisturbed(num_ranks, "offload")
+    check(world, within_s=5)
+    assert world.order == ["offload"]
+    assert results(world) == [REPORT] * num_ranks
+
+
+@pytest.mark.parametrize("fault", faults("dies", call="offload"), ids=str)
+def test_a_rank_that_dies_ends_the_offload_on_all_others(fault: Fault) -> None:
+    world = World(3, fault, call="offload")
+    world.run()
+    check(world, within_s=5 + TIMEOUT_S)
+    for result in results(world):
+        assert result == REPORT or f"rank {fault.rank}" in str(result)
+    if fault.rank and fault.step == 1:
+        assert not world.order, "that rank had not called it, and may have needed the engines"
+
+
+@pytest.mark.parametrize("fault", faults("late", 200.0, "offload"), ids=str)
+def test_a_rank_that_is_late_for_an_offload_is_named_on_all(fault: Fault) -> None:
+    world = World(3, fault, call="offload")
+    world.run()
+    for rank in world.ranks:
+        assert rank.ended_s is not None
+        assert rank.number == fault.rank or rank.ended_s <= 5 + TIMEOUT_S
+    texts = {str(result) for result in results(world)}
+    assert all(f"rank {fault.rank}" in text or text == str(REPORT) for text in texts), texts
+    if fault.rank and fault.step == 1:
+        assert not world.order
+        assert all("did not call offload" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_an_error_of_an_offload_reaches_all_ranks(when: str) -> None:
+    error = WeightMismatch("no backup", tensor="a")
+    world = World(3, engine_error=(when, error), call="offload")
+    world.run()
+    check(world, within_s=5)
+    assert all("no backup" in str(result) for result in results(world))
+
+
+@pytest.mark.parametrize("call", ["push", "offload"])
+def test_slow_engines_hold_all_ranks_without_an_error(call: str) -> None:
+    world = World(3, apply_s=20 * TIMEOUT_S, call=call)
     world.run()
     assert results(world) == [REPORT] * 3
 

@@ -60,60 +60,79 @@ def test_any_placement_is_gathered_whole(tmp_path: Path) -> None:
     assert kinds == {"uneven", "two", "hsdp", "offloaded", "beside_tp"}
 
 
-def test_so_many_gathers_are_under_way_and_no_more() -> None:
-    from rollout.weights.tensors import tensor_sources
-
-    under_way, most = 0, 0
-
-    class Gather:
-        def wait(self) -> str:
-            nonlocal under_way
-            under_way -= 1
-            return "whole"
-
-    def start(tensor: Any) -> Gather:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        return Gather()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_sources, "_started", start)
-        tensors = [torch.zeros(1) for _ in range(100)]
-        assert tensor_sources.gathered_whole(tensors) == ["whole"] * 100
-    assert (under_way, most) == (0, tensor_sources.MOST_GATHERS)
+def test_a_late_rank_ends_a_gather_and_still_finds_its_peers(tmp_path: Path) -> None:
+    worker = WORKER.with_name("late_worker.py")
+    first, late = gather_by_ranks(tmp_path, worker=worker)
+    assert first["error"] == "a gather was not done within 0.5 s: a rank did not join it"
+    assert late["error"] == ""
+    for report in (first, late):
+        assert report["next_is_right"]
 
 
-def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh() -> None:
-    """With a double: FSDP2's CPU offload on a mesh of GPUs, whose group cannot gather in host
-    memory.
+def test_pieces_are_small_beside_the_tensors_and_never_mix_dtypes() -> None:
+    from types import SimpleNamespace
+
+    from rollout.weights.tensors.shard_gather import _PIECE_BYTES, _pieces, _Shard
+
+    group = SimpleNamespace(group_name="all")
+
+    def shard(number: int, dtype: torch.dtype = torch.float32, rows: int = 64) -> _Shard:
+        shape = torch.Size([rows, 64])
+        return _Shard(number, torch.empty(0), 0, shape, dtype, "cpu", group, 2)
+
+    def sizes(shards: list[_Shard]) -> list[int]:
+        found = list(_pieces(shards))
+        assert all(len({one.dtype for one in piece.shards}) == 1 for piece in found)
+        gathered = [one.index for piece in found for one in piece.shards]
+        assert sorted(gathered) == [one.index for one in shards]
+        return [sum(one.whole_bytes for one in piece.shards) for piece in found]
+
+    few = sizes([shard(number) for number in range(8)])
+    assert few == [2 * 64 * 64 * 4] * 4  # a quarter each
+    assert max(sizes([shard(number) for number in range(4000)])) == _PIECE_BYTES
+    mixed = (torch.float32, torch.bfloat16)
+    sizes([shard(number, mixed[number % 2]) for number in range(16)])
+    assert len(sizes([shard(number, rows=8192) for number in range(3)])) == 3
+
+
+def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a double: FSDP2's CPU offload on a mesh of another device, whose group cannot gather in
+    host memory.
     """
     from types import SimpleNamespace
 
-    from rollout.weights.tensors.tensor_sources import gathered_whole
+    from torch.distributed.tensor import Shard
 
-    class Shard:
-        device_mesh = SimpleNamespace(device_type="cuda", ndim=1)
-        requires_grad = False
-        full_tensor = None
+    from rollout.weights.tensors import shard_gather
 
-        def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-            self.device, self.dtype = torch.device(device), dtype
+    gathered_on = []
 
-        def is_floating_point(self) -> bool:
-            return True
+    def gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+        gathered_on.append((own.device.type, own.dtype))
+        return SimpleNamespace(wait=lambda: None)
 
-        def to(self, to: Any) -> "Shard":
-            if isinstance(to, str):
-                return Shard(to, self.dtype)
-            return Shard(self.device.type, to)
+    monkeypatch.setattr(shard_gather, "_gather", gather)
+    group = SimpleNamespace(group_name="all")
 
-        def redistribute(self, **options: Any) -> "Shard":
-            assert options["async_op"]
-            return self
+    def sharded(rows: int) -> Any:
+        local = torch.ones(rows // 2, 4)
+        return SimpleNamespace(
+            device_mesh=SimpleNamespace(
+                device_type="meta", get_group=lambda at: group, size=lambda at: 2
+            ),
+            placements=[Shard(0)],
+            shape=torch.Size([rows, 4]),
+            ndim=2,
+            dtype=local.dtype,
+            is_floating_point=lambda: True,
+            to_local=lambda: local,
+            full_tensor=None,
+        )
 
-        def to_local(self) -> "Shard":
-            return self
-
-    (whole,) = gathered_whole([Shard()], torch.bfloat16)
-    assert (whole.device.type, whole.dtype) == ("cuda", torch.bfloat16)
+    small, large = shard_gather.gathered_whole([sharded(4), sharded(1 << 18)], torch.bfloat16)
+    assert gathered_on == [("meta", torch.bfloat16)] * 2
+    for whole, rows in ((small, 4), (large, 1 << 18)):
+        assert (whole.device.type, whole.dtype) == ("meta", torch.bfloat16)
+        assert whole.shape == (rows, 4)

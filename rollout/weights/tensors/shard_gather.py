@@ -1,0 +1,275 @@
+"""Whole tensors from the shards of all ranks.
+
+Always true: all ranks start the same gathers in the same order, also after one was late, so that a
+late rank still finds its peers; besides the whole tensors, memory holds at most the pieces under
+way, each at most ``_PIECE_BYTES`` or a quarter of the tensors, unless one tensor is larger.
+
+Small shards are copied together and gathered at once.  A gather of its own for each costs six times
+the CPU over gloo.  ``DTensor.full_tensor()`` and ``redistribute()`` are used only for placements
+that are not understood here.  In torch 2.13 they start a gather while they hold the interpreter's
+lock.  A thread of gloo that frees the gather before holds gloo's lock, and needs the interpreter's:
+some thousand gathers over gloo ended in a deadlock or in a corrupted heap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout.weights.tensors.push_plan import cast_dtype
+
+_PIECE_BYTES = 8 << 20
+_MOST_UNDER_WAY = 2
+# A tensor of this size is gathered into its own memory.
+_LARGE_BYTES = 1 << 20
+_POLL_S = 0.0005
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Gathers that were late.  A backend still writes into their tensors.
+_late: list[Any] = []
+
+
+class GatherTimeout(TimeoutError):
+    """A rank has not joined a gather."""
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether it is a DTensor, without importing that."""
+    # Most are plain, and ``hasattr`` is slow for a missing name.
+    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
+
+
+def gathered_whole(
+    tensors: Sequence[Any], dtype: torch.dtype | None = None, timeout_s: float | None = None
+) -> list[torch.Tensor]:
+    """The whole tensors; shards are cast to ``dtype`` before they are gathered.
+
+    Args:
+        timeout_s: for each gather; None leaves it to the process group.
+
+    Raises:
+        GatherTimeout: a gather was late.  All gathers of these tensors are started.
+    """
+    found: list[Any] = [None] * len(tensors)
+    shards = []
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            target = cast_dtype(tensor, dtype)
+            if not is_shard(tensor):
+                found[index] = (tensor.detach() if tensor.requires_grad else tensor).to(target)
+            elif (shard := _shard_of(index, tensor, target)) is None:
+                found[index] = _redistributed(tensor, target)
+            elif shard.num_parts == 1:
+                found[index] = shard.local.to(shard.device, target)
+            else:
+                shards.append(shard)
+        _Gathers(found, timeout_s).run(_pieces(shards))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """This rank's part of a tensor that the ranks of a group have cut along one dimension.
+
+    Attributes:
+        index: where the whole tensor belongs.
+        shape: of the whole tensor.
+        rows: of the whole tensor along ``dim`` that a rank holds; the last ones may have fewer.
+    """
+
+    index: int
+    local: torch.Tensor
+    dim: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+    group: Any
+    num_parts: int
+
+    @property
+    def rows(self) -> int:
+        return -(-self.shape[self.dim] // self.num_parts)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of a rank's part with its padding."""
+        size = self.shape[self.dim]
+        return self.shape.numel() // size * self.rows if size else 0
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.part_numel * self.num_parts * self.dtype.itemsize
+
+    @property
+    def is_large(self) -> bool:
+        """Its parts lie one after the other in the whole tensor, and are worth a gather."""
+        is_even = self.shape[self.dim] % self.num_parts == 0
+        return is_even and self.dim == 0 and self.whole_bytes >= _LARGE_BYTES
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The own part, in one dimension."""
+        return self.local.to(self.device, self.dtype).reshape(-1)
+
+    def whole_of(self, parts: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from the parts, one row for each rank."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=parts.device)
+        if not whole.numel():
+            return whole
+        if self.dim == 0 and self.shape[0] % self.num_parts == 0:
+            whole.view(self.num_parts, -1).copy_(parts)
+            return whole
+        for part, target in zip(parts, whole.split(self.rows, self.dim), strict=False):
+            target.copy_(part[: target.numel()].view(target.shape))
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Shards of one group that are gathered together."""
+
+    shards: Sequence[_Shard]
+
+    def started(self) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """The gather under way, its input and its output, which has one row for each rank."""
+        first = self.shards[0]
+        own = first.flat if first.is_large else self._joined()
+        parts = own.new_empty(first.num_parts, own.numel())
+        return _gather(parts.view(-1), own, first.group), own, parts
+
+    def _joined(self) -> torch.Tensor:
+        first = self.shards[0]
+        numel = sum(shard.part_numel for shard in self.shards)
+        own = torch.empty(numel, dtype=first.dtype, device=first.device)
+        begin = 0
+        for shard in self.shards:
+            part = own[begin : begin + shard.local.numel()]
+            part.view(shard.local.shape).copy_(shard.local)
+            begin += shard.part_numel
+        return own
+
+    def ended(self, parts: torch.Tensor, found: list[Any]) -> None:
+        """Put the whole tensors in their places."""
+        if self.shards[0].is_large:
+            (shard,) = self.shards
+            found[shard.index] = parts.view(shard.shape)
+            return
+        begin = 0
+        for shard in self.shards:
+            found[shard.index] = shard.whole_of(parts[:, begin : begin + shard.part_numel])
+            begin += shard.part_numel
+
+
+class _Gathers:
+    """Gathers pieces, some under way at once."""
+
+    def __init__(self, found: list[Any], timeout_s: float | None) -> None:
+        self._found = found
+        self._timeout_s = timeout_s
+        self._under_way: list[tuple[_Piece, Any, torch.Tensor, torch.Tensor]] = []
+
+    def run(self, pieces: Iterator[_Piece]) -> None:
+        try:
+            for piece in pieces:
+                self._under_way.append((piece, *piece.started()))
+                if len(self._under_way) == _MOST_UNDER_WAY:
+                    self._end_first()
+            while self._under_way:
+                self._end_first()
+        except GatherTimeout:
+            _late.append((self._under_way, [piece.started() for piece in pieces]))
+            raise
+
+    def _end_first(self) -> None:
+        piece, work, own, parts = self._under_way[0]
+        _wait(work, self._timeout_s, is_on_cuda=own.is_cuda)
+        piece.ended(parts, self._found)
+        del self._under_way[0]
+
+
+def _gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    # The other name is deprecated in torch 2.13.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(parts, own, group=group, async_op=True)
+
+
+def _wait(work: Any, timeout_s: float | None, *, is_on_cuda: bool) -> None:
+    """Wait for a gather.
+
+    Raises:
+        GatherTimeout: it is late.
+    """
+    if timeout_s is None:
+        work.wait()
+        return
+    late = GatherTimeout(f"a gather was not done within {timeout_s:g} s: a rank did not join it")
+    if is_on_cuda:
+        # With a deadline, NCCL's own wait would abort the communicator.
+        deadline = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise late
+            time.sleep(_POLL_S)
+        work.wait()
+        return
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError:
+        if work.is_completed():  # with an error of its own
+            raise
+        raise late from None
+
+
+def _shard_of(index: int, tensor: Any, dtype: torch.dtype) -> _Shard | None:
+    """None if ranks of several dimensions of the mesh have cut it, or not into chunks."""
+    from torch.distributed.tensor import Shard
+
+    mesh = tensor.device_mesh
+    cut = [at for at, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(cut) != 1 or type(tensor.placements[cut[0]]) is not Shard:
+        return None
+    return _Shard(
+        index,
+        tensor.to_local(),
+        tensor.placements[cut[0]].dim % tensor.ndim,
+        tensor.shape,
+        dtype,
+        # FSDP2's CPU offload: the ranks' group gathers on the mesh's devices only.
+        mesh.device_type,
+        mesh.get_group(cut[0]),
+        mesh.size(cut[0]),
+    )
+
+
+def _redistributed(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    tensor = tensor.to(dtype)
+    if tensor.device.type != tensor.device_mesh.device_type:
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+def _pieces(shards: Sequence[_Shard]) -> Iterator[_Piece]:
+    """The shards in pieces; equal on all ranks."""
+    most_bytes = min(_PIECE_BYTES, sum(shard.whole_bytes for shard in shards) // 4)
+    alike: dict[tuple[str, torch.dtype], list[_Shard]] = defaultdict(list)
+    num_bytes: Counter[tuple[str, torch.dtype]] = Counter()
+    for shard in shards:
+        if shard.is_large:
+            yield _Piece([shard])
+            continue
+        key = shard.group.group_name, shard.dtype
+        alike[key].append(shard)
+        num_bytes[key] += shard.whole_bytes
+        if num_bytes[key] >= most_bytes:
+            yield _Piece(alike.pop(key))
+            del num_bytes[key]
+    for held in alike.values():
+        yield _Piece(held)
