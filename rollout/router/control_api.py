@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from rollout.router.chat_api import add_chats, chat_sessions
 from rollout.router.engine_queries import EngineQueryClient, add_engine_queries, error_reply
 from rollout.router.http.fast_json import dumps
 from rollout.router.proxy.context import Proxy
@@ -26,7 +27,7 @@ _ENGINE_TIMEOUT_S = 10.0
 
 
 def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
-    """Health, engines, step metrics, sessions, model info and aborts.
+    """Health, engines, step metrics, sessions and their chats, model info and aborts.
 
     Its lifespan opens and closes the connections to engines.
     """
@@ -34,13 +35,17 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
         connect_timeout_s=connect_timeout_s, total_timeout_s=_ENGINE_TIMEOUT_S
     )
 
+    chats = chat_sessions(proxy, client)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         proxy.open()
         await client.open()
+        chats.open()
         try:
             yield
         finally:
+            await chats.aclose()
             await client.aclose()
             proxy.close()
 
@@ -49,6 +54,7 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
     _add_sessions(app, proxy)
+    add_chats(app, proxy, chats)
     add_engine_queries(app, proxy.gate, client)
     return app
 
@@ -109,8 +115,9 @@ def _add_sessions(app: FastAPI, proxy: Proxy) -> None:
 
     @app.delete("/sessions/{session_id}")
     async def delete_session(session_id: str) -> JSONResponse:
-        """Delete the recorded turns of a session."""
-        if not proxy.recordings.delete(session_id):
+        """Delete the turns of a session: the recorded ones and those of its chats."""
+        had_chats = proxy.chats.delete(session_id)
+        if not proxy.recordings.delete(session_id) and not had_chats:
             return _no_session(session_id)
         return JSONResponse({"session_id": session_id})
 

@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
+from engines.vllm.routes import ABORT, REQUEST_PREFIX
 from rollout.router.gate.gate import Gate
 from rollout.router.http.headers import to_client
 from rollout.rules.routing import Backend, BackendState
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 _CAN_REPLY = (BackendState.SERVING, BackendState.DRAINING, BackendState.ASLEEP)
 _CAN_HOLD_REQUESTS = (BackendState.SERVING, BackendState.DRAINING)
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+# vLLM's names of a request with id {}, by route: token ids, completions, chat.
+_VLLM_IDS = (f"{REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}")
 
 
 class EngineQueryClient:
@@ -89,16 +94,7 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
     """Add the routes for model info, from one engine that replies, and for aborts."""
 
     async def forward(path: str) -> Response:
-        """The reply of the first of two engines; serving engines are tried first."""
-        members = [member for member in gate.members if member.state in _CAN_REPLY]
-        members.sort(key=lambda member: _CAN_REPLY.index(member.state))
-        for member in members[:2]:
-            try:
-                return await client.query(member, "GET", path)
-            except EngineUnreachable as error:
-                logger.warning("engine %s: %s: %s", member.engine_id, path, error)
-        message = f"no engine replied: {gate.members.why_none_serves()}"
-        return error_reply(503, "unavailable", message, {"retry-after": "2"})
+        return await first_reply(gate, client, path)
 
     # The paths are written out: no part of what a client sends chooses an engine's endpoint.
     @app.get("/model_info")
@@ -112,6 +108,7 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
         return await forward("/get_model_info")
 
     @app.get("/v1/models")
+    @app.get("/sessions/{session_id}/v1/models")
     async def models() -> Response:
         """The names that an engine's model is served under."""
         return await forward("/v1/models")
@@ -129,11 +126,29 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
             message = "the body must be a JSON object with rid or abort_all"
             return error_reply(400, "bad_request", message)
         num_held, targets = _abort_here(gate, rid, is_for_all)
-        outcomes = await asyncio.gather(*(_abort_on(client, member, body) for member in targets))
+        orders = [_vllm_abort(gate, one, rid) if one.is_vllm else body for one in targets]
+        outcomes = await asyncio.gather(
+            *(_abort_on(client, one, order) for one, order in zip(targets, orders, strict=True))
+        )
         engines = [member.engine_id for member in targets]
         failed = {engine_id: why for engine_id, why in zip(engines, outcomes, strict=True) if why}
         result = {"engines": engines, "num_held": num_held, "failed": failed}
         return JSONResponse(result, 502 if failed else 200)
+
+
+async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Response:
+    """The reply of the first of two engines; serving engines are tried first."""
+    members = [member for member in gate.members if member.state in _CAN_REPLY]
+    members.sort(key=lambda member: _CAN_REPLY.index(member.state))
+    for member in members[:2]:
+        if member.is_vllm and path != "/v1/models":
+            return error_reply(404, "not_found", "vLLM engines have only /v1/models")
+        try:
+            return await client.query(member, "GET", path)
+        except EngineUnreachable as error:
+            logger.warning("engine %s: %s: %s", member.engine_id, path, error)
+    message = f"no engine replied: {gate.members.why_none_serves()}"
+    return error_reply(503, "unavailable", message, {"retry-after": "2"})
 
 
 def error_reply(
@@ -155,11 +170,22 @@ def _abort_here(gate: Gate, rid: str, is_for_all: bool) -> tuple[int, list[Backe
     return num_held, targets
 
 
+def _vllm_abort(gate: Gate, member: Backend, rid: str) -> bytes:
+    """The same order for vLLM, which wants each id, with what its route puts around it."""
+    if not rid:
+        return b"{}"
+    rids = gate.rids_on(member.engine_id, rid) or [rid]
+    return json.dumps(
+        {"request_ids": [form.format(one) for one in rids for form in _VLLM_IDS]}
+    ).encode()
+
+
 async def _abort_on(client: EngineQueryClient, member: Backend, body: bytes) -> str:
     """Why the engine did not take the abort; empty if it did."""
+    path = ABORT if member.is_vllm else "/abort_request"
     try:
-        reply = await client.query(member, "POST", "/abort_request", body)
+        reply = await client.query(member, "POST", path, body)
     except EngineUnreachable as error:
-        logger.warning("engine %s: /abort_request: %s", member.engine_id, error)
+        logger.warning("engine %s: %s: %s", member.engine_id, path, error)
         return str(error)
     return "" if reply.status_code < 400 else f"HTTP {reply.status_code}"

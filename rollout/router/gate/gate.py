@@ -337,6 +337,14 @@ class Gate:
         }
         return list(members.values())
 
+    def rids_on(self, engine_id: str, rid: str) -> list[str]:
+        """The ids of the live requests on an engine that begin so."""
+        return [
+            admission.rid
+            for admission in self.in_flight
+            if admission.rid.startswith(rid) and admission.member.engine_id == engine_id
+        ]
+
     # -- what can be seen -------------------------------------------------------------------
 
     @property

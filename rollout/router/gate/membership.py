@@ -35,6 +35,7 @@ class Membership:
     Attributes:
         can_serve: an engine serves, or a pair of prefill and decode engines.
         may_return: recovery may bring back one of the engines that do not serve.
+        has_vllm: one of the engines takes requests in vLLM's form.
     """
 
     choosable: Candidates
@@ -42,6 +43,7 @@ class Membership:
     decode: Candidates
     can_serve: bool
     may_return: bool
+    has_vllm: bool
 
     def __init__(self, in_flight: InFlight[Any], prefilling: InFlight[Any]) -> None:
         self.epoch = -1
@@ -123,6 +125,7 @@ class Membership:
         (self.prefill,) = self._prefilling.offer(
             [member for member in serving if member.worker_type is WorkerType.PREFILL]
         )
+        self.has_vllm = any(member.is_vllm for member in self)
         has_pair = self.prefill.members and self.decode.members
         self.can_serve = bool(self.choosable.members or has_pair)
         self.may_return = any(

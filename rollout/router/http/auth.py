@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 
 from rollout.router.http.headers import Headers
+from rollout.router.http.routes import is_session_chat
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_PATHS = frozenset({"/v1/models", "/model_info", "/get_model_info"})
@@ -29,7 +30,7 @@ class BearerKeys:
 
     def admit(self, headers: Headers, path: str, *, is_generation: bool) -> bool:
         """Whether these headers give access to this path; any wrong key takes the same time."""
-        is_clients = path in CLIENT_PATHS
+        is_clients = path in CLIENT_PATHS or is_session_chat(path)
         key = self._client if is_generation or is_clients else self._control
         if not key or path in OPEN_PATHS:
             return True

@@ -66,14 +66,20 @@ class RequestHead:
             )
         return self._switches
 
-    def for_engine(self, endpoint: Endpoint, num_bytes: int) -> bytes:
-        """The head for an engine, before a body of so many bytes."""
+    def for_engine(self, endpoint: Endpoint, num_bytes: int, target: bytes = b"") -> bytes:
+        """The head for an engine, before a body of so many bytes.
+
+        Args:
+            target: path and query, where they are not the client's.
+        """
         method = self.method
         if self._lines is None:
             self._lines = header_lines(to_engine(self.headers))
         has_length = num_bytes or method == b"POST" or method == b"PUT"
         length = b"content-length: %d\r\n\r\n" % num_bytes if has_length else b"\r\n"
-        return b"".join((method, b" ", self.route.target, host_line(endpoint), self._lines, length))
+        return b"".join(
+            (method, b" ", target or self.route.target, host_line(endpoint), self._lines, length)
+        )
 
 
 @dataclass(eq=False, slots=True)

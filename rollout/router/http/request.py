@@ -8,7 +8,7 @@
 Both are put at the front of the JSON object.  A client's own key is searched for as text, and the
 body is parsed only if that text is found, and not as the first or the last member.  If a client
 spells its key with escapes, so that the text is not found, its value still wins: JSON parsers keep
-the last of equal keys.
+the last of equal keys.  For a vLLM engine the two are called ``request_id`` and ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import orjson
 from engines.protocol import Endpoint
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import Headers
-from rollout.router.http.routes import COMPLETION_PATHS
+from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 
 MAX_PARSED_BYTES = 1 << 20
 MAX_SESSION_CHARACTERS = 256
@@ -34,6 +34,7 @@ _CLOSES = re.compile(rb"\s*\}")
 _LONGEST_PLAIN_VALUE = 256
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
+_NAMES, _VLLM_NAMES = ("rid", "extra_key"), ("request_id", "cache_salt")
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
 
@@ -86,14 +87,19 @@ class Request:
     adds_extra_key: bool = False
 
     def body_for(
-        self, weight_version: int | None, more: Mapping[str, str | int] = _NOTHING
+        self,
+        weight_version: int | None,
+        more: Mapping[str, str | int] = _NOTHING,
+        *,
+        is_vllm: bool = False,
     ) -> bytes:
         """The body for an engine that holds this weight version, with ``more`` fields."""
+        rid, extra_key = _VLLM_NAMES if is_vllm else _NAMES
         values: dict[str, str | int] = {**more} if more else {}
         if self.adds_rid:
-            values["rid"] = self.rid
+            values[rid] = self.rid
         if self.adds_extra_key and weight_version is not None:
-            values["extra_key"] = f"v{weight_version}"
+            values[extra_key] = f"v{weight_version}"
         return inject_fields(self.body, **values)
 
     def parts_for(
@@ -101,10 +107,14 @@ class Request:
         endpoint: Endpoint,
         weight_version: int | None,
         more: Mapping[str, str | int] = _NOTHING,
+        *,
+        is_vllm: bool = False,
     ) -> list[bytes]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
-        body = self.body_for(weight_version, more)
-        head = self.head.for_engine(endpoint, len(body))
+        body = self.body_for(weight_version, more, is_vllm=is_vllm)
+        is_translated = is_vllm and self.head.route.path == GENERATE_PATH
+        target = VLLM_GENERATE_PATH.encode() if is_translated else b""
+        head = self.head.for_engine(endpoint, len(body), target)
         return [head, body] if body else [head]
 
 
@@ -113,10 +123,12 @@ def read_request(head: RequestHead, body: bytes) -> Request:
     request = Request(head, body)
     is_completion = head.route.path in COMPLETION_PATHS and head.method == b"POST"
     if is_completion and is_json_object(body):
-        has_rid, rid = find_field(body, "rid")
+        is_vllm = head.route.path == VLLM_GENERATE_PATH
+        own_rid, own_extra_key = _VLLM_NAMES if is_vllm else _NAMES
+        has_rid, rid = find_field(body, own_rid)
         request.adds_rid = not has_rid
         request.rid = rid if isinstance(rid, str) else "" if has_rid else new_rid()
-        request.adds_extra_key = not find_field(body, "extra_key")[0]
+        request.adds_extra_key = not find_field(body, own_extra_key)[0]
     return request
 
 

@@ -8,9 +8,11 @@ from urllib.parse import unquote
 
 import httptools
 
+GENERATE_PATH, VLLM_GENERATE_PATH = "/generate", "/inference/v1/generate"
 GENERATION_PATHS = frozenset(
     {
-        "/generate",
+        GENERATE_PATH,
+        VLLM_GENERATE_PATH,
         "/encode",
         "/classify",
         "/invocations",
@@ -26,7 +28,14 @@ def is_generation(path: str) -> bool:
     return path in GENERATION_PATHS or (path.startswith("/v1/") and path != "/v1/models")
 
 
-COMPLETION_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+def is_session_chat(path: str) -> bool:
+    """Whether the path is below the base URL of a session, ``/sessions/{id}/v1``."""
+    return path.startswith("/sessions/") and "/v1/" in path
+
+
+COMPLETION_PATHS = frozenset(
+    {GENERATE_PATH, VLLM_GENERATE_PATH, "/v1/completions", "/v1/chat/completions"}
+)
 """Paths whose requests get fields of the router, and can continue on another engine."""
 
 

@@ -26,10 +26,15 @@ from rollout.router.http import responses
 from rollout.router.http.head_cache import RequestHead, head_key
 from rollout.router.http.head_rules import MAX_HEAD_BYTES, RefusedHead, check_head, check_size
 from rollout.router.http.headers import header_lines
-from rollout.router.http.routes import COMPLETION_PATHS, Route, route_of
+from rollout.router.http.routes import COMPLETION_PATHS, Route, is_session_chat, route_of
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.exchange import Exchange
-from rollout.router.proxy.local_request import ControlRequest, LocalRequest, UnparsableRequest
+from rollout.router.proxy.local_request import (
+    REPLY_WITHIN_S,
+    ControlRequest,
+    LocalRequest,
+    UnparsableRequest,
+)
 
 _PIECE_BYTES = 1 << 13
 _MAX_UNPARSED_BYTES = 1 << 16
@@ -245,7 +250,9 @@ class ClientConnection(HttpToolsProtocol):
             if key and refusal is None:  # without a key there is no room in the cache
                 self._proxy.head_cache.add(key, head)
         else:
-            request = ControlRequest(self, self._cycle(route, is_last=is_last))
+            is_chat = is_session_chat(route.path)
+            within_s = self._proxy.config.request_timeout_s if is_chat else REPLY_WITHIN_S
+            request = ControlRequest(self, self._cycle(route, is_last=is_last), within_s)
         self._parsing = request
         self._pipeline.append(request)
         if len(self._pipeline) == 1:

@@ -15,6 +15,7 @@ from rollout.router.http.engine_pool import EnginePool
 from rollout.router.http.head_cache import HeadCache, RequestHead
 from rollout.router.http.request import Request, prompt_of, session_of
 from rollout.router.proxy.metrics import Latencies, StepMetrics
+from rollout.router.sessions.session_store import SessionStore
 from rollout.router.transcripts.recordings import Recordings
 from rollout.rules.routing import Hint
 
@@ -86,6 +87,11 @@ class Proxy:
             max_sessions=config.max_sessions,
             ttl_s=config.session_ttl_s,
         )
+        self.chats = SessionStore(
+            max_bytes=config.max_recorded_bytes,
+            max_sessions=config.max_sessions,
+            ttl_s=config.session_ttl_s,
+        )
         self.latencies = Latencies()
         self.step_metrics = StepMetrics()
         self.counts = Counts()
@@ -142,4 +148,5 @@ class Proxy:
             live.expire(self.config.request_timeout_s)
 
     def _expire_sessions(self) -> None:
-        self.recordings.expire_sessions(self.now_s())
+        self.recordings.expire(self.now_s())
+        self.chats.expire(self.now_s())

@@ -260,6 +260,7 @@ class Exchange:
             self._proxy.counts.num_retried += 1
         pool, endpoint = self._proxy.pool, admission.member.endpoint
         version, more = admission.weight_version, {}
+        is_vllm = admission.member.is_vllm
         if admission.partner is not None:
             more = bootstrap_fields(admission.partner)
             on_lost = partial(self.on_engine_lost, is_partner=True)
@@ -271,8 +272,8 @@ class Exchange:
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, version, more))
         if tokens is not None:
-            request.body = tokens.body(version)
-        parts = request.parts_for(endpoint, version, more)
+            request.body = tokens.body(version, is_vllm=is_vllm)
+        parts = request.parts_for(endpoint, version, more, is_vllm=is_vllm)
         pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _reply_handler(self) -> Exchange | TokenFailover:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_CONTROL_BYTES = 1 << 20
 READ_WITHIN_S = 10.0
 REPLY_WITHIN_S = 600.0
+"""For all but chats of sessions, which have as long as other generation requests."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -38,9 +39,12 @@ class LocalRequest:
 class ControlRequest(LocalRequest):
     """A request for the control application, whose replies wait through uvicorn's flow control."""
 
-    def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
+    def __init__(
+        self, connection: ClientConnection, cycle: RequestResponseCycle, reply_within_s: float
+    ) -> None:
         self._connection = connection
         self._cycle = cycle
+        self._reply_within_s = reply_within_s
         self._body = bytearray()
         self._is_started = False
         self._is_whole = False
@@ -87,7 +91,7 @@ class ControlRequest(LocalRequest):
         cycle.waiting_for_100_continue = cycle.more_body = False
         cycle.body, self._body = self._body, bytearray()
         cycle.message_event.set()
-        self._timer = connection.loop.call_later(REPLY_WITHIN_S, connection.abort)
+        self._timer = connection.loop.call_later(self._reply_within_s, connection.abort)
         connection._start_asgi_task(cycle, connection.app)
 
     def client_left(self) -> None:

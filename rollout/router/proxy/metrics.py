@@ -175,7 +175,8 @@ class StepMetrics:
         self._num_reported = 0
 
     def put(self, report: Any) -> None:
-        """Keep ``{"step": 3, "metrics": {name: number}}``, with ``lengths`` if it has them.
+        """Keep ``{"step": 3, "metrics": {name: number}}``, with histograms if it has them:
+        ``lengths`` {bound: number} and ``logprob_gaps`` {engine id: {bound: number}}.
 
         Raises:
             ValueError: it has another form.
@@ -183,20 +184,26 @@ class StepMetrics:
         step = report.get("step") if isinstance(report, Mapping) else None
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
             raise ValueError("step metrics are an object with 'step', an integer, and 'metrics'")
+        read = {
+            "metrics": _numbers(report.get("metrics", {})),
+            "lengths": _numbers(report.get("lengths", {})),
+            "logprob_gaps": _histograms(report.get("logprob_gaps", {})),
+        }
         self._num_reported += 1
-        self._reported.append(
-            {
-                "serial": self._num_reported,
-                "at_s": round(time.time(), 3),
-                "step": step,
-                "metrics": _numbers(report.get("metrics", {})),
-                "lengths": _numbers(report.get("lengths", {})),
-            }
-        )
+        about = {"serial": self._num_reported, "at_s": round(time.time(), 3), "step": step}
+        self._reported.append(about | read)
 
     def last(self) -> list[dict[str, Any]]:
         """All reported steps that are kept."""
         return list(self._reported)
+
+
+def _histograms(values: Any) -> dict[str, dict[str, float]]:
+    if not isinstance(values, Mapping) or len(values) > _MAX_NAMES:
+        raise ValueError(f"log-prob gaps are an object of at most {_MAX_NAMES} engines")
+    if any(len(name) > _MAX_NAME_CHARACTERS for name in values):
+        raise ValueError(f"an engine's name has over {_MAX_NAME_CHARACTERS} characters")
+    return {name: _numbers(of_engine) for name, of_engine in values.items()}
 
 
 def _numbers(values: Any) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, signature
 from rollout.router.http.request import may_want_prompt_logprobs, session_of
-from rollout.router.http.routes import COMPLETION_PATHS
+from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.prefill_decode import PromptLogprobs
 from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
@@ -51,6 +51,8 @@ def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
     """The tokens of a request with this head may have to be read."""
     if head.route.path not in COMPLETION_PATHS:
         return False
+    if _is_for_vllm(proxy, head.route.path):
+        return True
     if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
         return True
     return proxy.config.token_failover == "asked" and not head.switched_on.isdisjoint(_SWITCHES)
@@ -65,12 +67,15 @@ def read_tokens(
         The error response instead, where the client wants its turn recorded and it cannot be.
     """
     is_recorded = _RECORD in head.switched_on
-    is_kept = is_recorded or proxy.config.token_failover == "on"
+    is_translated = _is_for_vllm(proxy, head.route.path)
+    is_kept = is_recorded or is_translated or proxy.config.token_failover == "on"
     if proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
         is_kept = True
     if not is_kept and not may_want_prompt_logprobs(body):
         return None
     transcript = _read_transcript(proxy, head.route.path, body, is_recorded=is_recorded)
+    if is_translated and (why := _why_not_vllm(transcript)):
+        return responses.error(400, "bad_request", why)
     if is_recorded:
         session = session_of(body, head.headers)
         if problem := _why_not_recorded(proxy, session, transcript):
@@ -81,6 +86,20 @@ def read_tokens(
     if transcript is None or not (is_kept or lacks):
         return None
     return TokenFailover(proxy, exchange, transcript)
+
+
+def _is_for_vllm(proxy: Proxy, path: str) -> bool:
+    """A request in SGLang's form may go to a vLLM engine, so it has to be translated."""
+    return path == GENERATE_PATH and proxy.gate.members.has_vllm
+
+
+def _why_not_vllm(transcript: AnyTranscript | None) -> str:
+    if not isinstance(transcript, GenerateTranscript):
+        return (
+            "vLLM engines take /generate with one prompt and n=1, fields of the documented types, "
+            f"and a body of at most {MAX_READ_BYTES} bytes"
+        )
+    return transcript.why_not_vllm
 
 
 def _read_transcript(
@@ -135,8 +154,10 @@ class TokenFailover:
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self, weight_version: int | None) -> bytes:
+    def body(self, weight_version: int | None, *, is_vllm: bool = False) -> bytes:
         """The request's body for the next engine, which holds this weight version."""
+        if isinstance(self._transcript, GenerateTranscript):
+            return self._transcript.body(weight_version, is_vllm=is_vllm)
         return self._transcript.body(weight_version)
 
     def prompt_logprobs_handler(self) -> Callable[[PromptLogprobs], None] | None:

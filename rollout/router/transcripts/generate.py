@@ -4,6 +4,8 @@ Always true:
 - Token ids, log-probs and weight versions always keep equal length.
 - There are never more tokens than the request's budget, and the finish reason comes from the engine
   that generated the last token.
+- Routed experts come from the engine that computed the token.  Where the lost engine did not report
+  them with its tokens (SGLang sends them at the end only), the request starts over.
 - A continuation starts at a *safe* token: the text so far ends neither within a character nor with
   the beginning of a stop string, so the next engine sees every stop string complete.  A request
   that has lost several engines continues within a character too, which then shows as two
@@ -15,6 +17,7 @@ restarts, and penalties on repeated tokens see earlier tokens as prompt.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +41,8 @@ from rollout.router.transcripts.transcript import (
     span_payloads,
     version_spans,
 )
-from rollout.rules.continuation import Part, check_budget
+from rollout.router.transcripts.vllm import VllmEvents, to_vllm, why_not_vllm
+from rollout.rules.continuation import Part, check_budget, join_experts
 
 _DEFAULT_BUDGET = 128
 # An engine's event has all tokens so far, so reading every event costs the square of their number.
@@ -52,7 +56,7 @@ _CANNOT_CONTINUE = frozenset({*GRAMMARS, "stop_regex", "custom_params"})
 # What an engine reports of all tokens so far; the next engine would compute it from its own run.
 _OF_ONE_ENGINE = frozenset(
     {
-        "return_routed_experts",
+        "routed_experts_start_len",
         "return_indexer_topk",
         "return_hidden_states",
         "return_sampling_mask",
@@ -98,6 +102,15 @@ class GenerateTranscript(Transcript):
             and not any(map(raw.get, raw.keys() & _OF_ONE_ENGINE))
         )
         self._prompt_logprobs: Mapping[str, list[Any]] = {}
+        self._wants_experts = bool(raw.get("return_routed_experts"))
+        self._experts = b""  # of the tokens of lost engines
+        self._safe_experts: str | None = None
+        self._vllm: VllmEvents | None = None
+
+    @property
+    def why_not_vllm(self) -> str:
+        """Why no vLLM engine can answer it; empty if one can."""
+        return why_not_vllm(self._raw)
 
     def prepare_recording(self) -> str:
         if not self._raw.get("input_ids"):
@@ -107,8 +120,16 @@ class GenerateTranscript(Transcript):
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self, _version: int | None = None) -> bytes:
-        """The body for the next engine; the engine's events report its weight version."""
+    def body(self, version: int | None = None, *, is_vllm: bool = False) -> bytes:
+        """The body for the next engine, in the form that this kind of engine takes.
+
+        SGLang's events report their weight version; ``version`` is for vLLM's, which do not.
+        """
+        raw = self._for_next_engine()
+        self._vllm = VllmEvents(version, len(raw["input_ids"])) if is_vllm else None
+        return dumps(to_vllm(raw) if is_vllm else raw)
+
+    def _for_next_engine(self) -> Payload:
         sampling = {**self._sampling, "stream_interval": self._interval}
         raw = {**self._raw, "stream": True, "sampling_params": sampling}
         done = len(self._base.ids)
@@ -120,12 +141,14 @@ class GenerateTranscript(Transcript):
                 sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - done)
             if raw.get("logprob_start_len") is not None:
                 raw["logprob_start_len"] = -1
-        return dumps(raw)
+        return raw
 
     # -- from the engine --------------------------------------------------------------------
 
     def absorb(self, event: Mapping[str, Any]) -> None:
         """Take one event, with all ids of this engine so far, or only the new ones."""
+        if self._vllm is not None:
+            event = self._vllm.as_sglang(event)
         meta = dict(event.get("meta_info") or {})
         ids = list(event.get("output_ids") or [])
         reported = meta.get("completion_tokens", len(ids))
@@ -158,6 +181,7 @@ class GenerateTranscript(Transcript):
             self._finish = reason
         elif self._is_safe(has_grown=len(now.text) > len(before.text)):
             self._safe = now
+            self._safe_experts = meta.get("routed_experts")
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -188,19 +212,45 @@ class GenerateTranscript(Transcript):
         """Go back to the last safe token, or to the prompt if tokens cannot be kept."""
         if self.is_aborted and self._is_safe(has_grown=True):
             self._safe = self._now
+            self._safe_experts = self._meta.get("routed_experts")
         had = len(self._base.ids) + len(self._now.ids)
-        if self.can_continue and not self.awaits_prompt_logprobs:
+        if self.can_continue and not self.awaits_prompt_logprobs and self._keep_experts():
             self._base = self._base.plus(self._safe)
             if self._base.ids:
                 self.num_kept += len(self._safe.ids)
         else:
             self._base = Part()
             self._first_meta = {}
+            self._experts = b""
         self.num_recomputed += had - len(self._base.ids)
         self.num_failovers += 1
         self._now = Part()
         self._safe = Part()
+        self._safe_experts = None
         self._finish = None
+
+    def _keep_experts(self) -> bool:
+        """Keep the experts of the tokens that are kept; False if there are none of them."""
+        if not self._wants_experts or not self._safe.ids:
+            return True
+        kept = self._joined_experts(self._safe_experts, len(self._safe.ids))
+        if kept is None:
+            self.can_continue = False  # nor can what a streaming client has
+            return False
+        self._experts = kept
+        return True
+
+    def _num_computed(self, num_new: int) -> int:
+        """Tokens that were computed for ``num_new`` of this engine: all but the last one."""
+        return len(self._raw["input_ids"]) + len(self._base.ids) + num_new - 1
+
+    def _joined_experts(self, reported: str | None, num_new: int) -> bytes | None:
+        """The experts of all tokens so far, of which this engine has added ``num_new``."""
+        try:
+            rows = base64.b64decode(reported or "")
+        except (TypeError, ValueError):
+            return None
+        return join_experts(self._experts, rows, self._num_computed(num_new))
 
     # -- to the client ----------------------------------------------------------------------
 
@@ -215,11 +265,24 @@ class GenerateTranscript(Transcript):
             meta["finish_reason"] = {**self._finish, "length": len(whole.ids)}
         meta["weight_versions"] = span_payloads(whole.spans)
         meta.update(whole.logprobs)
+        if self._experts and (self.is_finished or "routed_experts" in last):
+            meta["routed_experts"] = self._all_experts()
         for name, values in self._prompt_logprobs.items():
             meta[name] = [*values, *(meta.get(name) or [])]
         meta["num_failovers"] = self.num_failovers
         meta["num_recomputed_tokens"] = self.num_recomputed
         return {**self._other, "text": whole.text, "output_ids": whole.ids, "meta_info": meta}
+
+    def _all_experts(self) -> str:
+        num_new = len(self._now.ids)
+        joined = self._experts
+        if num_new:
+            found = self._joined_experts(self._meta.get("routed_experts"), num_new)
+            if found is None:
+                num = self._num_computed(num_new)
+                raise ValueError(f"its routed experts are not those of {num} tokens")
+            joined = found
+        return base64.b64encode(joined).decode()
 
     def new_payloads(self) -> list[Payload]:
         """New events for a streaming client; like SGLang's, each has everything so far."""

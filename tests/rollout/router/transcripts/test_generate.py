@@ -166,6 +166,7 @@ def test_what_one_engine_alone_can_report_or_continue_starts_over():
         {"text": "x"},
         {"input_ids": [1], "sampling_params": {"json_schema": "{}"}},
         {"input_ids": [1], "return_routed_experts": True},
+        {"input_ids": [1], "return_routed_experts": True, "routed_experts_start_len": 1},
         {"input_ids": [1], "return_hidden_states": "last"},
         {"input_ids": [1], "session_params": {"id": "s"}},
     ):

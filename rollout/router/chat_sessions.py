@@ -1,0 +1,285 @@
+"""Chats of agents in sessions: ``/sessions/{id}/v1`` is a base URL of OpenAI's protocol.
+
+Always true: engines get token ids.  A turn's prompt begins with the exact ids of the turn it
+continues, so a chat survives its engine as any other ``/generate`` request does.  Templates and
+tokenizers run in threads of their own, and the event loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from engines.http.sglang_json import DONE, read_generate, sse_payloads
+from engines.protocol import Endpoint, GenerateReply
+from engines.protocol.plain_text import describe
+from rollout.router.http.fast_json import dumps, loads
+from rollout.router.sessions.alignment import (
+    continuation,
+    drift_of,
+    first_difference,
+)
+from rollout.router.sessions.answers import ChatAnswer, as_events
+from rollout.router.sessions.chat_request import ChatRequest
+from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.router.sessions.messages import History, Message, history_of
+from rollout.router.sessions.session_store import Session, SessionStore
+from rollout.router.sessions.tool_calls import Answer, parse_answer
+from rollout.router.sessions.tree import Generated, Prompt, Turn
+from rollout.router.transcripts.transcript import UNUSABLE
+from rollout.rules.continuation import spans_of
+
+_NUM_THREADS = 2
+_MOST_AT_ONCE = 4096
+_DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class ChatFailure(Exception):
+    """A turn without an answer, and the response that says so."""
+
+    def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
+        super().__init__(body[:200].decode(errors="replace"))
+        self.status = status
+        self.body = body
+        self.retry_after = retry_after
+
+
+def failure(status: int, kind: str, message: str) -> ChatFailure:
+    return ChatFailure(status, dumps({"error": {"type": kind, "message": message}}))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A turn that is about to be generated: all ids of its prompt, and the new ones."""
+
+    history: History
+    ids: list[int]
+    prompt: Prompt
+
+
+class ChatSessions:
+    """Answers the chats of a router's sessions.
+
+    Args:
+        store: the sessions; used on the event loop only.
+        find_folder: finds the folder of tokenizer and template; called at the first chat.
+        key: of the router for generation; empty for none.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        find_folder: Callable[[], Awaitable[str]],
+        *,
+        key: str,
+        timeout_s: float,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._find_folder = find_folder
+        self._headers = {"content-type": "application/json", "x-token-failover": "on"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._now_s = now_s
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
+        self._tokenizer: ChatTokenizer | None = None
+        self._loading = asyncio.Lock()
+        self._http: aiohttp.ClientSession | None = None
+        self._num_running = 0
+
+    def open(self) -> None:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- one turn ---------------------------------------------------------------------------
+
+    async def answer(
+        self, session_id: str, chat: ChatRequest, router: Endpoint
+    ) -> AsyncIterator[bytes]:
+        """The response's body in pieces: one, or the events of a stream.
+
+        The first piece is there when the engine has replied.
+
+        Raises:
+            BadChat: template or request do not fit.
+            ChatFailure: there is no answer.
+        """
+        pieces = self._run(session_id, chat, router)
+        first = await anext(pieces)
+
+        async def all_pieces() -> AsyncGenerator[bytes, None]:
+            async with aclosing(pieces):
+                yield first
+                async for piece in pieces:
+                    yield piece
+
+        return all_pieces()
+
+    async def _run(
+        self, session_id: str, chat: ChatRequest, router: Endpoint
+    ) -> AsyncGenerator[bytes, None]:
+        if why := self._store.why_full(session_id, self._now_s()):
+            raise failure(507, "sessions_full", why)
+        if self._num_running >= _MOST_AT_ONCE:
+            raise failure(503, "unavailable", f"{_MOST_AT_ONCE} chats of sessions are under way")
+        session = self._store.begin_turn(session_id, self._now_s())
+        self._num_running += 1
+        try:
+            plan = await self._planned(session, chat)
+            replies = self._generate(session_id, chat.body(plan.ids), router)
+            async with aclosing(replies), aclosing(_written(session, chat, plan, replies)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._num_running -= 1
+            self._store.end_turn(session_id, session, self._now_s())
+
+    async def _planned(self, session: Session, chat: ChatRequest) -> Plan:
+        tokenizer = await self._loaded()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, make_plan, tokenizer, session, chat)
+
+    async def _loaded(self) -> ChatTokenizer:
+        """The tokenizer.  If it cannot be loaded, the next chat tries again."""
+        if self._tokenizer is None:
+            async with self._loading:
+                if self._tokenizer is None:
+                    folder, loop = await self._find_folder(), asyncio.get_running_loop()
+                    self._tokenizer = await loop.run_in_executor(
+                        self._threads, load_chat_tokenizer, folder
+                    )
+        return self._tokenizer
+
+    async def _generate(
+        self, session_id: str, body: dict[str, Any], router: Endpoint
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """The replies of ``/generate`` so far, the last one finished.
+
+        Through this router's own port: its gate holds the request, and its failover continues it.
+        """
+        assert self._http is not None, "an answer before open"
+        reply: GenerateReply | None = None
+        try:
+            async with self._http.post(
+                f"{router.url}/generate",
+                data=dumps(body),
+                headers=self._headers | {"x-session-id": session_id},
+            ) as response:
+                if response.status != 200:
+                    after = response.headers.get("retry-after", "")
+                    raise ChatFailure(response.status, await response.read(), after)
+                if not body["stream"]:
+                    yield (reply := _read_reply(await response.read()))
+                    return
+                async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
+                    async for payload in payloads:
+                        if payload != DONE:
+                            yield (reply := _read_reply(payload))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if reply is None or reply.finish_reason is None:
+                raise failure(502, "engine_failure", describe(error, with_type=True)) from None
+        if reply is None or reply.finish_reason is None:
+            raise failure(502, "engine_failure", "the reply ended before its last token")
+
+
+def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> Plan:
+    """The prompt of a turn.
+
+    Raises:
+        BadChat: the template refuses the messages.
+    """
+    template = tokenizer.bound(chat.tools, chat.options)
+    history = history_of(chat.messages, chat.tools)
+    match = session.tree.match(history)
+    tokenised = template.encode(template.render(chat.messages, for_answer=True))
+    known = session.tree.ids(match.turn)
+    new: list[int] | None = None
+    if match.turn is not None:
+        mark = os.urandom(8).hex()
+        new = continuation(template, chat.messages, match.num_known, match.turn.end, mark)
+    if match.turn is None or new is None:
+        is_fork = match.is_fork or match.turn is not None
+        return Plan(history, tokenised, Prompt(None, tokenised, drift_of(None, is_fork=is_fork)))
+    ids = known + new
+    difference = first_difference(ids, tokenised)
+    drift = drift_of(difference, is_fork=match.is_fork)
+    return Plan(history, ids, Prompt(match.turn.number, new, drift, difference))
+
+
+async def _written(
+    session: Session,
+    chat: ChatRequest,
+    plan: Plan,
+    replies: AsyncGenerator[GenerateReply, None],
+) -> AsyncGenerator[bytes, None]:
+    """The response, and the turn into the session's tree before its last byte."""
+    head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
+    writer = ChatAnswer(head, chat.calls_tools)
+    has_begun = False
+    try:
+        async for reply in replies:
+            if reply.finish_reason is None and (payloads := writer.piece(reply.text)):
+                has_begun = True
+                yield as_events(payloads)
+        answer = _answer_of(reply.text, chat)
+        turn = _keep(session, plan, reply, answer.message())
+    except ChatFailure as error:
+        if not has_begun:
+            raise
+        yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
+        return
+    num = len(plan.ids)
+    if chat.is_streamed:
+        yield as_events(writer.last(answer, turn, num, usage=chat.wants_usage)) + _DONE_EVENT
+    else:
+        yield dumps(writer.whole(answer, turn, num))
+
+
+def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -> Turn:
+    ids = reply.output_ids
+    finish = reply.finish_reason
+    assert finish is not None
+    spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
+    num_computed = len(plan.ids) + len(ids) - 1
+    try:
+        experts = session.tree.new_experts(plan.prompt, reply.routed_experts, num_computed)
+        logprobs = reply.output_logprobs or ()
+        made = Generated(ids, logprobs, spans, finish, reply.text, experts)
+        return session.tree.add(plan.history, plan.prompt, made, answer)
+    except ValueError as error:
+        raise failure(502, "not_recorded", str(error)) from None
+
+
+def _answer_of(text: str, chat: ChatRequest) -> Answer:
+    return parse_answer(text, lambda: f"call_{_new_id()}") if chat.calls_tools else Answer(text)
+
+
+def _read_reply(payload: bytes) -> GenerateReply:
+    try:
+        raw = loads(payload)
+        if "error" in raw:
+            raise ChatFailure(502, dumps({"error": raw["error"]}))
+        return read_generate(raw)
+    except UNUSABLE as error:
+        raise failure(502, "engine_failure", f"a reply cannot be used: {error!r:.200}") from None
+
+
+def _new_id() -> str:
+    return os.urandom(12).hex()

@@ -1,0 +1,113 @@
+"""Answers of a session in OpenAI's form, whole and streamed (pure).
+
+Always true: the pieces of a stream, joined, are the message that a client gets without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.router.http.fast_json import dumps
+from rollout.router.sessions.tool_calls import Answer, num_certain
+from rollout.router.sessions.tree import Turn
+
+Payload = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """The answer to one request.
+
+    Args:
+        head: what all payloads have: ``id``, ``created`` and ``model``.
+        calls_tools: its text may have tool calls, and is sent as far as it is not part of one.
+    """
+
+    head: Mapping[str, Any]
+    calls_tools: bool
+    _sent: str = ""
+    _has_begun: bool = False
+
+    def whole(self, answer: Answer, turn: Turn, num_prompt: int) -> Payload:
+        """The complete reply."""
+        choice = {
+            "index": 0,
+            "message": answer.message(),
+            "logprobs": None,
+            **_finish(answer, turn),
+        }
+        return {
+            **self.head,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": _usage(turn, num_prompt),
+            "session": _place(turn),
+        }
+
+    def piece(self, text: str) -> list[Payload]:
+        """The chunks for a text that is so far ``text``."""
+        certain = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if self.calls_tools:
+            certain = certain[: num_certain(certain)]
+        delta = certain[len(self._sent) :]
+        self._sent += delta
+        return [self._chunk(self._delta({"content": delta}))] if delta else []
+
+    def last(self, answer: Answer, turn: Turn, num_prompt: int, *, usage: bool) -> list[Payload]:
+        """The chunks that end the stream."""
+        rest = answer.content[len(self._sent) :]
+        delta: Payload = {"content": rest} if rest or not self._has_begun else {}
+        if answer.calls:
+            delta["tool_calls"] = [
+                {"index": index, **call} for index, call in enumerate(answer.calls)
+            ]
+        chunks = [self._chunk(self._delta(delta))] if delta else []
+        chunks.append(self._chunk({}, session=_place(turn), **_finish(answer, turn)))
+        if usage:
+            chunks.append({**self._of_chunks(), "choices": [], "usage": _usage(turn, num_prompt)})
+        return chunks
+
+    def _delta(self, delta: Payload) -> Payload:
+        role = {} if self._has_begun else {"role": "assistant"}
+        self._has_begun = True
+        return {**role, **delta}
+
+    def _chunk(self, delta: Payload, *, session: Payload | None = None, **more: Any) -> Payload:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        place = {} if session is None else {"session": session}
+        return {**self._of_chunks(), "choices": [choice], **place}
+
+    def _of_chunks(self) -> Payload:
+        return {**self.head, "object": "chat.completion.chunk"}
+
+
+def _finish(answer: Answer, turn: Turn) -> Payload:
+    finish = turn.generated.finish
+    kind = "tool_calls" if answer.calls and finish.kind == "stop" else finish.kind
+    return {"finish_reason": kind, "matched_stop": finish.matched}
+
+
+def _place(turn: Turn) -> Payload:
+    prompt = turn.prompt
+    return {
+        "turn": turn.number,
+        "parent": prompt.parent,
+        "drift": prompt.drift.value,
+        "first_difference": prompt.first_difference,
+    }
+
+
+def _usage(turn: Turn, num_prompt: int) -> Payload:
+    num = len(turn.generated.ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num,
+        "total_tokens": num_prompt + num,
+    }
+
+
+def as_events(payloads: Sequence[Payload]) -> bytes:
+    """The payloads as server-sent events."""
+    return b"".join(b"data: " + dumps(payload) + b"\n\n" for payload in payloads)

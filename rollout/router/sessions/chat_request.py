@@ -1,0 +1,148 @@
+"""A chat of OpenAI's form as a request of ``/generate`` (pure)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.router.sessions.messages import BadChat, read_messages
+from rollout.router.transcripts.request_body import (
+    MAX_READ_BYTES,
+    has_forms,
+    is_flag,
+    is_object,
+    or_none,
+    read_object,
+)
+
+_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "regex",
+            "ebnf",
+        )
+    },
+}
+"""OpenAI's and SGLang's names on the left, those of ``/generate`` on the right."""
+_PASSED = ("rid", "lora_path", "priority", "return_routed_experts")
+_REFUSED = {
+    "logprobs": "the samples of the session have them",
+    "top_logprobs": "the samples of the session have log-probs",
+    "functions": "use tools",
+    "function_call": "use tools",
+    "continue_final_message": "a session answers a user or a tool",
+    "audio": "a session is text",
+}
+_FORMS = {
+    "stream": or_none(is_flag),
+    "stream_options": or_none(is_object),
+    "chat_template_kwargs": or_none(is_object),
+    "response_format": or_none(is_object),
+    "tools": or_none(lambda value: isinstance(value, list) and all(map(is_object, value))),
+    "model": or_none(lambda value: isinstance(value, str)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request of a session.
+
+    Attributes:
+        options: variables of the chat template.
+        sampling: as ``/generate`` takes it.
+        fields: of ``/generate``, beside ids and sampling.
+        calls_tools: tool calls in the answer are separated from its text.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    is_streamed: bool = False
+    wants_usage: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools)
+
+    def body(self, ids: Sequence[int]) -> dict[str, Any]:
+        """The body for ``/generate``."""
+        return {
+            **self.fields,
+            "input_ids": list(ids),
+            "sampling_params": self.sampling,
+            "return_logprob": True,
+            "stream": self.is_streamed,
+        }
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """The request in ``body``.
+
+    Raises:
+        BadChat: it has another form, or requests what a session cannot do.
+    """
+    raw = read_object(body)
+    if raw is None:
+        raise BadChat(f"the body must be a JSON object of at most {MAX_READ_BYTES} bytes")
+    for name, form in _FORMS.items():
+        if not has_forms(raw, {name: form}):
+            raise BadChat(f"{name} has a wrong type: {raw[name]!r:.60}")
+    for name, instead in _REFUSED.items():
+        if raw.get(name):
+            raise BadChat(f"a session does not take {name}: {instead}")
+    if raw.get("n") not in (None, 1):
+        raise BadChat("a session answers with n=1; send the request again for another branch")
+    tools, choice = raw.get("tools") or [], raw.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise BadChat(f"tool_choice must be auto or none: {choice!r:.60}")
+    is_streamed = bool(raw.get("stream"))
+    return ChatRequest(
+        read_messages(raw.get("messages")),
+        tools if choice == "auto" else [],
+        raw.get("chat_template_kwargs") or {},
+        _sampling(raw),
+        {name: raw[name] for name in _PASSED if raw.get(name) is not None},
+        raw.get("model") or "",
+        is_streamed,
+        is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
+    )
+
+
+def _sampling(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # Without a limit SGLang fills the context, as OpenAI does.
+    sampling: dict[str, Any] = {"max_new_tokens": None}
+    for name, ours in _SAMPLING.items():
+        if raw.get(name) is not None:
+            sampling[ours] = raw[name]
+    form = raw.get("response_format") or {"type": "text"}
+    match form.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            sampling["json_schema"] = '{"type": "object"}'
+        case "json_schema" if is_object(form.get("json_schema")):
+            sampling["json_schema"] = json.dumps(form["json_schema"].get("schema"))
+        case _:
+            raise BadChat("response_format must be text, json_object or json_schema")
+    return sampling

@@ -1,0 +1,172 @@
+"""The chat template and tokenizer of a model's folder, rendered as transformers renders them.
+
+Without transformers, whose import takes seconds and loads torch.  jinja2 and tokenizers, of the
+extra ``agents``, are imported by the first request that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.core.errors import ConfigError
+from rollout.core.optional_deps import optional_import
+from rollout.router.sessions.messages import BadChat, Message
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from tokenizers import Tokenizer
+
+_SETTING = "router.tokenizer_path"
+_TEMPLATE_FILE = "chat_template.jinja"
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """Chat template and tokenizer of one model; safe in several threads.
+
+    Attributes:
+        templates: by name; ``default``, and ``tool_use`` where the model has one.
+        special_tokens: what templates know as ``bos_token``, ``eos_token`` and so on.
+    """
+
+    tokenizer: Tokenizer
+    templates: Mapping[str, Template]
+    special_tokens: Mapping[str, str]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def bound(self, tools: Any, options: Mapping[str, Any]) -> BoundTemplate:
+        """The template for one request.
+
+        Args:
+            options: variables of the template, for example ``enable_thinking``.
+
+        Raises:
+            BadChat: an option has a reserved name.
+        """
+        if taken := sorted(_RESERVED & options.keys()):
+            raise BadChat(f"chat_template_kwargs must not have {', '.join(taken)}")
+        template = self.templates["default"]
+        if tools:
+            template = self.templates.get("tool_use", template)
+        variables = {**self.special_tokens, **options, "tools": tools or None}
+        return BoundTemplate(self, template, variables)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTemplate:
+    """A template with the variables of one request (see ``alignment.Template``)."""
+
+    source: ChatTokenizer
+    template: Template
+    variables: Mapping[str, Any]
+
+    def encode(self, text: str) -> list[int]:
+        return self.source.encode(text)
+
+    def render(self, messages: Sequence[Message], *, for_answer: bool) -> str:
+        """Raises BadChat if the template refuses the messages."""
+        try:
+            return self.template.render(
+                messages=messages, add_generation_prompt=for_answer, **self.variables
+            )
+        except Exception as error:  # a template is a program and raises what it likes
+            raise BadChat(f"the chat template refused the messages: {error}") from error
+
+
+def load_chat_tokenizer(folder: str) -> ChatTokenizer:
+    """Read the files of a model's folder.
+
+    Raises:
+        ConfigError: a package or a file is missing; the message says what to set or install.
+    """
+    with optional_import("agents", "sessions need jinja2 and tokenizers"):
+        import jinja2  # noqa: F401 - ``_compiled`` needs it
+        from tokenizers import Tokenizer
+    path = Path(folder)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise _wrong(folder, f"{file} is not on the router's machine")
+    try:
+        settings = json.loads(_read(path / "tokenizer_config.json") or "{}")
+        tokenizer = Tokenizer.from_file(str(file))
+        templates = {name: _compiled(text) for name, text in _templates(path, settings).items()}
+    except Exception as error:  # tokenizers raises no narrower one
+        raise _wrong(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
+    if "default" not in templates:
+        raise _wrong(folder, f"{folder} has no chat template")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return ChatTokenizer(tokenizer, templates, _special_tokens(settings))
+
+
+def _wrong(folder: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{why}; set {_SETTING} to a folder with tokenizer.json and a chat template",
+        setting=_SETTING,
+        value=folder,
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Template texts by name; a file of its own goes before what the settings have."""
+    templates = settings.get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list):
+        templates = {one["name"]: one["template"] for one in templates}
+    text = _read(path / _TEMPLATE_FILE)
+    return {**templates, "default": text} if text else dict(templates)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _compiled(text: str) -> Template:
+    """A template in the environment that transformers gives to it."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    class Generation(Extension):
+        """The block in which templates write answers: here as any other text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(text)

@@ -1,0 +1,121 @@
+"""Messages of OpenAI's chats: their form for a chat template, and when two are the same (pure).
+
+Always true: the digest of a history depends on its tools, and on all of its messages in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from typing import Any
+
+Message = Mapping[str, Any]
+_END_OF_THINKING = "</think>"
+
+
+class BadChat(ValueError):
+    """A chat that cannot be answered, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Digests of the beginnings of a list of messages.
+
+    Attributes:
+        exact: of the first 0, 1, 2 ... messages.
+        loose: the same without the thinking and the outer white space of answers, because clients
+            remove these.
+        is_answer: whether each message is an assistant's.
+    """
+
+    exact: list[bytes]
+    loose: list[bytes]
+    is_answer: list[bool]
+
+    def plus(self, answer: Message) -> tuple[bytes, bytes]:
+        """The exact and the loose digest with ``answer`` behind all messages."""
+        answer = _read_message(len(self.is_answer), answer)
+        return (
+            _digest(self.exact[-1], _identity(answer, is_loose=False)),
+            _digest(self.loose[-1], _identity(answer, is_loose=True)),
+        )
+
+
+def read_messages(raw: Any) -> list[dict[str, Any]]:
+    """The messages of a request as chat templates expect them.
+
+    Raises:
+        BadChat: they have another form.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise BadChat("messages must be a list of at least one message")
+    messages = [_read_message(index, message) for index, message in enumerate(raw)]
+    if messages[-1]["role"] == "assistant":
+        raise BadChat("the last message is an assistant's; a session answers a user or a tool")
+    return messages
+
+
+def _read_message(index: int, raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
+        raise BadChat(f"messages[{index}] must be an object with a role and a content")
+    message = {name: value for name, value in raw.items() if value is not None}
+    message["content"] = _text(index, raw.get("content"))
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise BadChat(f"messages[{index}].tool_calls must be a list of calls of functions")
+        message["tool_calls"] = [_read_call(call) for call in calls]
+        if not calls:
+            del message["tool_calls"]
+    return message
+
+
+def _text(index: int, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise BadChat(f"messages[{index}].content must be text; a session takes no images")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With its arguments as an object, which templates need; OpenAI sends their JSON."""
+    function = dict(call["function"])
+    try:
+        given = function.get("arguments") or {}
+        function["arguments"] = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        pass  # the template gets the text
+    return {**call, "function": function}
+
+
+def history_of(messages: Sequence[Message], tools: Any) -> History:
+    """The digests of ``messages``, which ``read_messages`` returned."""
+    exact, loose = [_digest(b"", tools)], [_digest(b"", tools)]
+    for message in messages:
+        exact.append(_digest(exact[-1], _identity(message, is_loose=False)))
+        loose.append(_digest(loose[-1], _identity(message, is_loose=True)))
+    return History(exact, loose, [message["role"] == "assistant" for message in messages])
+
+
+def _identity(message: Message, *, is_loose: bool) -> Any:
+    content = message.get("content") or ""
+    if is_loose and message["role"] == "assistant":
+        content = content.rpartition(_END_OF_THINKING)[2].strip()
+    calls = [
+        (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return message["role"], content, message.get("name"), message.get("tool_call_id"), calls
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return blake2s(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

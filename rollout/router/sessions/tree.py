@@ -1,0 +1,206 @@
+"""The turns of one session as a tree of token ids (pure).
+
+Always true: the prompt of a turn begins with all ids of its parent, prompt and answer; each id is
+kept once, in the turn that added it.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines.protocol import FinishReason, VersionSpan
+from rollout.router.sessions.alignment import Drift
+from rollout.router.sessions.messages import History, Message
+from rollout.rules.continuation import join_experts
+
+_BYTES_PER_TOKEN = 24
+"""An id in two arrays, its log-prob, and room that arrays keep."""
+_BYTES_PER_TURN = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids that a turn's prompt has behind its parent's, and how they came about."""
+
+    parent: int | None
+    ids: Sequence[int]
+    drift: Drift = Drift.CLEAN
+    first_difference: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What an engine generated in a turn.
+
+    Attributes:
+        logprobs: one for each id.
+        experts: routed experts of the tokens that were computed for this turn and for none before
+            it, from the parent's last token to the one before its own last; None if not reported.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: tuple[VersionSpan, ...]
+    finish: FinishReason
+    text: str
+    experts: bytes | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """A prompt and its answer."""
+
+    number: int
+    prompt: Prompt
+    generated: Generated
+
+    @property
+    def end(self) -> int | None:
+        """The token that ended the answer; None if it was cut off."""
+        ends = isinstance(self.generated.finish.matched, int) and len(self.generated.ids) > 0
+        return self.generated.ids[-1] if ends else None
+
+    @property
+    def num_bytes(self) -> int:
+        num_tokens = len(self.prompt.ids) + len(self.generated.ids)
+        num_others = 4 * len(self.generated.text) + len(self.generated.experts or b"")
+        return _BYTES_PER_TURN + _BYTES_PER_TOKEN * num_tokens + num_others
+
+    def payload(self) -> dict[str, Any]:
+        """The turn as JSON has it."""
+        prompt, generated, finish = self.prompt, self.generated, self.generated.finish
+        experts = generated.experts
+        return {
+            "turn": self.number,
+            "parent": prompt.parent,
+            "drift": prompt.drift.value,
+            "first_difference": prompt.first_difference,
+            "prompt_ids": list(prompt.ids),
+            "output_ids": list(generated.ids),
+            "output_logprobs": list(generated.logprobs),
+            "weight_versions": [
+                {"version": span.version, "start": span.start, "end": span.end}
+                for span in generated.versions
+            ],
+            "finish_reason": {
+                "type": finish.kind,
+                "matched": finish.matched,
+                "message": finish.message,
+            },
+            "text": generated.text,
+            "routed_experts": None if experts is None else base64.b64encode(experts).decode(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a new request continues.
+
+    Attributes:
+        turn: None for a new beginning.
+        num_known: messages whose ids are known; the last one is the answer of ``turn``.
+        is_fork: the client changed an answer behind that.
+    """
+
+    turn: Turn | None
+    num_known: int
+    is_fork: bool
+
+
+@dataclass(eq=False, slots=True)
+class TurnTree:
+    """All turns of one session."""
+
+    turns: list[Turn] = field(default_factory=list)
+    num_bytes: int = 0
+    _exact: dict[bytes, Turn] = field(default_factory=dict)
+    _loose: dict[bytes, Turn] = field(default_factory=dict)
+    _answered: set[bytes] = field(default_factory=set)
+
+    def match(self, history: History) -> Match:
+        """The longest beginning of a request that ends with an answer of this session.
+
+        Of several turns with the same messages, the last one matches.
+        """
+        turn, num_known = self._longest(history)
+        is_fork = any(
+            history.is_answer[index] and history.loose[index] in self._answered
+            for index in range(num_known, len(history.is_answer))
+        )
+        return Match(turn, num_known, is_fork)
+
+    def _longest(self, history: History) -> tuple[Turn | None, int]:
+        for num in range(len(history.is_answer), 0, -1):
+            if history.is_answer[num - 1]:
+                found = self._exact.get(history.exact[num]) or self._loose.get(history.loose[num])
+                if found is not None:
+                    return found, num
+        return None, 0
+
+    def ids(self, turn: Turn | None) -> list[int]:
+        """All ids up to the end of a turn's answer."""
+        ids: list[int] = []
+        for one in self._path(turn):
+            ids += one.prompt.ids
+            ids += one.generated.ids
+        return ids
+
+    def new_experts(self, prompt: Prompt, reported: bytes | None, num_tokens: int) -> bytes | None:
+        """The part of ``reported`` that a turn with this prompt adds; None if a part is missing.
+
+        Args:
+            reported: routed experts of all ``num_tokens`` that were computed.
+
+        Raises:
+            ValueError: they are those of another number of tokens.
+        """
+        parent = None if prompt.parent is None else self.turns[prompt.parent]
+        kept = [turn.generated.experts for turn in self._path(parent)]
+        known = [experts for experts in kept if experts is not None]
+        if reported is None or len(known) < len(kept):
+            return None
+        before = b"".join(known)
+        if join_experts(before, reported, num_tokens) is None:
+            raise ValueError(f"the routed experts are not those of {num_tokens} tokens")
+        return reported[len(before) :]
+
+    def _path(self, turn: Turn | None) -> list[Turn]:
+        """From the first turn to this one."""
+        path = []
+        while turn is not None:
+            path.append(turn)
+            parent = turn.prompt.parent
+            turn = None if parent is None else self.turns[parent]
+        return path[::-1]
+
+    def add(self, history: History, prompt: Prompt, generated: Generated, answer: Message) -> Turn:
+        """Keep a finished turn.
+
+        Raises:
+            ValueError: it has not one log-prob for each token.
+        """
+        if len(generated.ids) != len(generated.logprobs):
+            raise ValueError(
+                f"{len(generated.logprobs)} log-probs for {len(generated.ids)} tokens; the turn "
+                "is not kept"
+            )
+        turn = Turn(len(self.turns), _compact(prompt), _compact_generated(generated))
+        self.turns.append(turn)
+        self.num_bytes += turn.num_bytes
+        exact, loose = history.plus(answer)
+        self._exact[exact] = self._loose[loose] = turn
+        self._answered.add(history.loose[-1])
+        return turn
+
+
+def _compact(prompt: Prompt) -> Prompt:
+    return replace(prompt, ids=array("q", prompt.ids))
+
+
+def _compact_generated(one: Generated) -> Generated:
+    ids, logprobs = array("q", one.ids), array("d", one.logprobs)
+    return replace(one, ids=ids, logprobs=logprobs)

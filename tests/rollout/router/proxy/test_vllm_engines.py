@@ -1,0 +1,191 @@
+"""vLLM engines behind the router: SGLang's ``/generate`` in, its replies out, and failover."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engines.fake import faults
+from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.http_fake import HttpFakeLauncher
+from engines.fake.launcher import make_engine
+from engines.fake.vllm import make_vllm
+from engines.fake.vllm.http_vllm import vllm_over_http
+from engines.protocol import Endpoint
+from engines.protocol.spec import EngineSpec
+from rollout.router import Backend, RouterHost
+from tests.rollout.router.conftest import router_config
+
+pytestmark = pytest.mark.timeout(60)
+PROMPT = [5, 6, 7]
+
+
+class Served:
+    """A router and fake engines of both kinds."""
+
+    def __init__(self, endpoint: Endpoint, engines: Sequence[FakeEngine]) -> None:
+        self.engines = engines
+        self._url = endpoint.url
+
+    async def post(self, body: dict[str, Any], path: str = "/generate", **headers: str) -> Any:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self._url + path, json=body, headers=headers) as reply,
+        ):
+            return reply.status, reply.headers, await reply.read()
+
+    async def generate(self, num: int = 8, **more: Any) -> Any:
+        sampling = {"max_new_tokens": num} | more.pop("sampling_params", {})
+        body = {"input_ids": PROMPT, "sampling_params": sampling, **more}
+        status, _, content = await self.post(body)
+        assert status == 200, content
+        return json.loads(content)
+
+
+def slow_vllm(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return make_vllm(spec, endpoint, token_s=0.002)
+
+
+def slow_sglang(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return make_engine(spec, endpoint, token_s=0.002)
+
+
+@asynccontextmanager
+async def served(*kinds: str, **config: Any) -> AsyncIterator[Served]:
+    """Engines of these kinds, all at weight version 3, behind an open gate."""
+    launchers = {"vllm": vllm_over_http(slow_vllm), "sglang": HttpFakeLauncher(slow_sglang)}
+    running = [
+        await launchers[kind].launch(
+            EngineSpec(f"main-{index}", kind, "/models/m", "", weight_version=3)
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    host = RouterHost(router_config(**config))
+    endpoint = await host.start()
+    members = [
+        Backend(one.engine.engine_id, one.endpoint, is_vllm=kind == "vllm")
+        for one, kind in zip(running, kinds, strict=True)
+    ]
+    try:
+        await host.set_members(1, members)
+        await host.set_gate("open", weight_version=3)
+        yield Served(endpoint, [one.engine for one in running])
+    finally:
+        await host.stop(1.0)
+        for one in running:
+            await one.kill()
+
+
+async def test_a_request_in_sglangs_form_is_answered_in_it() -> None:
+    async with served("vllm") as whole:
+        reply = await whole.generate(rid="mine", return_logprob=True)
+        meta = reply["meta_info"]
+        assert len(reply["output_ids"]) == 8
+        assert len(meta["output_token_logprobs"]) == 8
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
+        assert meta["finish_reason"] == {"type": "length", "length": 8}
+        assert meta["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
+        assert meta["prompt_tokens"] == 3
+        assert meta["id"].endswith("mine")
+        assert reply["text"] == "".join(f" {token}" for token in reply["output_ids"])
+
+
+async def test_a_stream_has_everything_so_far_in_each_event() -> None:
+    async with served("vllm") as whole:
+        sampling = {"max_new_tokens": 6}
+        _, headers, content = await whole.post(
+            {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        )
+        events = [json.loads(line[6:]) for line in content.split(b"\n") if line[:7] == b"data: {"]
+        lengths = [len(event["output_ids"]) for event in events]
+        assert lengths == sorted(lengths)
+        assert lengths[-1] == 6
+        assert content.endswith(b"data: [DONE]\n\n")
+        assert headers["x-weight-version"] == "3"
+        assert headers["x-engine-id"] == "main-0"
+
+
+@pytest.mark.parametrize(
+    "kinds", [("vllm", "vllm"), ("vllm", "sglang"), ("sglang", "vllm")], ids="-".join
+)
+async def test_the_tokens_of_a_lost_engine_are_kept(kinds: tuple[str, str]) -> None:
+    async with served(*kinds, token_failover="on") as whole:
+        unbroken = await whole.generate(20)
+        for engine in whole.engines[:1]:
+            engine.faults.strike("generate", faults.die(tokens=9))
+        replies = [await whole.generate(20, return_logprob=True) for _ in range(2)]
+        (reply,) = [one for one in replies if one["meta_info"]["num_failovers"]]
+        meta = reply["meta_info"]
+        assert whole.engines[0].is_dead
+        assert len(reply["output_ids"]) == 20
+        assert reply["output_ids"][:5] == unbroken["output_ids"][:5]
+        assert len(meta["output_token_logprobs"]) == 20
+        assert meta["weight_versions"] == [{"version": "3", "start": 0, "end": 20}]
+        assert meta["finish_reason"]["type"] == "length"
+        assert meta["finish_reason"]["length"] == 20
+
+
+async def test_each_version_has_its_span_after_a_failover() -> None:
+    async with served("vllm", "vllm", token_failover="on") as whole:
+        first, second = whole.engines
+        await second.answer("/update_weight_version", {"new_version": "4"})  # type: ignore[attr-defined]
+        first.faults.strike("generate", faults.die(tokens=9))
+        replies = [await whole.generate(20) for _ in range(2)]
+        (meta,) = [one["meta_info"] for one in replies if one["meta_info"]["num_failovers"]]
+        old, new = meta["weight_versions"]
+        assert (old["version"], old["start"]) == ("3", 0)
+        assert (new["version"], new["start"], new["end"]) == ("4", old["end"], 20)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"text": "Once"}, b"with input_ids, not with text"),
+        ({"input_ids": [[1], [2]]}, b"one prompt and n=1"),
+        ({"input_ids": [1], "image_data": "x"}, b"do not take image_data"),
+        ({"input_ids": [1], "sampling_params": {"stop_regex": "a+"}}, b"no sampling parameter"),
+        (
+            {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 0},
+            b"leave logprob_start_len out",
+        ),
+    ],
+)
+async def test_what_vllm_cannot_answer_is_refused_in_words(body: Any, why: bytes) -> None:
+    async with served("vllm") as whole:
+        status, _, content = await whole.post(body)
+        assert status == 400
+        assert why in content
+
+
+async def test_vllms_own_route_is_passed_on_and_stamped() -> None:
+    async with served("vllm") as whole:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
+        status, headers, content = await whole.post(body, "/inference/v1/generate")
+        assert status == 200
+        (choice,) = json.loads(content)["choices"]
+        assert len(choice["token_ids"]) == 4
+        assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 4}]
+        assert headers["x-weight-version"] == "3"
+
+
+async def test_an_abort_at_the_router_ends_every_id_that_begins_so() -> None:
+    async with served("vllm", "vllm") as whole:
+        running = [
+            asyncio.create_task(whole.generate(100_000, rid=rid)) for rid in ("p-1", "p-10", "q-1")
+        ]
+        while sum(len(engine.in_flight) for engine in whole.engines) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        status, _, _ = await whole.post({"rid": "p-1"}, "/abort_request")
+        assert status == 200
+        for reply in await asyncio.gather(*running[:2]):
+            assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert not running[2].done()
+        status, _, _ = await whole.post({"abort_all": True}, "/abort_request")
+        assert status == 200
+        await running[2]

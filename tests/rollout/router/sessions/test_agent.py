@@ -1,0 +1,369 @@
+"""The openai package, unchanged, in a session: exact ids whatever template and client do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollout.core.samples import Sample, SampleStatus
+from rollout.driver.client.branch_samples import branch_samples
+from tests.rollout.router.conftest import Bench, MakeBench, router_config
+from tests.rollout.router.stub_engine import Hold, hold_then_reply
+from tests.support.chat_models import END, logprob_of, speaking, write_chat_model
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+USER = {"role": "user", "content": "2+2?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+
+
+def say(prompt: str) -> str:
+    """The policy: it thinks, calls a tool if it has one, and answers."""
+    if "<tools>" in prompt and "<tool_response>" not in prompt:
+        return f"<think>a sum</think>\n\nI add.\n{CALL}"
+    num = prompt.count("<|im_start|>user")
+    return f"<think>turn {num}</think>\n\nanswer {num}"
+
+
+@dataclass
+class Agent:
+    bench: Bench
+    client: openai.AsyncOpenAI
+    folder: Path
+
+    async def ask(self, messages: list[Any], **options: Any) -> Any:
+        return await self.client.chat.completions.create(
+            model="policy", messages=messages, **options
+        )
+
+    async def stream(self, messages: list[Any], **options: Any) -> tuple[str, list[Any], Any]:
+        """The joined text, the tool calls and the last chunk with a choice."""
+        text, calls, last = "", [], None
+        async for part in await self.ask(messages, stream=True, **options):
+            if part.choices:
+                text += part.choices[0].delta.content or ""
+                calls += part.choices[0].delta.tool_calls or []
+                last = part
+        return text, calls, last
+
+    async def turns(self) -> list[dict[str, Any]]:
+        async with self.bench.client.get("/sessions/s/turns") as response:
+            return (await response.json())["turns"]
+
+    async def samples(self) -> list[Sample]:
+        return branch_samples("s", await self.turns())
+
+    def ids(self, text: str) -> list[int]:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+MakeAgent = Callable[..., Awaitable[Agent]]
+
+
+@pytest.fixture
+async def make_agent(make_bench: MakeBench, tmp_path: Path) -> Any:
+    clients = []
+    folder = write_chat_model(tmp_path / "model")
+
+    async def make(*dies_after: Callable[[], int | None], **config: Any) -> Agent:
+        scripts = [speaking(folder, say, dies_after=one) for one in dies_after or [lambda: None]]
+        settings = router_config(tokenizer_path=str(folder), **config)
+        bench = await make_bench(*scripts, config=settings)
+        client = openai.AsyncOpenAI(
+            base_url=f"{bench.url}/sessions/s/v1", api_key="none", max_retries=0
+        )
+        clients.append(client)
+        return Agent(bench, client, folder)
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+def answer_of(reply: Any) -> dict[str, Any]:
+    """The answer as an agent appends it to its history."""
+    message: dict[str, Any] = reply.choices[0].message.model_dump()
+    return message
+
+
+async def test_a_turn_continues_the_exact_ids_though_the_template_drops_the_thinking(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent()
+    first = await agent.ask([USER])
+    assert first.choices[0].message.content == "<think>turn 1</think>\n\nanswer 1"
+    messages = [USER, answer_of(first), {"role": "user", "content": "and 3?"}]
+    second = await agent.ask(messages)
+    assert second.choices[0].message.content.endswith("answer 2")
+    one, two = await agent.turns()
+    begun = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert one["prompt_ids"] == agent.ids(begun)
+    assert one["output_ids"] == [*agent.ids("<think>turn 1</think>\n\nanswer 1"), END]
+    between = "\n<|im_start|>user\nand 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert (two["parent"], two["prompt_ids"]) == (0, agent.ids(between))
+    sent = agent.bench.engines[0].seen[-1].json["input_ids"]
+    assert sent == one["prompt_ids"] + one["output_ids"] + two["prompt_ids"]
+    assert (one["drift"], two["drift"]) == ("clean", "realigned")
+    assert two["first_difference"] == len(one["prompt_ids"])
+    assert second.session["drift"] == "realigned"
+    assert second.usage.prompt_tokens == len(sent)
+    (sample,) = await agent.samples()
+    assert sample.prompt_ids + sample.output_ids == sent + two["output_ids"]
+    assert sample.mask == [
+        *[1] * len(one["output_ids"]),
+        *[0] * len(two["prompt_ids"]),
+        *[1] * len(two["output_ids"]),
+    ]
+    masked = zip(sample.output_ids, sample.mask, strict=True)
+    assert sample.output_logprobs == [logprob_of(one) * mask for one, mask in masked]
+    assert sample.versions == [7, 7]
+    assert sample.status is SampleStatus.COMPLETED
+
+
+async def test_a_client_that_removes_the_thinking_continues_the_same_turn(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent()
+    await agent.ask([USER])
+    stripped = {"role": "assistant", "content": "answer 1"}
+    reply = await agent.ask([USER, stripped, USER])
+    assert reply.session == {"turn": 1, "parent": 0, "drift": "realigned"} | {
+        "first_difference": reply.session["first_difference"]
+    }
+
+
+async def test_branches_share_their_beginning_and_its_loss_counts_once(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent()
+    history = [USER, answer_of(await agent.ask([USER]))]
+    for word in ("left", "right"):
+        await agent.ask([*history, {"role": "user", "content": word}])
+    again = await agent.ask([USER])  # the same request: another beginning
+    assert again.session["parent"] is None
+    left, right, other = await agent.samples()
+    turns = await agent.turns()
+    assert [turn["parent"] for turn in turns] == [None, 0, 0, None]
+    first = len(turns[0]["output_ids"])
+    assert left.mask[:first] == [1] * first
+    assert right.mask[:first] == [0] * first
+    assert left.output_ids[:first] == right.output_ids[:first] == other.output_ids
+    num = sum(len(turn["output_ids"]) for turn in turns)
+    assert sum(map(sum, (left.mask, right.mask, other.mask))) == num
+
+
+async def test_a_changed_answer_is_a_fork_from_the_turn_before_it(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    history = [USER, answer_of(await agent.ask([USER])), USER]
+    await agent.ask(history)
+    mine = {"role": "assistant", "content": "my own words"}
+    reply = await agent.ask([*history, mine, USER])
+    assert (reply.session["parent"], reply.session["drift"]) == (0, "forked")
+    two_samples = await agent.samples()
+    assert [sample.metadata["turns"] for sample in two_samples] == [[0, 1], [0, 2]]
+    new = (await agent.turns())[2]["prompt_ids"]
+    assert new == agent.ids(
+        "\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nmy own words<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_tools_are_called_and_their_results_are_not_trained_on(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent()
+    called = await agent.ask([USER], tools=TOOLS)
+    (choice,) = called.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "<think>a sum</think>\n\nI add."
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 2})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+    answered = await agent.ask([USER, answer_of(called), result], tools=TOOLS)
+    assert answered.choices[0].finish_reason == "stop"
+    one, two = await agent.turns()
+    assert agent.ids(CALL) == one["output_ids"][-len(agent.ids(CALL)) - 1 : -1]
+    assert two["prompt_ids"] == agent.ids(
+        "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    (sample,) = await agent.samples()
+    assert sum(sample.mask) == len(one["output_ids"]) + len(two["output_ids"])
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+async def test_a_stream_has_the_message_that_a_whole_reply_has(
+    make_agent: MakeAgent, tools: Any
+) -> None:
+    agent = await make_agent()
+    options = {"tools": tools} if tools else {}
+    whole = await agent.ask([USER], **options)
+    text, calls, last = await agent.stream([USER], **options)
+    message = whole.choices[0].message
+    assert text == message.content
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert [call.function.name for call in calls] == [
+        call.function.name for call in message.tool_calls or []
+    ]
+    assert last.session["turn"] == 1
+    one, two = await agent.turns()
+    assert one["output_ids"] == two["output_ids"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_chat_with_tools_keeps_its_tokens_when_its_engine_dies(
+    make_agent: MakeAgent, is_streamed: bool
+) -> None:
+    limits: list[int | None] = [None, 20, None]
+
+    def next_limit() -> int | None:
+        return limits.pop(0)
+
+    agent = await make_agent(next_limit, next_limit, failover_interval=4)
+    called = await agent.ask([USER], tools=TOOLS)
+    call = called.choices[0].message.tool_calls[0]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+    messages = [USER, answer_of(called), result]
+    if is_streamed:
+        text, _, _ = await agent.stream(messages, tools=TOOLS)
+    else:
+        reply = await agent.ask(messages, tools=TOOLS)
+        text = reply.choices[0].message.content
+    assert limits == []
+    assert text == "<think>turn 2</think>\n\nanswer 2"
+    two = (await agent.turns())[1]
+    assert two["output_ids"] == [*agent.ids(text), END]
+    assert two["output_logprobs"] == [logprob_of(one) for one in two["output_ids"]]
+    stats = await agent.bench.host.stats()
+    assert (stats["num_failovers"], stats["num_tokens_kept"]) == (1, 20)
+
+
+async def test_an_answer_that_was_cut_off_gets_the_templates_end(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    cut = await agent.ask([USER], max_tokens=5)
+    assert cut.choices[0].finish_reason == "length"
+    await agent.ask([USER, answer_of(cut), USER])
+    two = (await agent.turns())[1]
+    begin = "<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert two["prompt_ids"] == agent.ids(begin)
+    assert two["drift"] == "clean"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"n": 2}, "another branch"),
+        ({"logprobs": True}, "the samples of the session"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "an assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no images"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_a_session_cannot_do_is_refused(
+    make_agent: MakeAgent, options: dict[str, Any], why: str
+) -> None:
+    agent = await make_agent()
+    with pytest.raises(openai.BadRequestError, match=why):
+        await agent.ask(**({"messages": [USER]} | options))
+    assert agent.bench.engines[0].seen == []
+
+
+async def test_a_missing_tokenizer_names_the_setting(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    (agent.folder / "tokenizer.json").unlink()
+    with pytest.raises(openai.APIStatusError, match=r"router\.tokenizer_path") as refused:
+        await agent.ask([USER])
+    assert refused.value.status_code == 501
+
+
+async def test_sessions_are_bounded_and_can_be_closed(make_agent: MakeAgent) -> None:
+    agent = await make_agent(max_sessions=1)
+    await agent.ask([USER])
+    other = agent.client.with_options(base_url=f"{agent.bench.url}/sessions/t/v1")
+    with pytest.raises(openai.APIStatusError, match=r"router\.max_sessions") as refused:
+        await other.chat.completions.create(model="m", messages=[USER])
+    assert refused.value.status_code == 507
+    assert (await agent.bench.ask("/sessions/s", "DELETE")).status == 200
+    await other.chat.completions.create(model="m", messages=[USER])
+    assert (await agent.bench.ask("/sessions/s/turns", "GET")).status == 404
+
+
+async def test_a_closed_gate_is_the_clients_503_and_no_turn(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    await agent.bench.host.set_gate("closed", reason="training", phase="offloaded")
+    with pytest.raises(openai.InternalServerError, match="closed") as refused:
+        await agent.ask([USER])
+    assert refused.value.status_code == 503
+    assert await agent.turns() == []
+
+
+async def test_a_chat_needs_the_clients_key_and_turns_the_control_key(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent(client_key="c", control_key="k")
+    with pytest.raises(openai.AuthenticationError):
+        await agent.ask([USER])
+    agent.client.api_key = "c"
+    await agent.ask([USER])
+    headers = {"authorization": "Bearer c"}
+    path = "/sessions/s/turns"
+    assert (await agent.bench.ask(path, "GET", headers=headers)).status == 401
+    headers = {"authorization": "Bearer k"}
+    assert len((await agent.bench.ask(path, "GET", headers=headers)).json["turns"]) == 1
+
+
+async def test_chats_of_one_session_run_at_the_same_time(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    words = [str(number) for number in range(8)]
+    await asyncio.gather(*(agent.ask([{"role": "user", "content": one}]) for one in words))
+    turns = await agent.turns()
+    assert [turn["turn"] for turn in turns] == list(range(8))
+    assert {turn["parent"] for turn in turns} == {None}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_ends_its_request_and_leaves_no_turn(
+    make_bench: MakeBench, tmp_path: Path, is_streamed: bool
+) -> None:
+    hold = Hold()
+    settings = router_config(tokenizer_path=str(write_chat_model(tmp_path)))
+    bench = await make_bench(hold_then_reply(hold), config=settings)
+    body = {"messages": [USER], "stream": is_streamed}
+    asked = bench.begin("/sessions/s/v1/chat/completions", json=body)
+    await hold.entered.wait()
+    asked.cancel()
+    await bench.engines[0].peer_closed.wait()
+    assert (await bench.ask("/sessions/s/turns", "GET")).json["turns"] == []
+
+
+async def test_an_engine_that_dies_within_a_stream_is_an_error_without_failover(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent(lambda: 8, token_failover="off")
+    with pytest.raises(openai.APIError, match="engine e-0 failed"):
+        await agent.stream([USER])
+    assert await agent.turns() == []
+
+
+async def test_a_finished_stream_leaves_its_connection_to_the_next(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    for _ in range(3):
+        await agent.stream([USER])
+    stats = await agent.bench.host.stats()
+    assert stats["num_clients_left"] == 0
+    assert agent.bench.engines[0].num_connections == 1

@@ -1,0 +1,216 @@
+"""Trees of turns over random conversations, without a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.protocol import FinishReason, VersionSpan
+from rollout.driver.client.branch_samples import branch_samples
+from rollout.router.sessions.messages import history_of, read_messages
+from rollout.router.sessions.session_store import SessionStore
+from rollout.router.sessions.tree import Generated, Prompt, TurnTree
+
+STOP = FinishReason("stop", 0)
+
+
+@dataclass
+class Agent:
+    """A client that begins, continues and edits; every message is one token, and every answer two.
+
+    Each answer has token ids of its own, so equal ids mean the same turn.
+    """
+
+    tree: TurnTree = field(default_factory=TurnTree)
+    histories: list[list[dict[str, Any]]] = field(default_factory=list)
+    whole_ids: list[list[int]] = field(default_factory=list)
+    next_id: int = 1000
+
+    def ask(self, messages: list[dict[str, Any]], *, strip: bool) -> int | None:
+        """The number of the turn that the new one continues."""
+        messages = read_messages(messages)
+        if strip:
+            messages = [
+                {**one, "content": one["content"].rpartition("</think>")[2].strip()}
+                for one in messages
+            ]
+        history = history_of(messages, None)
+        match = self.tree.match(history)
+        new = [len(one["content"]) for one in messages[match.num_known :]]
+        parent = None if match.turn is None else match.turn.number
+        ids = [self.next_id, self.next_id + 1]
+        self.next_id += 2
+        answer = {"role": "assistant", "content": f"<think>t</think> answer {len(self.histories)}"}
+        made = Generated(ids, [-0.5, -1.0], (VersionSpan("1", 0, 2),), STOP, answer["content"])
+        self.whole_ids.append(self.tree.ids(match.turn) + new + ids)
+        self.tree.add(history, Prompt(parent, new), made, answer)
+        self.histories.append([*messages, answer])
+        return parent
+
+
+def user(word: str) -> dict[str, Any]:
+    return {"role": "user", "content": word}
+
+
+MOVES = st.lists(
+    st.tuples(st.integers(-1, 30), st.sampled_from(["a", "bb", "ccc"]), st.booleans()),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(MOVES)
+def test_a_turn_continues_the_answer_its_history_ends_with(moves: list[Any]) -> None:
+    agent = Agent()
+    for place, word, strip in moves:
+        num = len(agent.histories)
+        if place < 0 or not num:
+            assert agent.ask([user(word)], strip=strip) is None
+        else:
+            history = agent.histories[place % num]
+            assert agent.ask([*history, user(word)], strip=strip) == place % num
+    for turn, ids in zip(agent.tree.turns, agent.whole_ids, strict=True):
+        assert agent.tree.ids(turn) == ids
+    check_samples(agent)
+
+
+def check_samples(agent: Agent) -> None:
+    """Every generated token is trained on once, with its log-prob, in a path of exact ids."""
+    samples = branch_samples("s", [turn.payload() for turn in agent.tree.turns])
+    trained = [
+        (token, logprob)
+        for sample in samples
+        for token, logprob, mask in zip(
+            sample.output_ids, sample.output_logprobs, sample.mask, strict=True
+        )
+        if mask
+    ]
+    generated = [
+        pair
+        for turn in agent.tree.turns
+        for pair in zip(turn.generated.ids, turn.generated.logprobs, strict=True)
+    ]
+    assert sorted(trained) == sorted(generated)
+    for sample in samples:
+        leaf = sample.metadata["turns"][-1]
+        assert sample.prompt_ids + sample.output_ids == agent.whole_ids[leaf]
+
+
+def test_a_changed_answer_is_a_fork_behind_the_last_known_one() -> None:
+    agent = Agent()
+    agent.ask([user("a")], strip=False)
+    first = agent.histories[0]
+    agent.ask([*first, user("b")], strip=False)
+    changed = [*first, user("b"), {"role": "assistant", "content": "no"}, user("c")]
+    match = agent.tree.match(history_of(changed, None))
+    assert match.turn is agent.tree.turns[0]
+    assert (match.num_known, match.is_fork) == (2, True)
+    other = agent.tree.match(history_of([*first, user("z")], None))
+    assert (other.turn, other.is_fork) == (agent.tree.turns[0], False)
+
+
+def test_other_tools_begin_anew() -> None:
+    agent = Agent()
+    agent.ask([user("a")], strip=False)
+    messages = [*agent.histories[0], user("b")]
+    assert agent.tree.match(history_of(messages, [{"type": "function"}])).turn is None
+
+
+def test_answers_that_differ_in_their_thinking_alone_are_told_apart_by_it() -> None:
+    tree = TurnTree()
+    history = history_of([user("a")], None)
+    answers = [{"role": "assistant", "content": f"<think>{one}</think>x"} for one in "ab"]
+    for answer in answers:
+        tree.add(history, Prompt(None, [1]), Generated([2], [0.0], (), STOP, ""), answer)
+    for number, answer in enumerate(answers):
+        match = tree.match(history_of([user("a"), answer, user("b")], None))
+        assert match.turn is tree.turns[number]
+    bare = {"role": "assistant", "content": "x"}
+    assert tree.match(history_of([user("a"), bare, user("b")], None)).turn is tree.turns[1]
+
+
+def test_arguments_of_a_call_are_compared_as_values() -> None:
+    def calling(arguments: Any) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    tree = TurnTree()
+    asked = [user("a")]
+    made = Generated([2], [0.0], (), STOP, "")
+    tree.add(history_of(asked, None), Prompt(None, [1]), made, calling('{"x":1}'))
+    result = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    messages = read_messages([*asked, calling('{ "x": 1 }'), result])
+    assert tree.match(history_of(messages, None)).turn is tree.turns[0]
+
+
+def test_a_turn_without_a_logprob_for_each_token_is_not_kept() -> None:
+    tree = TurnTree()
+    made = Generated([2, 3], [0.0], (), STOP, "")
+    with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
+        tree.add(history_of([user("a")], None), Prompt(None, [1]), made, {"role": "assistant"})
+    assert tree.turns == []
+
+
+def test_a_turn_keeps_the_experts_that_its_parent_does_not_have() -> None:
+    tree = TurnTree()
+    answer = {"role": "assistant", "content": "x"}
+    history = history_of([user("a")], None)
+    for parent, reported, num in ((None, b"1122", 2), (0, b"aabb334455", 5)):
+        prompt = Prompt(parent, [1] * 2)
+        made = Generated([2], [0.0], (), STOP, "", tree.new_experts(prompt, reported, num))
+        tree.add(history, prompt, made, answer)
+    (sample,) = branch_samples("s", [turn.payload() for turn in tree.turns])
+    assert sample.routed_experts == b"1122334455"
+    with pytest.raises(ValueError, match="not those of 4 tokens"):
+        tree.new_experts(Prompt(0, [1]), b"aabb33", 4)
+    prompt = Prompt(1, [1])
+    assert tree.new_experts(prompt, None, 9) is None
+    tree.add(history, prompt, Generated([2], [0.0], (), STOP, ""), answer)
+    assert tree.new_experts(Prompt(2, [1]), b"1" * 22, 11) is None
+    (sample,) = branch_samples("s", [turn.payload() for turn in tree.turns])
+    assert sample.routed_experts is None
+
+
+# -- the bounds -----------------------------------------------------------------------------------
+
+
+def one_turn(store: SessionStore, name: str, now_s: float, num_tokens: int = 1) -> None:
+    session = store.begin_turn(name, now_s)
+    made = Generated([1] * num_tokens, [0.0] * num_tokens, (), STOP, "")
+    answer = {"role": "assistant", "content": "x"}
+    session.tree.add(history_of([user("a")], None), Prompt(None, [1]), made, answer)
+    store.end_turn(name, session, now_s)
+
+
+def test_bytes_and_sessions_are_bounded_and_come_back_when_deleted() -> None:
+    store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
+    one_turn(store, "a", 0.0)
+    one_turn(store, "b", 0.0, num_tokens=50_000)
+    assert "router.max_recorded_bytes" in store.why_full("a", 0.0)
+    assert store.delete("b")
+    assert not store.delete("b")
+    assert store.why_full("c", 0.0) == ""
+    one_turn(store, "c", 0.0)
+    assert "router.max_sessions" in store.why_full("d", 0.0)
+    assert store.delete("a")
+    assert store.delete("c")
+    assert store.num_bytes == 0
+
+
+def test_an_idle_session_expires_and_one_with_a_turn_under_way_does_not() -> None:
+    store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
+    one_turn(store, "idle", 0.0)
+    busy = store.begin_turn("busy", 0.0)
+    store.expire(11.0)
+    assert store.get("idle") is None
+    assert store.get("busy") is busy
+    store.end_turn("busy", busy, 12.0)
+    store.expire(21.0)
+    assert store.get("busy") is busy
+    store.expire(23.0)
+    assert store.num_bytes == 0

@@ -1,0 +1,80 @@
+"""Routed experts of a request over several engines: each row from the engine that computed it."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.router.transcripts.generate import read_transcript
+
+PROMPT = [5, 6, 7]
+
+
+def begin(budget):
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": budget, "ignore_eos": True},
+        "return_routed_experts": True,
+        "stream": True,
+    }
+    return read_transcript(json.dumps(body).encode(), 1)
+
+
+def event(engine, prompt, num, finish=None):
+    """An engine reports its name for each token that it has computed: all but the last."""
+    rows = bytes([engine] * 2) * (len(prompt) + num - 1)
+    meta = {"finish_reason": finish, "routed_experts": base64.b64encode(rows).decode()}
+    return {"output_ids": [9] * num, "text": "x" * num, "meta_info": meta}
+
+
+def rows_of(payload):
+    data = base64.b64decode(payload["meta_info"]["routed_experts"])
+    assert data[::2] == data[1::2]
+    return list(data[::2])
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 6))
+def test_each_row_is_from_the_engine_that_computed_its_token_first(runs, last):
+    budget = sum(runs) + last
+    transcript = begin(budget)
+    expected = []
+    for engine, num in enumerate([*runs, last]):
+        prompt = json.loads(transcript.body())["input_ids"]
+        is_last = engine == len(runs)
+        for count in range(1, num + 1):
+            ends = is_last and count == num
+            transcript.absorb(event(engine, prompt, count, {"type": "length"} if ends else None))
+            so_far = len(prompt) + count - 1
+            seen = expected + [engine] * (so_far - len(expected))
+            assert rows_of(transcript.payload()) == seen
+        if num:
+            expected += [engine] * (len(prompt) + num - 1 - len(expected))
+        if not is_last:
+            transcript.lose_engine()
+    payload = transcript.payload()
+    assert len(payload["output_ids"]) == budget
+    assert rows_of(payload) == expected
+    assert transcript.num_recomputed == 0
+
+
+def test_experts_that_do_not_fit_are_not_joined():
+    transcript = begin(9)
+    transcript.absorb(event(1, PROMPT, 2))
+    transcript.lose_engine()
+    transcript.absorb(event(2, [*PROMPT, 9], 1, {"type": "stop"}))  # a row too few
+    with pytest.raises(ValueError, match="not those of 5 tokens"):
+        transcript.payload()
+
+
+@pytest.mark.parametrize("experts", [None, "AAA", 7, "AAAA" * 7])
+def test_a_stream_whose_lost_engine_reported_no_experts_cannot_continue(experts):
+    transcript = begin(9)
+    one = event(1, PROMPT, 2)
+    one["meta_info"]["routed_experts"] = experts
+    transcript.absorb(one)
+    transcript.lose_engine()
+    assert not transcript.can_continue
+    assert json.loads(transcript.body())["input_ids"] == PROMPT
+    assert transcript.num_recomputed == 2

@@ -1,0 +1,119 @@
+"""Folders with a tokenizer and a chat template, without transformers; and engines that speak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.rollout.router.stub_engine import STREAM, Connection, Script, Seen, chunk
+
+END = 256
+"""The id of ``<|im_end|>``; an id below it is a byte in the alphabet's order."""
+
+# As Qwen3's: thinking is dropped from answers before the last user's message.
+THINKING = """
+{%- if tools %}{{ '<|im_start|>system\n<tools>' }}
+{%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{%- endfor %}{{ '\n</tools><|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}
+{%- for message in messages %}
+  {%- if message.role == 'assistant' %}
+    {%- set content = message.content %}
+    {%- if loop.index0 < ns.last %}{% set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>assistant\n' + content }}
+    {%- for call in message.tool_calls or [] %}
+      {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+      {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+  {%- elif message.role == 'tool' %}
+    {{- '<|im_start|>user\n<tool_response>\n' + message.content }}
+    {{- '\n</tool_response><|im_end|>\n' }}
+  {%- else %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+
+def write_chat_model(folder: Path, template: str = THINKING) -> Path:
+    """One token per byte and three special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ("<|im_end|>", "<|endoftext|>", "<|im_start|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    assert tokenizer.token_to_id("<|im_end|>") == END
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": template, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def speaking(
+    folder: Path, say: Callable[[str], str], *, dies_after: Callable[[], int | None] = lambda: None
+) -> Script:
+    """An engine that answers a prompt's text with ``say``, four tokens an event, with its end.
+
+    Args:
+        dies_after: a number of tokens after which the connection breaks; None: it does not.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def script(connection: Connection, seen: Seen) -> None:
+        raw = seen.json
+        prompt = raw["input_ids"]
+        begin, _, begun = text_of(prompt).rpartition("<|im_start|>assistant\n")
+        whole = [*tokenizer.encode(say(begin), add_special_tokens=False).ids, END]
+        ids = whole[len(tokenizer.encode(begun, add_special_tokens=False).ids) :]
+        if (budget := raw["sampling_params"]["max_new_tokens"]) is not None:
+            ids = ids[:budget]
+        limit = dies_after()
+        await connection.send(STREAM)
+        for end in [*range(4, len(ids), 4), len(ids)]:
+            if limit is not None and end > limit:
+                connection.reset()
+                raise ConnectionResetError
+            await connection.send(chunk(_event(tokenizer, ids[:end], end == len(ids))))
+        await connection.send(chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+
+    return script
+
+
+def _event(tokenizer: Any, ids: list[int], is_last: bool) -> bytes:
+    finish = None
+    if is_last:
+        finish = {"type": "stop", "matched": END}
+        if ids[-1] != END:
+            finish = {"type": "length", "length": len(ids)}
+    meta = {
+        "id": "r",
+        "finish_reason": finish,
+        "completion_tokens": len(ids),
+        "weight_version": "7",
+        "output_token_logprobs": [[logprob_of(one), one, None] for one in ids],
+    }
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    payload = {"text": text, "output_ids": ids, "meta_info": meta}
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"
+
+
+def logprob_of(token_id: int) -> float:
+    """What a speaking engine reports for a token."""
+    return -token_id / 1000
