@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from engines.protocol import SamplingParams
 from rollout.core.arguments import (
@@ -31,6 +31,7 @@ from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
+from rollout.driver.logprobs.comparison import LIMIT, LogprobReport, compare_logprobs
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
@@ -56,6 +57,7 @@ class RolloutDriver:
         max_failed_share: a call with a higher share of failed samples raises; ``options``, if
             given, override it.
         lora_path: name of the LoRA adapter for all requests; None: the base model.
+        routed_experts: samples have ``routed_experts``; the engines must report them.
         key: the router's ``client_key``, if it has one.
         control_key: the router's, for aborts and metrics; empty: ``key``.
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
@@ -77,6 +79,7 @@ class RolloutDriver:
         max_failed_share: float = 0.0,
         max_prompt_tokens: int | None = None,
         lora_path: str | None = None,
+        routed_experts: bool = False,
         key: str = "",
         control_key: str = "",
         retry_policy: RetryPolicy | None = None,
@@ -86,6 +89,7 @@ class RolloutDriver:
     ) -> None:
         check_number("max_in_flight", max_in_flight, least=1, whole=True)
         check_positive("request_timeout_s", request_timeout_s)
+        check_kind("routed_experts", routed_experts, bool, "True or False")
         if adapt_every_s is not None:
             check_positive("adapt_every_s", adapt_every_s)
         if max_prompt_tokens is not None:
@@ -106,6 +110,7 @@ class RolloutDriver:
             url,
             timeout_s=request_timeout_s,
             lora_path=lora_path,
+            routed_experts=routed_experts,
             key=key,
             control_key=control_key,
         )
@@ -213,6 +218,39 @@ class RolloutDriver:
         )
         self._publish(rollout_id, result.metrics)
         return result
+
+    async def check_logprobs(
+        self,
+        groups: Sequence[SampleGroup],
+        trainer_logprobs: Any,
+        *,
+        temperature: float = 1.0,
+        limit: float = LIMIT,
+        on_mismatch: Literal["warn", "raise"] = "warn",
+    ) -> LogprobReport:
+        """``rollout.compare_logprobs`` of one step, with its figures on page and metrics.
+
+        Args:
+            groups: what ``rollout`` returned.
+            trainer_logprobs, temperature, limit: see ``rollout.compare_logprobs``.
+            on_mismatch: ``warn`` logs it; ``raise`` raises it.
+
+        Raises:
+            ConfigError: rows or tokens do not fit the groups, or a wrong setting.
+            LogprobMismatch: with ``raise``, after the figures are sent.
+        """
+        if on_mismatch not in ("warn", "raise"):
+            raise wrong("on_mismatch", on_mismatch, "'warn' or 'raise'")
+        report = await asyncio.to_thread(
+            compare_logprobs, groups, trainer_logprobs, temperature=temperature, limit=limit
+        )
+        steps = (sample.metadata.get("rollout_id", 0) for sample in all_samples(groups))
+        self._publish(max(steps, default=0), report.metrics(), logprob_gaps=report.histograms)
+        if report.mismatch is not None and on_mismatch == "warn":
+            logger.warning("%s", report.mismatch.why)
+        if on_mismatch == "raise":
+            report.raise_mismatch()
+        return report
 
     # -- state ------------------------------------------------------------------------------
 
@@ -384,6 +422,14 @@ class Driver:
         """``RolloutDriver.evaluate``, started at once."""
         return self._loop.submit(self._driver.evaluate(rollout_id, datasets))
 
+    def check_logprobs(
+        self, groups: Sequence[SampleGroup], trainer_logprobs: Any, **more: Any
+    ) -> LogprobReport:
+        """``RolloutDriver.check_logprobs``; returns the report itself."""
+        return self._loop.submit(
+            self._driver.check_logprobs(groups, trainer_logprobs, **more)
+        ).result()
+
     def set_weight_version(self, version: int) -> None:
         """``RolloutDriver.set_weight_version``."""
         self._run_on_loop(lambda: self._driver.set_weight_version(version))
@@ -411,6 +457,12 @@ class Driver:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Driver:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
 
     def _run_on_loop(self, call: Callable[[], Any]) -> Any:
         async def on_the_loop() -> Any:

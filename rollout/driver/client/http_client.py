@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -37,6 +38,7 @@ class HttpGenerationClient:
         url: base URL of a router or of one engine.
         timeout_s: for one whole completion, including time held at the gate.
         lora_path: name of the LoRA adapter for all completions; None: the base model.
+        routed_experts: request the routed experts of all completions.
         key: the router's ``client_key``; empty for none.
         control_key: the router's, for aborts, loads and metrics; empty: ``key``.
     """
@@ -47,10 +49,13 @@ class HttpGenerationClient:
         *,
         timeout_s: float,
         lora_path: str | None = None,
+        routed_experts: bool = False,
         key: str = "",
         control_key: str = "",
     ) -> None:
-        self._extra_fields = {} if lora_path is None else {"lora_path": lora_path}
+        self._extra_fields: dict[str, Any] = {} if lora_path is None else {"lora_path": lora_path}
+        if routed_experts:
+            self._extra_fields["return_routed_experts"] = True
         self._headers = _JSON | _bearer(key)
         # Not a session header: the session also queries engines, which must not get the key.
         self._control_headers = _bearer(control_key or key)
@@ -73,7 +78,7 @@ class HttpGenerationClient:
     async def generate(self, request: GenerationRequest) -> GenerateReply:
         async with self._posted(request) as response:
             content = await response.read()
-        return _read_reply(content)
+        return _read_reply(content, response)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerateReply, None]:
         """The reply as it comes, each time with everything so far; the last has a finish reason.
@@ -88,7 +93,7 @@ class HttpGenerationClient:
             async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
                 async for payload in payloads:
                     if payload != DONE:
-                        yield (reply := _read_reply(payload))
+                        yield (reply := _read_reply(payload, response))
             if reply is None or reply.finish_reason is None:
                 raise GenerationError("the stream ended before its reply", kind=FailureKind.LOST)
 
@@ -209,16 +214,19 @@ class HttpGenerationClient:
             return None
 
 
-def _read_reply(content: bytes) -> GenerateReply:
+def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:
     try:
         answer = json.loads(content)
         if "error" in answer:
             raise GenerationError(str(answer["error"])[:500])
         if "output_ids" not in answer:
             raise KeyError("output_ids")
-        return read_generate(answer)
+        reply = read_generate(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GenerationError(f"unusable reply: {error!r}") from None
+    engine_id = response.headers.get("x-engine-id", "")
+    # After a failover the header names only the last engine.
+    return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
 
 
 def _bearer(key: str) -> dict[str, str]:

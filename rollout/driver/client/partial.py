@@ -1,9 +1,9 @@
 """Continuing a sample that was cut off: the request for the rest, and both parts joined.
 
 Always true: tokens that were generated are never requested again; all parts together stay within
-the budget of the first request; every token keeps the weight version that generated it; the finish
-reason is the last engine's.  Across the cut, ``sampling_seed`` does not give the same sequence, and
-a stop string that is split by the cut is not found.
+the budget of the first request; every token keeps the weight version and the engine that generated
+it; the finish reason is the last engine's.  Across the cut, ``sampling_seed`` does not give the
+same sequence, and a stop string that is split by the cut is not found.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.protocol import GenerateReply, SamplingParams
-from rollout.core.samples import Sample, SampleStatus
-from rollout.rules.continuation import check_budget, join_spans, spans_of
+from rollout.core.samples import EngineSpan, Sample, SampleStatus
+from rollout.rules.continuation import check_budget, join_experts, join_spans, spans_of
 
 _STATUS = {
     "stop": SampleStatus.COMPLETED,
@@ -41,8 +41,8 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
         budget: ``max_new_tokens`` of the whole; an aborted sample of that length is truncated.
 
     Raises:
-        ValueError: the reply lacks log-probs or a finish reason, or is longer than the budget;
-            ``sample`` is unchanged.
+        ValueError: the reply lacks log-probs or a finish reason, is longer than the budget, or has
+            routed experts of other tokens; ``sample`` is unchanged.
     """
     reason = reply.finish_reason
     if reason is None or reason.kind not in _STATUS:
@@ -59,15 +59,33 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
         spans = ()  # the first part has no versions, so the whole has none
     if spans and spans[-1].end != length:
         raise ValueError(f"version spans end at {spans[-1].end} of {length} output tokens")
+    sample.routed_experts = _experts(sample, reply)
     sample.output_ids.extend(reply.output_ids)
     sample.output_logprobs.extend(logprobs)
     sample.mask.extend([1] * len(reply.output_ids))
     sample.text += reply.text
     sample.weight_versions = spans
+    if reply.engine_id and reply.output_ids:
+        sample.engines = (*sample.engines, EngineSpan(reply.engine_id, begin, length))
     sample.finish_reason = reason
     sample.status = _STATUS[reason.kind]
     if sample.status is SampleStatus.ABORTED and budget is not None and length >= budget:
         sample.status = SampleStatus.TRUNCATED
+
+
+def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
+    """The experts of all tokens with ``reply``; None if a part has none."""
+    is_missing = any(sample.mask) and sample.routed_experts is None
+    if is_missing or not reply.output_ids:
+        return sample.routed_experts
+    if reply.routed_experts is None:
+        return None
+    num = len(sample.prompt_ids) + len(sample.output_ids) + len(reply.output_ids) - 1
+    joined = join_experts(sample.routed_experts or b"", reply.routed_experts, num)
+    if joined is None:
+        num_bytes = len(reply.routed_experts)
+        raise ValueError(f"{num_bytes} bytes of routed experts do not fit {num} tokens")
+    return joined
 
 
 def restart(sample: Sample) -> None:
@@ -77,5 +95,7 @@ def restart(sample: Sample) -> None:
     sample.mask.clear()
     sample.text = sample.error = sample.traceback = ""
     sample.weight_versions = ()
+    sample.engines = ()
+    sample.routed_experts = None
     sample.finish_reason = sample.reward = None
     sample.status = SampleStatus.PENDING

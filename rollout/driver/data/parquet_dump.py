@@ -15,13 +15,13 @@ from typing import Any
 from engines.protocol import FinishReason, VersionSpan
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
-from rollout.core.samples import Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 
 _READ_ROWS = 1024
 # Columns with the name and the value of a sample's field.
 _PLAIN_COLUMNS = (
     *("prompt_ids", "output_ids", "output_logprobs", "loss_mask"),
-    *("text", "reward", "error", "traceback"),
+    *("text", "reward", "error", "traceback", "routed_experts"),
 )
 
 
@@ -121,6 +121,10 @@ def _row(rollout_id: int, index: int, group: SampleGroup, sample: Sample) -> dic
             {"version": span.version, "start": span.start, "end": span.end}
             for span in sample.weight_versions
         ],
+        "engines": [
+            {"engine_id": span.engine_id, "start": span.start, "end": span.end}
+            for span in sample.engines
+        ],
         "finish_kind": None if reason is None else reason.kind,
         "finish_matched": matched,
         "finish_message": None if reason is None else reason.message,
@@ -149,6 +153,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     return Sample(
         **{name: row[name] for name in _PLAIN_COLUMNS},
         weight_versions=tuple(VersionSpan(**span) for span in row["weight_versions"]),
+        engines=tuple(EngineSpan(**span) for span in row["engines"]),
         finish_reason=reason,
         status=SampleStatus(row["status"]),
         metadata=json.loads(row["metadata"]),
@@ -182,8 +187,8 @@ def _rows(path: Path | str) -> Iterator[Mapping[str, Any]]:
 
 def _schema(pa: Any) -> Any:
     ids = pa.list_(pa.int64())
-    span = pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])
     text, number = pa.string(), pa.int64()
+    place = [("start", number), ("end", number)]
     return pa.schema(
         [
             ("rollout_id", number),
@@ -194,7 +199,8 @@ def _schema(pa: Any) -> Any:
             ("output_logprobs", pa.list_(pa.float64())),
             ("loss_mask", pa.list_(pa.int8())),
             ("text", text),
-            ("weight_versions", pa.list_(span)),
+            ("weight_versions", pa.list_(pa.struct([("version", text), *place]))),
+            ("engines", pa.list_(pa.struct([("engine_id", text), *place]))),
             ("finish_kind", text),
             ("finish_matched", text),
             ("finish_message", text),
@@ -202,6 +208,7 @@ def _schema(pa: Any) -> Any:
             ("reward", pa.float64()),
             ("error", text),
             ("traceback", text),
+            ("routed_experts", pa.binary()),
             ("metadata", text),
             ("group_metadata", text),
         ]

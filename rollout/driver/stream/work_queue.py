@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
 from rollout.core.errors import ConfigError
-from rollout.core.samples import Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
 from rollout.driver.data.prompt import Prompt
 
@@ -197,6 +197,7 @@ def _sample_of_state(state: Mapping[str, Any]) -> Sample:
             "loss_mask": list(state["loss_mask"]),
             "metadata": dict(state["metadata"]),
             "weight_versions": tuple(VersionSpan(**span) for span in state["weight_versions"]),
+            "engines": tuple(EngineSpan(**span) for span in state["engines"]),
             "finish_reason": None if reason is None else FinishReason(**reason),
             "status": SampleStatus(state["status"]),
         }

@@ -22,6 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from rollout.driver.logprobs.gap_figures import BUCKET_NAMES
 from rollout.observability.timeline.analysis import Step
 from rollout.observability.timeline.span import Kind, Outcome, Span
 
@@ -77,11 +78,17 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         ("figure",),
         "The figures of that step, such as reward/mean.",
     ),
+    "rollout_logprob_gap_nats": (
+        "histogram",
+        ("engine",),
+        "Absolute difference of a token's log-prob between trainer and engine.",
+    ),
 }
 # What ``rollout_events`` counts.
 EVENTS = ("gate", "fenced", "restarted", "readmitted")
 # States whose number is exported also when it is 0, because alerts and dashboards use them.
 _ZERO_ENGINES = {"serving": 0, "fenced": 0}
+_MAX_ENGINES = 10_000
 _FAMILIES: Mapping[str, Any] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -109,6 +116,8 @@ class MetricCounters:
 
     def __init__(self) -> None:
         self.phases: dict[str, _Histogram] = {}
+        # Engine -> number of tokens up to each bound, and their sum.
+        self.logprob_gaps: dict[str, Counter[str]] = {}
         # Exported as 0 from the start: Prometheus computes an increase only from a previous sample.
         self.counters: dict[str, dict[tuple[str, ...], float]] = {
             name: defaultdict(float, {} if labels else {(): 0.0})
@@ -136,6 +145,18 @@ class MetricCounters:
             self._add("rollout_boundary_lost_seconds", step.lost_s)
             self._add("rollout_trainer_seconds", step.trainer_s)
 
+    def take_logprob_gaps(self, gaps: Mapping[str, Mapping[str, float]]) -> None:
+        """Count the histograms that a driver reported, by engine; each must be passed once.
+
+        Every client of the router can report, so one that is not cumulative is left out.
+        """
+        for engine_id, histogram in gaps.items():
+            counts = [histogram.get(name, -1) for name in BUCKET_NAMES]
+            is_histogram = histogram.get("sum", -1) >= 0 <= counts[0] and counts == sorted(counts)
+            if is_histogram and len(self.logprob_gaps) < _MAX_ENGINES:
+                known = self.logprob_gaps.setdefault(engine_id, Counter())
+                known.update({name: histogram[name] for name in (*BUCKET_NAMES, "sum")})
+
     def _take_engine(self, span: Span) -> None:
         self._add("rollout_engine_phase_seconds", span.elapsed_s, span.engine_id, span.name)
         failed = span.outcome is not Outcome.OK
@@ -149,15 +170,23 @@ class MetricCounters:
 
 class _ServerCollector(Collector):
     def __init__(self, counters: MetricCounters, snapshot: Mapping[str, Any]) -> None:
-        self._phases = counters.phases
+        self._histograms: dict[str, Mapping[str, tuple[Any, float]]] = {
+            "rollout_phase_seconds": {
+                command: (one.cumulative(), one.sum_s) for command, one in counters.phases.items()
+            },
+            "rollout_logprob_gap_nats": {
+                engine_id: ([(name, one[name]) for name in BUCKET_NAMES], one["sum"])
+                for engine_id, one in counters.logprob_gaps.items()
+            },
+        }
         self._values = counters.counters | _gauges(snapshot)
 
     def collect(self) -> Iterable[Metric]:
         for name, (kind, labels, text) in METRICS.items():
             family = _FAMILIES[kind](name, text, labels=labels)
             if kind == "histogram":
-                for command, histogram in self._phases.items():
-                    family.add_metric([command], histogram.cumulative(), histogram.sum_s)
+                for label, (buckets, total) in self._histograms[name].items():
+                    family.add_metric([label], buckets, total)
             else:
                 for of_labels, value in self._values[name].items():
                     if value is not None:
@@ -176,7 +205,14 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
     """Gauge -> labels -> value, from a snapshot; None where a value is unknown."""
     engines, gate = now.get("engines", ()), now.get("gate", {})
     figures, store = now.get("figures", ()), now.get("store") or {}
-    last = figures[-1] if figures else {"metrics": {}}
+    last_step = figures[-1]["step"] if figures else None
+    # A step has several reports: the rollout's, those of checks, an evaluation's.
+    last = {
+        name: value
+        for report in figures
+        if report["step"] == last_step
+        for name, value in report["metrics"].items()
+    }
     running = [span for span in now.get("running", ()) if span["kind"] == Kind.PHASE.value]
     num_by_state = _ZERO_ENGINES | Counter(engine["state"] for engine in engines)
     simple = {
@@ -185,9 +221,9 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_store_version": store.get("version"),
         "rollout_store_lag": store.get("lag"),
         "rollout_store_bytes": store.get("bytes"),
-        "rollout_driver_step": last.get("step"),
+        "rollout_driver_step": last_step,
     }
-    labelled = {
+    labelled: dict[str, Mapping[Any, Any]] = {
         "rollout_phase": {now.get("phase"): 1},
         "rollout_phase_running_seconds": {span["name"]: span["elapsed_s"] for span in running},
         "rollout_phase_budget_seconds": {span["name"]: span.get("budget_s", 0) for span in running},
@@ -200,7 +236,7 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         },
         "rollout_gate": {gate.get("state"): 1},
         "rollout_gate_state_seconds": {gate.get("state"): gate.get("in_state_s")},
-        "rollout_driver_figure": last["metrics"],
+        "rollout_driver_figure": last,
     }
     gpus = {(engine["engine_id"], gpu["uuid"]): gpu for engine in engines for gpu in engine["gpus"]}
     return {

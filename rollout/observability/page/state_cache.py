@@ -103,6 +103,7 @@ class StateCache:
             if figures["serial"] > self._last_serial:
                 self._last_serial = figures["serial"]
                 self._figures.append(figures)
+                self.counters.take_logprob_gaps(figures.get("logprob_gaps", {}))
                 self._on_figures(figures)
 
     def _keep(self, span: Span) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -105,6 +106,17 @@ async def test_requests_held_by_the_router_are_aborted_when_the_call_is_cancelle
         assert (await host.stats())["gate"]["num_held"] == 0
         stream = driver.stream_of(data)
         assert (stream.auditor.findings(stream.pending), len(stream.pending)) == ([], 4)
+
+
+async def test_a_sample_names_the_engine_of_each_token() -> None:
+    async with routed("e0", "e1") as (driver, _, engines):
+        groups = await driver.rollout(0, prompts(6), group_size=2, sampling=SAMPLING)
+        spans = [span for sample in all_samples(groups) for span in sample.engines]
+        assert {(span.start, span.end) for span in spans} == {(0, 10)}
+        by_engine = Counter(span.engine_id for span in spans)
+        assert by_engine == {
+            name: engine.operations().count("generate") for name, engine in engines.items()
+        }
 
 
 async def test_the_driver_learns_the_weight_version_from_the_gate() -> None:

@@ -1,6 +1,6 @@
 // The live page: receives the server's state, keeps it and draws it.  Values are inserted as text, never as HTML.
 import { Lanes, LEGEND, Spans, colorOf, laneOf, palette } from "./lanes.js";
-import { curve } from "./curves.js";
+import { bars, curve } from "./curves.js";
 
 const find = (id) => document.getElementById(id);
 const KEPT = { events: 300, figures: 500, steps: 100 };
@@ -10,6 +10,7 @@ const BUSY = new Set(["stale", "holding", "mixed"]);
 
 let state = { engines: [], running: [], events: [], figures: [], steps: [] };
 let offset_s = 0;
+let lost_s = 0;  // when the connection broke, in this machine's time; 0 while there is one
 let followed = true;
 let key = "";
 let shown = { from_s: 0, to_s: 0 };
@@ -17,7 +18,7 @@ const spans = new Spans();
 const lanes = new Lanes(find("lanes"));
 const rows = new Map();
 
-const now_s = () => Date.now() / 1000 + offset_s;
+const now_s = () => (lost_s || Date.now() / 1000) + offset_s;
 const clock = (at_s) => new Date(at_s * 1000).toTimeString().slice(0, 8);
 const FEW = 24, LATE = 16;
 const seconds = (value) => (value > 0 && value < 0.1 ? `${(value * 1000).toFixed(1)} ms` : value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
@@ -69,10 +70,15 @@ function connect() {
     state.run_id = hello.run_id;
     find("control").hidden = !hello.can_steer || key !== "";
   });
-  source.addEventListener("state", (event) => { link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.ranks.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
+  source.addEventListener("state", (event) => { lost_s = 0; document.body.classList.remove("gone"); link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.ranks.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
   source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
   source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
-  source.onerror = () => { link.className = "lost"; text("link", "connection lost; trying again"); };
+  source.onerror = () => { lost_s ||= Date.now() / 1000; document.body.classList.add("gone"); link.className = "lost"; tellLost(); };
+}
+
+// What is shown stays as it was then, so its clocks stand still too.
+function tellLost() {
+  if (lost_s) text("link", `no connection; last heard ${seconds(Date.now() / 1000 - lost_s)} ago, at ${clock(lost_s + offset_s)}`);
 }
 
 // -- drawing --------------------------------------------------------------------------------------
@@ -205,11 +211,20 @@ function renderEvents() {
   if (!state.events.length) find("events").replaceChildren(make("li", { class: "quiet" }, "There are no events yet."));
 }
 
+// Of histograms with cumulative counts: the tokens in each bucket, of all engines together.
+function counts(histograms) {
+  const bounds = Object.keys(histograms[0]).filter((name) => name !== "sum").sort((one, other) => Number(one.replace("+Inf", "Infinity")) - Number(other.replace("+Inf", "Infinity")));
+  const up_to = bounds.map((bound) => histograms.reduce((sum, histogram) => sum + (histogram[bound] || 0), 0));
+  return bounds.map((bound, index) => [bound, up_to[index] - (up_to[index - 1] || 0)]);
+}
+
 function renderCurves() {
-  const wanted = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""]];
+  const wanted = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""], ["Log-prob gap, mean", "logprob_gap/mean", " nats"]];
   const drawn = wanted.map(([title, name, unit]) => [title, state.figures.filter((figures) => name in figures.metrics).map((figures) => [figures.step, figures.metrics[name]]), unit]);
   drawn.push(["Lost at the boundary", state.steps.map((step) => [step.number, step.lost_s]), " s"]);
   const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, points, unit));
+  const checked = state.figures.findLast((figures) => Object.keys(figures.logprob_gaps || {}).length);
+  if (checked) made.push(bars(`Log-prob gap in nats, tokens of step ${checked.step}`, counts(Object.values(checked.logprob_gaps))));
   if (made.length) find("curves").replaceChildren(...made);
 }
 
@@ -314,4 +329,4 @@ function legend() {
 
 legend();
 connect();
-setInterval(() => { tick(); if (followed && !document.hidden) draw(); }, 250);
+setInterval(() => { tick(); tellLost(); if (followed && !document.hidden) draw(); }, 250);

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
-from rollout.core.samples import Sample, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleStatus
 from rollout.driver.client.partial import extend, remaining, restart
 
 
@@ -49,6 +49,39 @@ def test_parts_add_up_whatever_the_versions(parts: list[tuple[int, int]]) -> Non
     assert drawn_by == versions
     pairs = zip(sample.weight_versions, sample.weight_versions[1:], strict=False)
     assert all(left.version != right.version for left, right in pairs)
+
+
+def experts(engine: int, num_tokens: int) -> bytes:
+    """Two bytes for each token that an engine has computed: all but the last."""
+    return bytes([engine] * 2) * (num_tokens - 1)
+
+
+def test_routed_experts_are_those_of_the_engine_that_computed_the_token_first() -> None:
+    sample = pending()
+    extend(sample, reply(3, routed_experts=experts(1, 5)))
+    extend(sample, reply(0, routed_experts=b""))  # aborted before its first token
+    extend(sample, reply(2, routed_experts=experts(2, 7)))
+    assert sample.routed_experts == b"\1\1" * 4 + b"\2\2" * 2
+    with pytest.raises(ValueError, match="routed experts do not fit"):
+        extend(sample, reply(1, routed_experts=b"abc"))
+    assert len(sample.output_ids) == 5
+    extend(sample, reply(1, "stop"))
+    assert sample.routed_experts is None
+    extend(sample, reply(1, "stop", routed_experts=experts(3, 9)))
+    assert sample.routed_experts is None  # a part is missing, so there is no whole
+    restart(sample)
+    extend(sample, reply(1, "stop", routed_experts=experts(3, 3)))
+    assert sample.routed_experts == experts(3, 3)
+
+
+def test_experts_of_a_tools_tokens_come_with_the_next_turn() -> None:
+    sample = pending()
+    extend(sample, reply(1, "stop", routed_experts=experts(1, 3)))
+    sample.output_ids += [7, 8]
+    sample.output_logprobs += [0.0, 0.0]
+    sample.mask.extend([0, 0])
+    extend(sample, reply(1, "stop", routed_experts=experts(2, 6)))
+    assert sample.routed_experts == b"\1\1" * 2 + b"\2\2" * 3
 
 
 def test_the_finish_reason_is_the_last_engines() -> None:
@@ -104,3 +137,12 @@ def test_a_restarted_sample_is_as_new() -> None:
     sample.fail("no")
     restart(sample)
     assert sample == pending()
+
+
+def test_parts_of_several_engines_keep_their_engines_until_the_sample_restarts() -> None:
+    sample = pending()
+    for num, engine_id in ((2, "main-0"), (3, ""), (1, "main-1")):
+        extend(sample, reply(num, engine_id=engine_id))
+    assert sample.engines == (EngineSpan("main-0", 0, 2), EngineSpan("main-1", 5, 6))
+    restart(sample)
+    assert sample.engines == ()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.core.samples import Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.data.parquet_dump import Replay, from_arrow, load_groups, save_groups, to_arrow
 
 
@@ -38,6 +38,8 @@ def samples(draw) -> Sample:
         error=draw(st.sampled_from(["", "HTTP 400: no"])),
         metadata={"answer": draw(st.text(st.characters(exclude_categories=["Cs"])))},
         loss_mask=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
+        engines=(EngineSpan("main-0", 0, cut),) if cut else (),
+        routed_experts=draw(st.none() | st.binary(max_size=8)),
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from rollout.core.errors import ConfigError
+from rollout.core.samples import EngineSpan
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
@@ -51,7 +52,12 @@ def test_after_a_restart_running_items_wait_and_ready_items_are_ready() -> None:
     queue.put_ready(ready)
     queue.end(waiting)
     queue.requeue(waiting)
+    waiting.samples[0].output_ids.append(7)
+    waiting.samples[0].output_logprobs.append(-1.0)
+    waiting.samples[0].mask.append(1)
+    waiting.samples[0].engines = (EngineSpan("main-0", 0, 1),)
     again = WorkQueue.of_state(queue.state_dict(), group_size=2)
+    assert again.waiting[1].samples == waiting.samples
     assert [item.serial for item in again.waiting] == [running.serial, waiting.serial]
     assert list(again.ready) == [ready.serial]
     assert again.take(Prompt((1,), {}), 2).serial == 3

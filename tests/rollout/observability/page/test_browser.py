@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.paged import page_of, step
@@ -103,6 +104,66 @@ def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHa
     shot(opened, "two-groups")
 
 
+def test_a_chart_tells_the_value_under_the_pointer_and_its_text_is_not_stretched(
+    browser: Any, deployment: DeploymentHandle
+) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    with page_of(deployment.config) as client:
+        now = client.get("/api/state").json()
+        now["figures"] = [
+            {"step": number, "metrics": {"rollout/reward/mean": number / 8}} for number in (1, 2, 3)
+        ]
+        hello = {"run_id": "three", "can_steer": False}
+        events = {"hello": hello, "state": now}
+        body = "".join(
+            f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events.items()
+        )
+        page.route(
+            "**/api/changes",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
+        page.goto(str(client.base_url))
+    chart = page.locator("#curves figure").first
+    chart.wait_for()
+    assert "0.375" in chart.inner_text()
+    box = chart.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + 0.55 * box["width"], box["y"] + 0.5 * box["height"])
+    assert "0.250 at 2" in chart.inner_text()
+    page.mouse.move(1, 1)
+    assert "0.375" in chart.inner_text()
+    stretch = "svg => { const m = svg.getScreenCTM(); return m.a / m.d; }"
+    assert chart.locator("svg").evaluate(stretch) == pytest.approx(1)
+    page.close()
+
+
+@pytest.mark.parametrize("width", [360, 3200])
+def test_a_narrow_and_a_wide_window_need_no_scrolling_sideways(
+    browser: Any, deployment: DeploymentHandle, width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    with page_of(deployment.config) as client:
+        page.goto(str(client.base_url))
+    page.wait_for_selector("#rows tr")
+    shot(page, f"width-{width}")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+def test_it_shows_how_far_log_probs_are_from_the_trainers(
+    opened: Any, deployment: DeploymentHandle
+) -> None:
+    sums = GapSums()
+    sums.add([0.0002, -0.02, 0.025, 5.0])
+    gaps = {"shared-0": sums.histogram(), "shared-1": sums.histogram()}
+    figures = {"step": 12, "metrics": {"logprob_gap/mean": 0.0375}, "logprob_gaps": gaps}
+    httpx.post(f"{deployment['policy'].url}/figures", json=figures).raise_for_status()
+    opened.wait_for_selector("#curves figcaption:has-text('tokens of step 12')")
+    assert "0.037" in text(opened, "#curves")
+    label = opened.get_attribute("#curves figure:last-child svg", "aria-label")
+    assert label.endswith(": up to 0.001: 2, up to 0.03: 4, up to 10.0: 2")
+    shot(opened, "logprob-gaps")
+
+
 def test_a_phase_that_hangs_is_seen_with_its_deadline_ticking(
     opened: Any, deployment: DeploymentHandle
 ) -> None:
@@ -180,6 +241,49 @@ def test_with_the_control_key_an_engine_is_fenced_after_a_question(
             page.wait_for_selector("#ask[open] #ask-text:has-text('Fence main-1')")
             page.click("#ask-yes")
             page.wait_for_selector("#events li.bad:has-text('main-1 fenced')")
+
+
+def test_when_the_server_is_gone_the_page_is_grey_and_says_since_when(
+    browser: Any, tmp_path: Path
+) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    with launched(launch_local, tmp_path, {"main": {"num_engines": 2}}) as handle:
+        with page_of(handle.config) as client:
+            page.goto(str(client.base_url))
+        page.wait_for_selector("#link.live")
+        page.wait_for_selector("#rows tr")
+        handle["policy"].pause_generation().result(30)
+        page.wait_for_selector("#phase:text-is('paused')")
+        assert not page.locator("body.gone").count()
+    page.wait_for_selector("body.gone #link:has-text('last heard')")
+    first = text(page, "#link")
+    page.wait_for_function(
+        "said => document.querySelector('#link').textContent !== said", arg=first
+    )
+    # Its last state stays, without its colours.
+    assert page.locator("#rows tr").count() == 2
+    style = page.evaluate("() => getComputedStyle(document.querySelector('main')).filter")
+    assert style == "grayscale(1)"
+    shot(page, "gone")
+    page.close()
+
+
+def test_a_page_that_is_connected_again_is_live_and_not_grey(
+    browser: Any, deployment: DeploymentHandle
+) -> None:
+    page = browser.new_page()
+    with page_of(deployment.config) as client:
+        body = "retry: 100\n" + many_engines(client.get("/api/state").json(), 2, 1)
+        # Each connection ends after its first events.
+        page.route(
+            "**/api/changes",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
+        page.goto(str(client.base_url))
+    page.wait_for_selector("body.gone #link.lost")
+    page.unroute("**/api/changes")
+    page.wait_for_selector("body:not(.gone) #link.live")
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -12,6 +12,7 @@ from rich.console import Console
 from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import CONTROL_FILE
 from rollout.control.server.server import RolloutServer
+from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
@@ -101,10 +102,40 @@ def test_the_figures_that_a_driver_reports_are_shown_and_kept(
     ]
 
 
+def test_a_steps_later_reports_add_to_its_figures(
+    page: httpx.Client, deployment: DeploymentHandle
+) -> None:
+    for name, value in (("rollout/reward/mean", 0.5), ("logprob_gap/mean", 0.01)):
+        reported = {"step": 8, "metrics": {name: value}}
+        httpx.post(f"{deployment['policy'].url}/figures", json=reported).raise_for_status()
+    figures = {one.labels["figure"]: one.value for one in samples(page)["rollout_driver_figure"]}
+    assert figures == {"rollout/reward/mean": 0.5, "logprob_gap/mean": 0.01}
+
+
+def test_the_logprob_gaps_of_all_steps_add_up_in_a_histogram(
+    page: httpx.Client, deployment: DeploymentHandle
+) -> None:
+    sums = GapSums()
+    sums.add([0.0002, -0.02, 0.5])
+    broken = sums.histogram() | {"0.01": 9}
+    for step_number in (9, 10):
+        gaps = {"shared-0": sums.histogram(), "shared-1": broken, "shared-2": {"sum": 1}}
+        reported = {"step": step_number, "logprob_gaps": gaps}
+        httpx.post(f"{deployment['policy'].url}/figures", json=reported).raise_for_status()
+    exported = [one for one in samples(page)["rollout_logprob_gap_nats"] if one.labels["engine"]]
+    assert {one.labels["engine"] for one in exported} == {"shared-0"}
+    values = {one.labels.get("le", one.name.rpartition("_")[2]): one.value for one in exported}
+    assert (values["0.0001"], values["0.001"], values["0.03"], values["+Inf"]) == (0, 2, 4, 6)
+    assert values["sum"] == pytest.approx(2 * 0.5202)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         [],
+        {"step": 1, "logprob_gaps": {"main-0": 3}},
+        {"step": 1, "logprob_gaps": {"x" * 300: {}}},
+        {"step": 1, "logprob_gaps": []},
         {"step": "seven"},
         {"step": 1, "metrics": {"reward": "high"}},
         {"step": 1, "metrics": {"x" * 300: 1}},
@@ -277,7 +308,7 @@ def test_the_memory_of_gpus_is_in_state_metrics_and_table(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     groups = {"shared": {"num_engines": 1, "engine": {"kind": "fake", "gpus": 2}}}
     with launched(launch_local, tmp_path, groups) as deployment:
-        deployment["policy"].offload().result(30)
+        deployment["policy"].give_memory().result(30)
         with page_of(deployment.config) as page:
             now = page.get("/api/state?fresh=1").json()
             metrics = samples(page, "?fresh=1")

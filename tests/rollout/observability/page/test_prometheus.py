@@ -34,6 +34,7 @@ DASHBOARD: dict[str, Any] = json.loads((MONITORING / "grafana.json").read_text()
 # Panels that need a driver, a store, a failure or a running phase.
 NEEDS_MORE = {
     "Reward",
+    "Log-prob gap to the trainer, 99th percentile in nats",
     "Tokens per second",
     "Failures and recoveries",
     "Weight store behind",

@@ -24,8 +24,8 @@ def spans_of(snapshot: ServerSnapshot) -> list[Span]:
 
 async def test_a_step_is_phases_groups_and_engines_with_versions_and_memory(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.offload()
-    await bench.server.onload(push(1))
+    await bench.server.give_memory()
+    await bench.server.serve_weights(push(1))
     spans = spans_of(await snapshot_of(bench))
     (step,) = steps(spans)
     assert step.weight_version == 1
@@ -55,8 +55,8 @@ async def test_a_verification_has_the_bytes_that_its_engine_reports(
 
     monkeypatch.setattr(FakeEngine, "weights_checker", reporting)
     bench = await started_server(tmp_path)
-    await bench.server.offload()
-    await bench.server.onload(push(1))
+    await bench.server.give_memory()
+    await bench.server.serve_weights(push(1))
     spans = [span for span in spans_of(await snapshot_of(bench)) if span.name == "verify"]
     assert [span.read_bytes for span in spans if span.kind is Kind.ENGINE] == [1024] * 3
     await bench.server.stop()
@@ -65,7 +65,7 @@ async def test_a_verification_has_the_bytes_that_its_engine_reports(
 async def test_an_engine_that_fails_is_a_failed_span_and_an_event(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     bench["shared-1"].fail_next("release_memory_occupation", EngineUnreachable("it is gone"))
-    await bench.server.offload()
+    await bench.server.give_memory()
     spans = spans_of(await snapshot_of(bench))
     (failed,) = [span for span in spans if span.outcome is Outcome.FAILED]
     assert (failed.kind, failed.name, failed.engine_id) == (Kind.ENGINE, "release", "shared-1")

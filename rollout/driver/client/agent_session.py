@@ -1,0 +1,124 @@
+"""The client's side of a session of chats.
+
+Always true: the router has the session; any process with its id and keys has the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+
+from rollout.core.arguments import wrong
+from rollout.core.errors import GenerationFailed
+from rollout.core.pending import Pending
+from rollout.core.samples import Sample
+from rollout.driver.client.branch_samples import branch_samples
+
+_TIMEOUT = aiohttp.ClientTimeout(total=120.0)
+_ID = re.compile(r"[A-Za-z0-9._-]{1,256}")
+
+
+class AgentSession:
+    """One conversation with an agent, with all of its branches.
+
+    ``with policy.session() as session`` closes it at the end; ``async with``, too.
+
+    Attributes:
+        base_url: for OpenAI clients.
+        api_key: for OpenAI clients, which refuse an empty one.
+
+    Args:
+        submit: does work on the event loop of the clients.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        session_id: str,
+        *,
+        key: str,
+        control_key: str,
+        submit: Callable[[Coroutine[Any, Any, Any]], Pending[Any]],
+    ) -> None:
+        if not isinstance(session_id, str) or (session_id and not _ID.fullmatch(session_id)):
+            raise wrong("session_id", session_id, "1 to 256 letters, digits or ._-")
+        self.session_id = session_id or os.urandom(8).hex()
+        self._url = f"{url.rstrip('/')}/sessions/{self.session_id}"
+        self.base_url = f"{self._url}/v1"
+        self.api_key = key or "none"
+        control = control_key or key
+        self._headers = {"authorization": f"Bearer {control}"} if control else {}
+        self._submit = submit
+
+    def __repr__(self) -> str:
+        return f"AgentSession({self.base_url!r})"
+
+    def turns(self) -> Pending[list[dict[str, Any]]]:
+        """All turns in the order in which they ended; none before the first one.
+
+        Each has ``turn``, ``parent`` (None for a first turn), ``drift`` (``clean``, ``realigned``
+        or ``forked``), ``first_difference`` (index of the first id that a new tokenisation of the
+        messages would change), ``prompt_ids`` behind its parent's, ``output_ids``,
+        ``output_logprobs``, ``weight_versions``, ``finish_reason``, ``text`` and, as base64,
+        ``routed_experts`` behind its parent's (None unless requested).
+        """
+        return self._submit(self._turns())
+
+    def samples(self) -> Pending[list[Sample]]:
+        """A sample for each branch: exact ids, log-probs, versions and loss mask.
+
+        The mask is 1 for tokens that an engine generated, each in one sample only; 0 for all other
+        tokens.  ``metadata`` has the numbers of the branch's turns and the ``drift`` of each.
+
+        Raises:
+            GenerationFailed: the router cannot be reached, or refuses.
+        """
+
+        async def samples() -> list[Sample]:
+            return branch_samples(self.session_id, await self._turns())
+
+        return self._submit(samples())
+
+    def close(self) -> Pending[None]:
+        """Delete the session at the router; nothing if it has none."""
+
+        async def close() -> None:
+            await self._request("DELETE", self._url)
+
+        return self._submit(close())
+
+    def __enter__(self) -> AgentSession:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close().result()
+
+    async def __aenter__(self) -> AgentSession:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _turns(self) -> list[dict[str, Any]]:
+        reply = await self._request("GET", f"{self._url}/turns")
+        return list(reply["turns"]) if reply else []
+
+    async def _request(self, method: str, url: str) -> Any:
+        """The router's reply; None if it has no such session."""
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as client,
+                client.request(method, url) as response,
+            ):
+                if response.status == 404:
+                    return None
+                if response.status != 200:
+                    text = (await response.text())[:500]
+                    raise GenerationFailed(f"{method} {url}: HTTP {response.status}: {text}")
+                return await response.json()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise GenerationFailed(f"{method} {url}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,1 @@
+"""Log-probabilities of the engines compared with the trainer's."""

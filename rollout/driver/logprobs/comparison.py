@@ -1,0 +1,255 @@
+"""The log-probs of the engines compared with the trainer's, token by token.
+
+Always true: nothing of numpy or torch is needed; tokens that no policy generated (mask 0) are left
+out of every figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import sub
+from typing import Any, NamedTuple
+
+from rollout.core.arguments import check_kind, check_positive, wrong
+from rollout.core.errors import ConfigError, LogprobMismatch
+from rollout.core.samples import Sample, SampleGroup
+from rollout.driver.logprobs.gap_cause import LogprobRows, Mismatch, Place, find_mismatch
+from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
+
+LIMIT = 0.05
+"""Nats that an average gap may have: bfloat16 kernels differ by 0.01 to 0.03."""
+TIS_CAP = 2.0
+"""The usual cap of truncated importance weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobReport:
+    """How far the trainer's log-probs are from the engines'.
+
+    Attributes:
+        overall: figures of all tokens.
+        by_engine: by engine id; empty where it is not known.
+        by_version: by weight version; empty where it is not known.
+        by_position: by the token's place in its output: 1, 2 to 3, 4 to 7 ... by the first of each.
+        gaps: one list for each sample: the trainer's log-prob of each output token less the
+            engine's, in nats; 0.0 where the mask is 0.
+        histograms: by engine id, the number of tokens up to each bound of the absolute gap, and
+            their sum.
+        mismatch: None if the log-probs agree.
+    """
+
+    overall: GapFigures
+    by_engine: Mapping[str, GapFigures]
+    by_version: Mapping[str, GapFigures]
+    by_position: Mapping[int, GapFigures]
+    gaps: Sequence[Sequence[float]]
+    histograms: Mapping[str, Mapping[str, float]]
+    mismatch: Mismatch | None
+
+    def truncated_weights(self, cap: float = TIS_CAP) -> list[list[float]]:
+        """Truncated importance weights, shaped as ``gaps``: min(p_trainer / p_engine, cap).
+
+        They correct a policy gradient for tokens that another policy than the trainer's has drawn:
+        E. L. Ionides, "Truncated Importance Sampling" (2008); for rollout engines F. Yao et al.,
+        "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+        A gap that is NaN gives the weight 0.
+        """
+        check_positive("cap", cap)
+        return [
+            [0.0 if math.isnan(ratio) else min(ratio, cap) for ratio in ratios(row)]
+            for row in self.gaps
+        ]
+
+    def raise_mismatch(self) -> None:
+        """Raise if there is a mismatch.
+
+        Raises:
+            LogprobMismatch: with its cause, engine, weight version and gap.
+        """
+        found = self.mismatch
+        if found is not None:
+            raise LogprobMismatch(
+                found.why,
+                cause=found.cause.value,
+                engine_id=found.engine_id,
+                weight_version=found.weight_version,
+                gap=found.gap,
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Its figures under names for trackers; each is finite."""
+        overall = self.overall
+        figures = {
+            "mean": overall.mean,
+            "largest": overall.largest,
+            "bias": overall.bias,
+            "kl_k1": overall.kl_k1,
+            "kl_k3": overall.kl_k3,
+            "mean_ratio": overall.mean_ratio,
+            "truncated_share": self._share_over(TIS_CAP),
+            "num_tokens": overall.num_tokens,
+            "num_not_finite": overall.num_not_finite,
+            "is_mismatch": self.mismatch is not None,
+            **{f"engine/{name or 'unknown'}": one.mean for name, one in self.by_engine.items()},
+        }
+        return {f"logprob_gap/{name}": float(value) for name, value in figures.items()}
+
+    def _share_over(self, cap: float) -> float:
+        limit = math.log(cap)
+        return sum(gap > limit for row in self.gaps for gap in row) / max(
+            1, self.overall.num_tokens
+        )
+
+
+def compare_logprobs(
+    samples: Sequence[Sample] | Sequence[SampleGroup],
+    trainer_logprobs: Any,
+    *,
+    temperature: float = 1.0,
+    limit: float = LIMIT,
+) -> LogprobReport:
+    """Compare the log-probs of the engines with those of the trainer.
+
+    Args:
+        samples: samples, or groups of them.
+        trainer_logprobs: for each sample, in order, the natural-log probability of each output
+            token under the trainer's model: lists, or one-dimensional arrays or tensors.
+        temperature: at which the trainer's were computed.  It has to be the engine's: the one of
+            the sampling parameters, or 1 if the engine reports them without a temperature.
+        limit: nats that the average gap of the tokens of one engine and weight version may have.
+
+    Raises:
+        ConfigError: rows or tokens do not fit the samples, or a wrong setting.
+    """
+    check_positive("temperature", temperature)
+    check_positive("limit", limit)
+    flat = _flat(samples)
+    rows = _rows(flat, trainer_logprobs)
+    sums: dict[Cell, GapSums] = {}
+    gaps = []
+    for sample, row in zip(flat, rows, strict=True):
+        gaps.append(of_sample := [0.0] * len(row))
+        for piece in _pieces(sample):
+            start, end = piece.start, piece.end
+            of_sample[start:end] = map(sub, row[start:end], sample.output_logprobs[start:end])
+            for cell, first, last in _cells(piece):
+                sums.setdefault(cell, GapSums()).add(of_sample[first:last])
+    return _report(sums, gaps, _find(flat, rows, sums, temperature, limit))
+
+
+class _Piece(NamedTuple):
+    """Tokens of one sample from one engine and weight version, all of a policy."""
+
+    place: Place
+    start: int
+    end: int
+
+
+def _pieces(sample: Sample) -> Iterator[_Piece]:
+    mask, length = sample.mask, len(sample.output_ids)
+    cuts = {0, length}
+    cuts.update(*((span.start, span.end) for span in sample.engines))
+    cuts.update(*((span.start, span.end) for span in sample.weight_versions))
+    if not all(mask):
+        cuts.update(index for index in range(1, length) if mask[index] != mask[index - 1])
+    for start, end in pairwise(sorted(cuts)):
+        if mask[start]:
+            engines = (one.engine_id for one in sample.engines if one.start <= start < one.end)
+            versions = (one.version for one in sample.weight_versions if start < one.end)
+            yield _Piece((next(engines, ""), next(versions, "")), start, end)
+
+
+def _cells(piece: _Piece) -> Iterator[tuple[Cell, int, int]]:
+    """The tokens of a piece by position."""
+    start = piece.start
+    while start < piece.end:
+        position = 1 << (start + 1).bit_length() - 1
+        end = min(piece.end, 2 * position - 1)
+        yield Cell(*piece.place, position), start, end
+        start = end
+
+
+def _find(
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[float]],
+    sums: Mapping[Cell, GapSums],
+    temperature: float,
+    limit: float,
+) -> Mismatch | None:
+    def rows_of(places: set[Place]) -> list[LogprobRows]:
+        return [
+            LogprobRows(
+                sample.output_logprobs[piece.start : piece.end], row[piece.start : piece.end]
+            )
+            for sample, row in zip(samples, rows, strict=True)
+            for piece in _pieces(sample)
+            if piece.place in places
+        ]
+
+    by_place = summed(sums, lambda cell: (cell.engine_id, cell.weight_version))
+    return find_mismatch(by_place, rows_of, limit=limit, temperature=temperature)
+
+
+def _report(
+    sums: Mapping[Cell, GapSums], gaps: Sequence[Sequence[float]], mismatch: Mismatch | None
+) -> LogprobReport:
+    engines = summed(sums, lambda cell: cell.engine_id)
+    versions = summed(sums, lambda cell: cell.weight_version)
+    positions = summed(sums, lambda cell: cell.position)
+    return LogprobReport(
+        overall=total(sums.values()).figures(),
+        by_engine={name: engines[name].figures() for name in sorted(engines)},
+        by_version={name: versions[name].figures() for name in sorted(versions)},
+        by_position={place: positions[place].figures() for place in sorted(positions)},
+        gaps=gaps,
+        histograms={name: engines[name].histogram() for name in sorted(engines)},
+        mismatch=mismatch,
+    )
+
+
+def _flat(samples: Any) -> list[Sample]:
+    """The samples themselves, checked."""
+    check_kind("samples", samples, Sequence, "a list of Sample or of SampleGroup")
+    flat = [
+        sample
+        for one in samples
+        for sample in (one.samples if isinstance(one, SampleGroup) else [one])
+    ]
+    for index, sample in enumerate(flat):
+        check_kind(f"samples[{index}]", sample, Sample, "a Sample or a SampleGroup")
+        sample.check()
+    return flat
+
+
+def _rows(samples: Sequence[Sample], trainer_logprobs: Any) -> list[list[float]]:
+    """The trainer's log-probs as lists, one for each output token of each sample."""
+    if not hasattr(trainer_logprobs, "__iter__"):
+        raise wrong("trainer_logprobs", trainer_logprobs, "a row of numbers for each sample")
+    rows = [_floats(index, row) for index, row in enumerate(trainer_logprobs)]
+    if len(rows) != len(samples):
+        raise ConfigError(
+            f"trainer_logprobs has {len(rows)} rows for {len(samples)} samples",
+            setting="trainer_logprobs",
+        )
+    for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        if len(row) != len(sample.output_ids):
+            raise ConfigError(
+                f"trainer_logprobs[{index}] has {len(row)} values for "
+                f"{len(sample.output_ids)} output tokens: cut off prompt and padding",
+                setting=f"trainer_logprobs[{index}]",
+            )
+    return rows
+
+
+def _floats(index: int, row: Any) -> list[float]:
+    """Arrays and tensors have ``tolist``."""
+    try:
+        return list(map(float, row.tolist() if hasattr(row, "tolist") else row))
+    except TypeError as error:
+        raise ConfigError(
+            f"trainer_logprobs[{index}] is not a row of numbers: {error}",
+            setting=f"trainer_logprobs[{index}]",
+        ) from None

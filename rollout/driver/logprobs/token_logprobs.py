@@ -1,0 +1,52 @@
+"""Log-probs of tokens from logits, as engines compute them.
+
+An engine's log-prob belongs to one of three distributions over the vocabulary:
+
+- ``softmax(logits / temperature)``: what SGLang reports by default, and the embedded engine too;
+  top-k, top-p and min-p are not in it;
+- ``softmax(logits)``: with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the engine's environment;
+- the first, cut by top-k, top-p and min-p and scaled to a sum of 1: what tokens are drawn from.
+
+From the log-prob of one token in one of them, that in another cannot be computed: it needs the
+logits.  A trainer has them, so it computes whichever is wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> torch.Tensor:
+    """The natural-log probability of each token.
+
+    Args:
+        logits: shape ``[..., vocabulary]``; those at a place predict the token with this place in
+            ``token_ids``: for a model's own output, of the token before it.
+        token_ids: shape ``[...]``.
+        temperature: 0 (greedy) counts as 1, as in SGLang.
+        top_k, top_p, min_p: cut as SGLang does, in this order; by default nothing is cut.
+
+    Returns:
+        Float32, the shape of ``token_ids``; minus infinity for a token that is cut off.
+    """
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        return chosen
+    ordered, order = logprobs.exp().sort(dim=-1, descending=True)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    kept = ordered.cumsum(-1) - ordered <= top_p
+    if top_k > 0:
+        kept &= rank < top_k
+    kept &= ordered >= ordered[..., :1] * min_p
+    is_kept = kept.gather(-1, order.argsort(-1).gather(-1, token_ids.unsqueeze(-1))).squeeze(-1)
+    mass = (ordered * kept).sum(-1).log()
+    return torch.where(is_kept, chosen - mass, -torch.inf)

@@ -1,0 +1,69 @@
+"""Log-probs from logits, and tensors as the trainer's log-probs."""
+
+import math
+
+import pytest
+
+from rollout.core.samples import Sample
+from rollout.driver.logprobs.comparison import compare_logprobs
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
+
+
+def logprobs(*token_ids: int, **settings: float) -> list[float]:
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.tensor([PROBABILITIES]).log().repeat(len(token_ids), 1) + 3.0
+    found = token_logprobs(logits, torch.tensor(token_ids), **settings)
+    assert found.dtype == torch.float32
+    return [math.exp(value) for value in found.tolist()]
+
+
+def test_a_temperature_scales_the_logits() -> None:
+    assert logprobs(1, 2) == pytest.approx([0.4, 0.2])
+    assert logprobs(1, temperature=0.5) == pytest.approx([0.16 / 0.3])
+    assert logprobs(1, temperature=0.0) == pytest.approx([0.4])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({"top_k": 2}, [0.4, 0.3]), ({"top_p": 0.65}, [0.4, 0.3]), ({"min_p": 0.5}, [0.4, 0.3, 0.2])],
+)
+def test_what_is_kept_of_the_distribution_sums_to_one(settings, kept) -> None:
+    found = logprobs(0, 1, 2, 3, **settings)
+    assert sum(found) == pytest.approx(1)
+    assert found[0] == 0.0
+    assert found[1] == pytest.approx(0.4 / sum(kept))
+    assert found[2] == pytest.approx(0.2 / sum(kept) if 0.2 in kept else 0.0)
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+def test_it_is_what_the_embedded_engine_reports(temperature: float) -> None:
+    pytest.importorskip("transformers")
+    from engines.embedded.generation.generation import Generation
+    from engines.embedded.generation.sampler import sample
+    from engines.embedded.generation.sampling_params import Params
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+    params = Params(temperature=temperature, top_p=0.8)
+    drawn, reported = sample(
+        logits.clone(), [Generation("r", [1], params, seed=4, return_logprob=True)]
+    )
+    assert reported is not None
+    mine = token_logprobs(logits, drawn, temperature=temperature)
+    assert mine.tolist() == pytest.approx(reported.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainers_log_probs_may_be_tensors_with_a_gradient(dtype: str) -> None:
+    samples = [Sample([1], [5, 6], [-1.0, -2.0]), Sample([1], [7], [-0.5])]
+    values = torch.tensor([-1.0, -2.0, -0.5], dtype=getattr(torch, dtype), requires_grad=True)
+    assert compare_logprobs(samples, values.split([2, 1])).overall.largest == 0.0
+    square = torch.tensor([[-1.0], [-0.5]])
+    cut = [Sample([1], [5], [-1.0]), Sample([1], [7], [-0.5])]
+    assert compare_logprobs(cut, square).overall.largest == 0.0
