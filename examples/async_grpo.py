@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
             if args.dump:
                 save_groups(args.dump / f"{step:06}.parquet", step, groups)
             learn(trainer, step, groups)
-            policy.sync_weights(trainer.state_dict(), version=step).result()
+            policy.serve_weights(trainer.state_dict(), version=step).result()
         lags = {name: value for name, value in figures.items() if "version_lag" in name}
         print(f"last batch: {lags}, waited {figures['rollout/seconds']:.2f} s for it")
 

@@ -64,10 +64,8 @@ def train(args: argparse.Namespace, report: Report) -> None:
                     step, batch, group_size=args.group_size, sampling=SAMPLING
                 ).result()
 
-            dist.barrier()  # no rank needs the engines any more
-            if rank == 0:
-                offloaded = policy.offload().result()
-            dist.barrier()  # their memory is free
+            # When no rank needs the engines any more.
+            offloaded = pusher.give_memory(rank_timeout_s=600)
             with report.timed("train"):
                 trainer.onload()
                 metrics = trainer.step([group.samples for group in groups])

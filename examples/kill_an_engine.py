@@ -53,7 +53,7 @@ def train(folder: Path) -> None:
     weights = load_file(model_path / "model.safetensors")
     with rollout.launch(rollout.RolloutConfig.from_dict(config), backend="ray") as deployment:
         policy = deployment["policy"]
-        policy.sync_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result()
+        policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result()
         while (status := policy.status().result()).store.version != policy.weight_version:
             time.sleep(0.05)
         engines = status.groups[0].engines

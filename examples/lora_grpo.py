@@ -112,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
         if not args.merge:
             # Requests name the adapter, so the engines need one; this first one changes nothing.
             first = policy.make_adapter_push(trainer.adapter(), trainer.adapter_config)
-            policy.sync_weights(first).result()
+            policy.serve_weights(first).result()
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")
 
         def evaluate(step: int) -> float:

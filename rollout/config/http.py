@@ -56,7 +56,11 @@ class RouterConfig(ConfigSection):
     control_key: str = Field(default="", repr=False)
     """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts. Default: ``client_key``."""
     max_recorded_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes of recorded turns over all sessions; beyond it, recording a turn is refused."""
+    """Most bytes of recorded turns over all sessions; beyond it, recording a turn is refused. The
+    chats of sessions may have as many bytes again."""
+    tokenizer_path: str = ""
+    """Folder with tokenizer and chat template, for sessions of agents. Default: the folder that the
+    engines name."""
 
     @field_validator("token_failover", mode="before")
     @classmethod

@@ -41,8 +41,11 @@ class ServerConfig(ConfigSection):
     page: PageConfig = PageConfig()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """What a broadcast cannot do: otherwise it would fail after the training of a step."""
+        """What a push cannot do: otherwise it would fail after the training of a step."""
         weights = self.weights
+        for name, group in self.groups.items():
+            if group.engine.kind is EngineKind.VLLM:
+                yield from _conflicts_with_vllm(f"groups.{name}.engine.kind", weights)
         if weights.transport is not Transport.DISTRIBUTED or weights.update is WeightUpdate.FROZEN:
             return
         for name, group in self.groups.items():
@@ -73,6 +76,21 @@ class ServerConfig(ConfigSection):
         """Why its engines cannot be in one NCCL group with the trainer; empty if they can."""
         reasons = ((name, group.why_no_nccl) for name, group in self.groups.items())
         return next((f"group {name}: {why}" for name, why in reasons if why), "")
+
+
+def _conflicts_with_vllm(setting: str, weights: WeightsConfig) -> Iterator[tuple[str, str]]:
+    if weights.transport in (Transport.DISTRIBUTED, Transport.CUDA_IPC):
+        yield (
+            setting,
+            f"weights.transport = {weights.transport}: vLLM takes weights by value or from files; "
+            "use shared_memory, tensor or disk",
+        )
+    if weights.update is WeightUpdate.LORA:
+        yield (
+            setting,
+            "weights.update = lora: vLLM loads adapters from a folder only; use full, or kind "
+            "sglang",
+        )
 
 
 class ClusterConfig(ConfigSection):

@@ -1,9 +1,9 @@
 """Several rollout servers on the same GPUs: policy, reference, reward, judge.
 
-Always true: offload and onload are one transaction over all servers.  The trainer's GPUs are
-shared by all.  So no server releases before every server has flushed, and none serves before
-every server can.  One transaction runs at a time.  A repeated transaction, also one that failed,
-continues from the phase of each group.
+Always true: ``give_memory`` and ``serve`` are one transaction each over all servers.  The trainer's
+GPUs are shared by all.  So no server releases before every server has flushed, and none serves
+before every server can.  One transaction runs at a time.  A repeated transaction, also one that
+failed, continues from the phase of each group.
 
 Stacked servers have engines on the same GPUs.  They start and resume memory one after the other,
 so that each is measured against what is really free.
@@ -21,7 +21,7 @@ from rollout.core.command_lock import CommandLock
 from rollout.core.errors import ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import ServerStatus, StepReport
-from rollout.rules.lifecycle import OFFLOAD, SERVE, TAKE_MEMORY, Command
+from rollout.rules.lifecycle import GIVE_MEMORY, SERVE_UPDATED, TAKE_MEMORY, Command, up_to
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Deployment:
         try:
             for name in self._stacked:
                 await self._servers[name].start()
-                await self._servers[name].offload()
+                await self._servers[name].give_memory()
             await barrier({name: self._servers[name].start() for name in self._not_stacked()})
             return await self.status()
         except BaseException:
@@ -76,38 +76,33 @@ class Deployment:
         except Exception as error:  # the launcher must still kill the servers
             logger.error("server %s did not stop by itself: %s", name, describe(error))
 
-    async def offload(self) -> dict[str, StepReport]:
-        """Pause all servers, then flush all, then release all."""
-        async with self._lock.held("offload"):
-            return await self._advance(*OFFLOAD)
+    async def give_memory(self) -> dict[str, StepReport]:
+        """Pause all servers, then flush all, then release all, in whatever phase they are."""
+        async with self._lock.held("give_memory"):
+            return await self._advance(*GIVE_MEMORY)
 
-    async def onload(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
+    async def serve(
+        self, pushes: Mapping[str, WeightPush], until: Command = Command.CONTINUE
+    ) -> dict[str, StepReport]:
         """Resume the weights of all servers, push new weights, then serve.
+
+        Args:
+            until: the last command; another call, without pushes, does the rest.
 
         Raises:
             ConfigError: a push for a server that does not exist.
         """
-        return await self._onload(pushes, SERVE)
-
-    async def onload_verified(self, pushes: Mapping[str, WeightPush]) -> dict[str, StepReport]:
-        """``onload`` up to the verified weights of all servers; ``onload({})`` does the rest."""
-        return await self._onload(pushes, (Command.VERIFY,))
-
-    async def _onload(
-        self, pushes: Mapping[str, WeightPush], last: Sequence[Command]
-    ) -> dict[str, StepReport]:
         for name in pushes:
             if name not in self._servers:
                 known = ", ".join(self._servers)
                 raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
-        async with self._lock.held("onload"):
-            return await self._update_and(last, pushes)
+        async with self._lock.held("serve"):
+            return await self._update_and(up_to(until, SERVE_UPDATED), pushes)
 
     async def _update_and(
         self, last: Sequence[Command], pushes: Mapping[str, WeightPush]
     ) -> dict[str, StepReport]:
-        # Groups that stopped in the middle of a failed offload cannot take new weights.
-        await barrier({name: self._servers[name].catch_up() for name in pushes})
+        await barrier({name: self._servers[name].make_idle() for name in pushes})
         reports = await self._advance(Command.RESUME_WEIGHTS)
         updated = await barrier(
             {name: self._servers[name].update_weights(push) for name, push in pushes.items()}

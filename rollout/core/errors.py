@@ -11,6 +11,7 @@
         WeightMismatch                   a tensor or a weight version is wrong
         WeightsUnavailable               no source has the requested weights
         RankFailure                      a rank of the trainer failed, or is silent
+      LogprobMismatch                    the engines' log-probs are not the trainer's
       GenerationAborted                  carries the incomplete sample
       GenerationFailed                   requests without a reply; carries the other replies
       ActorLost                          a Ray actor died or cannot be reached
@@ -214,6 +215,32 @@ class RankFailure(WeightError):
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class LogprobMismatch(RolloutError):
+    """The engines' log-probs of their tokens are not those of the trainer's model.
+
+    Attributes:
+        cause: what it looks like: ``engine``, ``version``, ``temperature``, ``shift``,
+            ``everywhere`` or ``not_finite``.
+        engine_id, weight_version: the only ones that are off; empty if there are several.
+        gap: average absolute difference of the tokens that are off, in nats.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str = "",
+        engine_id: str = "",
+        weight_version: str = "",
+        gap: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.engine_id = engine_id
+        self.weight_version = weight_version
+        self.gap = gap
 
 
 class GenerationAborted(RolloutError):

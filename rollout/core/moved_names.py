@@ -1,7 +1,7 @@
-"""Module paths of version 0.1 that README, docs and examples named, and where they are now.
+"""Names of version 0.1 that README, docs and examples used, and their new names.
 
-Always true: an old path gives the module of the new one, not a second copy, and warns.  The table
-is for one release.
+Always true: an old path gives the module of the new one, not a second copy, and an old method calls
+the new one.  Both warn, and are for one release.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NEW_PATH = {
     "rollout.actors": "rollout.runtime.ray",
@@ -50,3 +55,20 @@ def redirect_old_paths() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         # First, or the parent's folder would be searched and the module loaded a second time.
         sys.meta_path.insert(0, _Finder())
+
+
+def warn_of_name(old: str, new: str) -> None:
+    """Warn the caller of a method that its name is ``new``."""
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
+
+
+def renamed(old: str, method: Callable[P, T]) -> Callable[P, T]:
+    """``method`` under its old name, which warns."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        warn_of_name(old, method.__name__)
+        return method(*args, **kwargs)
+
+    call.__doc__ = f"The old name of ``{method.__name__}``."
+    return call

@@ -1,7 +1,7 @@
 """The result of a call under way, for threads and for tasks; and an event loop in a thread.
 
 Always true: only a ``PendingWithTurn`` runs code of its caller, and it does so in the thread that
-waits for it.
+waits for it.  An error that no caller has read is logged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from engines.protocol.plain_text import describe
 from rollout.core.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ def _unchanged(error: BaseException) -> BaseException:
 class Pending(Generic[T]):
     """A call under way.  Use ``result()`` in a thread and ``await`` in a coroutine.
 
-    Attributes:
-        object_ref: the Ray ObjectRef behind it; None for a call in this process.
+    Args:
+        loop: the event loop that runs the call; None if it runs elsewhere.
     """
 
     def __init__(
@@ -38,17 +40,38 @@ class Pending(Generic[T]):
         *,
         object_ref: Any = None,
         translate: Callable[[BaseException], BaseException] = _unchanged,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._future = future
         self._translate = translate
-        self.object_ref = object_ref
+        self._object_ref = object_ref
+        self._loop = loop
+        self._is_read = False
+
+    @property
+    def object_ref(self) -> Any:
+        """The Ray ObjectRef of the call.
+
+        Raises:
+            RolloutError: it has none, because it is no single call of an actor.
+        """
+        if self._object_ref is None:
+            raise RolloutError(
+                "this call has no object_ref: it is no single call of a Ray actor; use result() or "
+                "await"
+            )
+        self._is_read = True
+        return self._object_ref
 
     def result(self, timeout_s: float | None = None) -> T:
         """The result of the call, or its error.
 
         Raises:
             TimeoutError: the call did not end within ``timeout_s``; it continues.
+            RolloutError: this is the event loop that runs the call, which would wait for itself.
         """
+        self._check_thread()
+        self._is_read = True
         try:
             return self._future.result(timeout_s)
         except FutureTimeout:
@@ -75,8 +98,29 @@ class Pending(Generic[T]):
             else:
                 after.set_result(before.result())
 
+        self._is_read = True
         self._future.add_done_callback(pass_on)
-        return Pending(after, object_ref=self.object_ref, translate=self._translate)
+        return Pending(
+            after, object_ref=self._object_ref, translate=self._translate, loop=self._loop
+        )
+
+    def _check_thread(self) -> None:
+        if self._loop is None or self._future.done():
+            return
+        with suppress(RuntimeError):  # no event loop runs in this thread
+            if asyncio.get_running_loop() is self._loop:
+                raise RolloutError(
+                    "result() waits for a call that this event loop must run, so it would wait for "
+                    "ever; use await"
+                )
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_read", True):
+            self._future.add_done_callback(_log_error)
+
+    def cancel(self) -> None:
+        """Cancel a call that runs in this process; others, and those that ended, stay."""
+        self._future.cancel()
 
     def done(self) -> bool:
         """Whether the call has ended."""
@@ -86,11 +130,20 @@ class Pending(Generic[T]):
         return self._wait().__await__()
 
     async def _wait(self) -> T:
+        self._is_read = True
         try:
             # Shielded: a caller that is cancelled stops waiting, but does not stop the call.
             return await asyncio.shield(asyncio.wrap_future(self._future))
         except Exception as error:
             raise self._translate(error) from None
+
+
+def _log_error(future: Future[Any]) -> None:
+    """Log the error of a call whose ``Pending`` was dropped."""
+    if not future.cancelled() and (error := future.exception()):
+        logger.error(
+            "a call failed, and no caller waited for it: %s", describe(error, with_type=True)
+        )
 
 
 class PendingWithTurn(Pending[T]):
@@ -123,14 +176,17 @@ class PendingWithTurn(Pending[T]):
         self._after_error = after_error
         self._turn_lock = threading.Lock()
         self._is_turn_over = False
+        first._is_read = True
         first._future.add_done_callback(self._stop_after_failure)
 
     def result(self, timeout_s: float | None = None) -> T:
+        self._is_read = True
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._go_on(self._first.result(timeout_s))
         return super().result(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
 
     async def _wait(self) -> T:
+        self._is_read = True
         self._go_on(await self._first)
         return await super()._wait()
 
@@ -147,6 +203,7 @@ class PendingWithTurn(Pending[T]):
                 error.add_note(self._after_error)
                 self._future.set_exception(error)
                 raise
+        second._is_read = True
         second._future.add_done_callback(lambda _: self._finish(done, second))
 
     def _stop_after_failure(self, before: Future[T]) -> None:
@@ -188,7 +245,8 @@ class LoopThread:
             if asyncio.iscoroutine(awaitable):
                 awaitable.close()
             raise RolloutError(f"{self._name} is closed: no call is possible after stop or close")
-        return Pending(asyncio.run_coroutine_threadsafe(_as_coroutine(awaitable), self.loop))
+        future = asyncio.run_coroutine_threadsafe(_as_coroutine(awaitable), self.loop)
+        return Pending(future, loop=self.loop)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel all tasks and end the thread."""

@@ -2,7 +2,8 @@
 
 Always true of a sample after its creation and after ``check``:
 - its output ids, log-probs and loss mask have the same length;
-- its version spans ascend, do not overlap, and cover every token that a policy generated.
+- its version spans ascend, do not overlap, and cover every token that a policy generated;
+- its engine spans ascend and do not overlap.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ class SampleStatus(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSpan:
+    """Output tokens ``start`` up to, not including, ``end`` came from engine ``engine_id``."""
+
+    engine_id: str
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class Sample:
     """One prompt and one completion.
@@ -43,6 +53,12 @@ class Sample:
         loss_mask: 1 for an output token that a policy generated, 0 for a token of a tool or an
             environment, shape ``[output_length]``; all ones if left out.
         traceback: traceback of the exception behind ``error``, if a hook raised one.
+        engines: which engine generated which output tokens; tokens whose engine is not known (after
+            a failover inside one reply, or without a router) are in no span.
+        routed_experts: of each token that was computed, prompt included, the experts that computed
+            it: int32, C order, shape ``[tokens, layers, experts per token]``.  The last token was
+            not computed, and neither was what an environment appended to it.  None unless
+            requested, and where an engine did not report those of its tokens.
 
     Raises:
         ValueError: the lengths disagree, or spans do not fit the output.
@@ -60,6 +76,8 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     loss_mask: list[int] | None = None
     traceback: str = ""
+    engines: tuple[EngineSpan, ...] = ()
+    routed_experts: bytes | None = None
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
@@ -88,6 +106,14 @@ class Sample:
             end = span.end
         if self.weight_versions and any(self.mask[end:]):
             raise ValueError(f"no weight version for output tokens {end}..{length}")
+        end = 0
+        for part in self.engines:
+            if not end <= part.start < part.end <= length:
+                raise ValueError(
+                    f"engine span {part.start}..{part.end} of {part.engine_id!r} does not fit "
+                    f"after token {end} of {length}"
+                )
+            end = part.end
 
     @property
     def mask(self) -> list[int]:

@@ -233,6 +233,7 @@ class GroupStatus:
 
     Attributes:
         vacant_slots: ids of engines that were removed and can be added again.
+        is_vllm: its engines are vLLM servers.
     """
 
     name: str
@@ -241,6 +242,7 @@ class GroupStatus:
     needs_offload: bool
     engines: tuple[EngineStatus, ...]
     vacant_slots: tuple[str, ...] = ()
+    is_vllm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

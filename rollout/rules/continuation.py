@@ -2,7 +2,8 @@
 
 Always true:
 - Joined version spans ascend and do not overlap; neighbours of one version are one span.
-- Ids, log-probs and spans of joined parts are those of the first, then those of the second.
+- Ids, log-probs, spans and routed experts of joined parts are those of the first, then those of the
+  second.
 """
 
 from __future__ import annotations
@@ -81,6 +82,22 @@ def spans_of(
     if reported or version is None or not num:
         return reported
     return (VersionSpan(version, 0, num),)
+
+
+def join_experts(kept: bytes, reported: bytes, num_tokens: int) -> bytes | None:
+    """The routed experts of ``num_tokens``, each from the engine that computed the token first.
+
+    Args:
+        kept: those of the first tokens, from earlier engines.
+        reported: those of all, from the present engine, which computed the first ones again.
+
+    Returns:
+        None if these are not the experts of so many tokens.
+    """
+    row, rest = divmod(len(reported), num_tokens)
+    if not row or rest or len(kept) % row or len(kept) > len(reported):
+        return None
+    return kept + reported[len(kept) :]
 
 
 def check_budget(num: int, budget: int | None) -> None:

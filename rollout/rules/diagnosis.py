@@ -261,8 +261,8 @@ def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
             f"the gate is closed for {in_s:.0f} s: {reason}{waits}",
             ("a command failed; the gate stays closed until the engines are verified again",),
             (
-                "fix the cause, then repeat the failed command (`offload()` or `onload()` of the "
-                "server): each group continues from its phase",
+                "fix the cause, then repeat the failed command, or call `serve_weights` or "
+                "`give_memory`: each group continues from its phase",
             ),
         )
     else:
@@ -274,9 +274,9 @@ def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
                 "trainer has the GPUs",
             ),
             (
-                "if the training step is over, call onload() (with a push, unless weights were "
-                "kept); if the training script has died, start it again or stop the run: "
-                "`rollout stop`",
+                "if the training step is over, call serve_weights(weights), or serve() if the "
+                "weights were kept; if the training script has died, start it again or stop the "
+                "run: `rollout stop`",
             ),
         )
 

@@ -55,6 +55,11 @@ def why_incompatible(
             f".worker_type = {group.worker_type}: engine {{engine}} is a {features.worker_type} "
             "worker; put it in a group of its own type"
         )
+    if update is not WeightUpdate.FROZEN and features.why_no_pushes:
+        return (
+            f".engine: engine {{engine}}: {features.why_no_pushes}; or freeze the model "
+            "(weights.update: frozen)"
+        )
     if update is not WeightUpdate.FROZEN and not features.takes_tensors:
         return (
             ".engine: engine {engine} has data-parallel replicas, which refuse pushed weights; "

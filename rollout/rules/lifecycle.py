@@ -104,19 +104,26 @@ TABLE: tuple[Transition, ...] = (
     Transition(_P.OFFLOADED, _C.RESUME_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
     Transition(_P.WEIGHTS_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED, OFFLOADING),
     Transition(_P.WEIGHTS_ONLOADED, _C.VERIFY, _P.VERIFIED, SURVIVING),
+    Transition(_P.WEIGHTS_ONLOADED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
     Transition(_P.WEIGHTS_UPDATED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
     Transition(_P.WEIGHTS_UPDATED, _C.VERIFY, _P.VERIFIED),
+    Transition(_P.WEIGHTS_UPDATED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
     Transition(_P.VERIFIED, _C.RESUME_KV, _P.KV_ONLOADED, OFFLOADING),
     Transition(_P.VERIFIED, _C.CONTINUE, _P.SERVING, KEEPING),
     # Engines that die here come back without weights, and only a push leads out.
     Transition(_P.VERIFIED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.VERIFIED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
     Transition(_P.KV_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
+    Transition(_P.KV_ONLOADED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
     Transition(_P.KV_ONLOADED, _C.CONTINUE, _P.SERVING),
 )
 
-# The commands of an offload and of an onload; resume_weights and update_weights lie between them.
-OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
-SERVE = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+# Each of these leads to its end from every phase, if each command goes to the groups that need it.
+MAKE_IDLE = (Command.PAUSE, Command.FLUSH)
+GIVE_MEMORY = (*MAKE_IDLE, Command.RELEASE)
+SERVE_UPDATED = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+SERVE = (Command.RESUME_WEIGHTS, *SERVE_UPDATED)
+SERVE_WEIGHTS = (*MAKE_IDLE, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
 
 # Each of these does something whenever it runs; both are for weights that change.
@@ -181,6 +188,8 @@ def groups_that_need(
 
 # In these phases a group needs no verification: it was only paused, or is verified.
 _VERIFIED = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.VERIFIED, Phase.KV_ONLOADED)
+# In these, requests may be in flight, so no memory may be released.
+_NOT_IDLE = (Phase.STARTING, Phase.SERVING, Phase.PAUSED)
 
 
 def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
@@ -191,41 +200,29 @@ def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
     if command is Command.RELEASE:
         # An offloaded group gets the command again, which does nothing.  But if an earlier resume
         # arrived late, after its caller had given up, only the group itself knows of it.
-        return traits.needs_offload and phase in (Phase.FLUSHED, Phase.OFFLOADED)
+        return traits.needs_offload and phase not in _NOT_IDLE
     return command in legal_commands(phase, traits)
 
 
-def check_can_offload(phases: Mapping[str, Phase]) -> None:
-    """Check that no group is in the middle of an onload.
+def hold_loaded_weights(phases: Iterable[Phase]) -> bool:
+    """Whether no group has released or changed its weights since it served."""
+    return all(phase in (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED) for phase in phases)
+
+
+def up_to(last: Command, commands: Sequence[Command]) -> Sequence[Command]:
+    """Those of ``commands`` that come before ``last``, and ``last``."""
+    return commands[: commands.index(last) + 1]
+
+
+def check_started(phases: Mapping[str, Phase]) -> None:
+    """Check that every group has started.
 
     Raises:
-        LifecycleError: a group is; the message names it.
+        LifecycleError: a group has not; the message names it.
     """
     for name, phase in phases.items():
-        if phase not in (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.OFFLOADED):
-            is_starting = phase is Phase.STARTING
-            raise LifecycleError(
-                f"cannot offload: group {name} is {phase}"
-                + ("" if is_starting else ", in the middle of an onload; finish the onload first"),
-                command="offload",
-                phase=phase,
-            )
-
-
-def check_can_update(phases: Mapping[str, Phase]) -> None:
-    """Check that no group has released its weights.
-
-    Raises:
-        LifecycleError: a group has; the message names it.
-    """
-    for name, phase in phases.items():
-        if phase is Phase.OFFLOADED:
-            raise LifecycleError(
-                f"cannot update the weights of group {name}: it is {phase}; onload with the new "
-                "weights instead",
-                command=Command.UPDATE_WEIGHTS,
-                phase=phase,
-            )
+        if phase is Phase.STARTING:
+            raise LifecycleError(f"group {name} is still {phase}", phase=phase)
 
 
 def why_none_serves(groups: Iterable[GroupStatus], version: int, update: WeightUpdate) -> str:
@@ -247,10 +244,7 @@ def _way_out(is_any_stale: bool, version: int, update: WeightUpdate) -> str:
     if not is_any_stale:
         return "launch again, or wait until recovery has restarted one (health.recover)"
     if update is WeightUpdate.FULL:
-        return (
-            f"push version {version} again, or a newer one, with onload(weights) or, where groups "
-            "keep their GPUs, sync_weights(weights)"
-        )
+        return f"push version {version} again, or a newer one, with serve_weights(weights)"
     if update is WeightUpdate.FROZEN:
         return "repeat the command when recovery has verified one"
     if update is WeightUpdate.LORA:
@@ -278,7 +272,8 @@ def next_phase(phase: Phase, command: Command, traits: GroupTraits) -> Phase:
     legal = legal_commands(phase, traits)
     is_unpushed = phase is Phase.WEIGHTS_ONLOADED and command is Command.VERIFY
     why = (
-        ": the release discarded the weights, so they must be pushed first, with onload(weights)"
+        ": the release discarded the weights, so they must be pushed first, with "
+        "serve_weights(weights)"
         if is_unpushed
         else ""
     )

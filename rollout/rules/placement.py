@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from engines.protocol import GpuId, WorkerType
-from rollout.config import EngineKind, GroupConfig, RolloutConfig
+from rollout.config import GroupConfig, RolloutConfig
 from rollout.core.errors import PlacementError
 from rollout.core.types import EngineRank, EngineSlot, NodeShare, TrainerSlot
 
@@ -129,7 +129,7 @@ def plan_placement(
             num_gpus += group.engine.gpus
     bundles = [BundleRequest(num_gpus=1, num_cpus=1.0)] * num_gpus
     for key, group in groups.items():
-        if group.engine.kind is EngineKind.ATTACHED:
+        if group.engine.is_attached:
             spans[key] = range(0)
         elif not group.engine.gpus:
             spans[key] = range(len(bundles), len(bundles) + group.engine.nodes)

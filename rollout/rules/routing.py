@@ -35,6 +35,7 @@ class Backend:
     Attributes:
         reason: why it is not serving; empty if it is.
         may_return: when it is lost, recovery may bring it back without any command.
+        is_vllm: it takes requests in vLLM's form.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
     """
 
@@ -45,6 +46,7 @@ class Backend:
     reason: str = ""
     bootstrap_port: int = 8998
     may_return: bool = False
+    is_vllm: bool = False
 
     @property
     def is_choosable(self) -> bool:

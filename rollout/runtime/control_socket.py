@@ -132,6 +132,8 @@ class ControlListener:
 class SocketCaller:
     """Calls a server of a local run from another process; see ``handle.transport.Caller``."""
 
+    backend = "local"
+
     def __init__(self, address: ControlAddress, server: str) -> None:
         self._address = address
         self._server = server

@@ -42,6 +42,8 @@ T = TypeVar("T")
 class LocalCaller:
     """Calls a server on an event loop of this process.  Pickled, it calls over the socket."""
 
+    backend = "local"
+
     def __init__(self, loop: LoopThread, server: RolloutServer, address: ControlAddress) -> None:
         self._loop = loop
         self._server = server
@@ -188,10 +190,12 @@ def launch_local(
     *,
     launcher: EngineLauncher | None = None,
     connect: Connect | None = None,
+    wait: bool = True,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` in this process; returns when they serve.
 
     Args:
+        wait: see ``rollout.launch``.
         launcher: starts the engines; None starts them as child processes.
         connect: creates the client of an engine; tests inject their own.
 
@@ -231,4 +235,4 @@ def launch_local(
         loop,
         on_close=close,
         trainer_slots=trainer_slots(plan, granted),
-    ).started()
+    ).started(wait=wait)

@@ -15,7 +15,7 @@ from pathlib import Path
 from engines.launch import check_spec
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
-from engines.protocol.spec import SGLANG_CPU, EngineSpec
+from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, EngineSpec
 from rollout.config import (
     EngineConfig,
     EngineKind,
@@ -36,6 +36,7 @@ from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patt
 _MODULES = {
     EngineKind.EMBEDDED: ("torch", "transformers"),
     EngineKind.SGLANG: ("sglang",),
+    EngineKind.VLLM: ("vllm",),
 }
 
 
@@ -113,7 +114,7 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
     except ConfigError as error:
         yield Mistake(error.setting, error.value, str(error))
     engine = group.engine
-    if engine.kind is EngineKind.ATTACHED or group.worker_type is WorkerType.PLACEHOLDER:
+    if engine.is_attached or group.worker_type is WorkerType.PLACEHOLDER:
         return
     if why := _why_no_interpreter(engine.python):
         yield _wrong(f"{path}.engine.python", engine.python, why)
@@ -138,7 +139,7 @@ def _wrong_quantisation(
 
 
 def _why_no_interpreter(python: str) -> str:
-    if python in ("", SGLANG_CPU) or shutil.which(python):
+    if python in ("", SGLANG_CPU, VLLM_CPU) or shutil.which(python):
         return ""
     reason = "cannot be executed" if Path(python).exists() else "does not exist"
     return f"it {reason}; give the path of a Python interpreter, or leave python out"
@@ -167,7 +168,7 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
 
 
 def _first_missing(engine: EngineConfig) -> str:
-    needed = () if engine.python else _MODULES.get(engine.kind, ())
+    needed = () if engine.python or engine.is_attached else _MODULES.get(engine.kind, ())
     return next((name for name in needed if importlib.util.find_spec(name) is None), "")
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engines.fake import FakeEngine
@@ -69,12 +70,13 @@ class FakeGenerationClient:
         engine = min(serving, key=lambda engine: self._in_flight[engine.engine_id])
         self._in_flight[engine.engine_id] += 1
         try:
-            return await engine.generate(
+            reply = await engine.generate(
                 input_ids=request.input_ids,
                 sampling_params=request.sampling,
                 rid=request.rid,
                 return_logprob=True,
             )
+            return replace(reply, engine_id=engine.engine_id)
         except EngineRejected as error:
             is_final = 400 <= (error.status or 400) < 500
             kind = FailureKind.REFUSED if is_final else FailureKind.LOST

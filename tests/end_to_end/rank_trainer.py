@@ -115,6 +115,12 @@ class Trainer:
     def push(self, seed: int, **more: Any) -> Any:
         return self.pusher.push(self.sharded(seed), **more)
 
+    def offload(self, without: int | None = None) -> Any:
+        """All ranks but one, which pushes instead."""
+        return (
+            self.pusher.push(self.whole(1)) if self.rank == without else self.pusher.give_memory()
+        )
+
     def push_by(self, transport: str, seed: int, is_streamed: bool = False, **more: Any) -> Any:
         config = self.pusher.config
         weights = config.weights.model_copy(update={"transport": Transport(transport), **more})
@@ -166,7 +172,7 @@ class Trainer:
         def gathered() -> Iterator[tuple[str, torch.Tensor]]:
             for name, shard in self.sharded(seed).items():
                 if name in self.manifest.tensors and name != without:
-                    yield name, shard.full_tensor()
+                    yield name, shard  # the push gathers it
 
         return self.pusher.push(gathered())
 
@@ -275,14 +281,14 @@ class Trainer:
 
     def stays_away(self, rank: int) -> Any:
         """One rank does not call push before the others have given up."""
-        return self.late(rank, 3 * TIMEOUT_S)
+        return self.late(rank, 2 * TIMEOUT_S)
 
     def generator_raises(self, rank: int, at: int, is_before_gather: bool = False) -> Any:
         """The generator of one rank raises, after or before the gather of a tensor.
 
         The gathers have a deadline of their own, which is what frees the others.
         """
-        seconds = timedelta(seconds=3 * TIMEOUT_S)
+        seconds = timedelta(seconds=2 * TIMEOUT_S)
         group = dist.new_group(timeout=seconds)
 
         def gathered() -> Iterator[tuple[str, torch.Tensor]]:

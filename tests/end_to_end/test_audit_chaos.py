@@ -146,7 +146,7 @@ def test_every_prompt_reaches_the_trainer_once(
                     )
                     if step % 2 == 0:
                         saved = (list(trained), json.dumps(driver.state_of(data)))
-                    policy.sync_weights(weights).result(100)
+                    policy.serve_weights(weights).result(100)
                     step += 1
                 assert len(trained) == stream.auditor.delivered.total()
             num_crashes += 1

@@ -195,8 +195,8 @@ def serving(policy: RealPolicy) -> list[str]:
 
 async def step(policy: RealPolicy) -> None:
     tensors = policy.next_tensors()
-    await policy.handle.offload()
-    await policy.handle.onload(tensors)
+    await policy.handle.give_memory()
+    await policy.handle.serve_weights(tensors)
 
 
 @pytest.mark.parametrize(("kind", "fault", "phase"), CASES, indirect=["kind"], scope="module")

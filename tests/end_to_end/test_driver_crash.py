@@ -54,10 +54,10 @@ def wait_for(name):
         time.sleep(0.02)
 
 wait_for("offload")
-policy.offload().result()
+policy.give_memory().result()
 print("offloaded", flush=True)
 wait_for("push")
-policy.onload_push(push(1)).result()
+policy.serve_weights(push(1)).result()
 print("pushed", flush=True)
 wait_for("stop")
 print("stopping", flush=True)

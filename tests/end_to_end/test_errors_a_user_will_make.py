@@ -134,14 +134,14 @@ def mistake(**change):
     tensors.update(change)
     with rollout.launch(config) as deployment:
         policy = deployment["policy"]
-        policy.offload().result()
+        policy.give_memory().result()
         policy.onload_weights().result()
         try:
             policy.update_weights({{k: v for k, v in tensors.items() if v is not None}}).result()
         except rollout.WeightMismatch as error:
             print("refused:", error, flush=True)
         # Nothing was sent, so the right push still goes through.
-        policy.onload(model.state_dict(), version=7).result()
+        policy.serve_weights(model.state_dict(), version=7).result()
         print("serving", deployment.status().result()["policy"].phase, flush=True)
 mistake(**{{"model.norm.weights": torch.ones(3)}})
 mistake(**{{"model.norm.weight": torch.ones(3)}})

@@ -139,7 +139,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]
 ) -> None:
     policy = deployment["policy"]
-    await policy.sync_weights(policy.make_adapter_push(adapter(base, 4), CONFIG))
+    await policy.serve_weights(policy.make_adapter_push(adapter(base, 4), CONFIG))
     said = await say(policy, "policy")
     killed = engine_of(policy)
     os.killpg(killed.pid, signal.SIGKILL)
@@ -163,10 +163,10 @@ async def test_base_and_adapter_merged_say_what_the_adapter_says(
 ) -> None:
     policy = deployment["policy"]
     named = adapter(base, 5)
-    await policy.sync_weights(policy.make_adapter_push(named, CONFIG))
+    await policy.serve_weights(policy.make_adapter_push(named, CONFIG))
     said = await say(policy, "policy")
     whole = dict(merged(base, named, CONFIG))
-    await policy.sync_weights(policy.make_base_push(whole))
+    await policy.serve_weights(policy.make_base_push(whole))
     assert await say(policy, None) == said
     assert policy.base_differs(whole)
 

@@ -67,7 +67,7 @@ def test_a_rank_that_never_comes_ends_the_push_on_the_other(
 def test_a_rank_that_is_late_inside_a_bucket_ends_the_push(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:
-    said = ranks.do("sleeps", rank=rank, seconds=3 * RANK_TIMEOUT_S)
+    said = ranks.do("sleeps", rank=rank, seconds=2 * RANK_TIMEOUT_S)
     assert len(errors(said)) == 1, said
     assert f"rank {rank} " in said[0]["error"]
     assert said[1 - rank]["seconds"] < 2.5 * RANK_TIMEOUT_S
@@ -79,7 +79,7 @@ def test_a_rank_that_is_frozen_ends_the_push_on_the_other(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:
     frozen = psutil.Process(ranks.processes[rank].pid)
-    thaw = threading.Timer(3 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
+    thaw = threading.Timer(2 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
     thaw.start()
     said = ranks.do("stops", rank=rank)
     thaw.join()
@@ -97,7 +97,7 @@ def test_a_generator_that_raises_ends_the_push_on_all_ranks(
     said = ranks.do("generator_raises", rank=rank, at=9, is_before_gather=is_before_gather)
     assert len(errors(said)) == 1, said
     assert f"rank {rank}: ValueError: no weights for" in said[0]["error"]
-    # The other is in a gather of the generator's own group, whose deadline is 3 of the ranks'.
+    # The other is in a gather of the generator's own group, whose deadline is 2 of the ranks'.
     assert said[rank]["seconds"] < 2 * RANK_TIMEOUT_S
     assert said[1 - rank]["seconds"] < 5 * RANK_TIMEOUT_S
     the_next_push_works(run, ranks, 5)

@@ -55,7 +55,7 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
     # Each rank has written its share, and no rank more than that and one bucket.
     total = sum(one["shm_bytes"] for one in said)
     assert all(0 < one["shm_bytes"] <= total / 2 + 2 * BUCKET_BYTES for one in said)
-    run["policy"].offload().result(60)
+    run["policy"].give_memory().result(60)
     said = ranks.do("push", seed=6)
     assert [one.get("version") for one in said] == [before + 2] * 2, said
     assert "resume_kv" in said[0]["phases"]
@@ -65,6 +65,21 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
     served_seed(run, 7)
     said = ranks.do("push", seed=8, version=before + 9)
     assert [one.get("version") for one in said] == [before + 9] * 2, said
+
+
+def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: Ranks) -> None:
+    before = run["policy"].weight_version
+    ranks.do("push", seed=15)
+    said = ranks.do("offload")
+    assert [one.get("phases") for one in said] == [["pause", "flush", "release"]] * 2, said
+    assert run["policy"].status().result(30).gate == "holding"
+    assert [one.get("version") for one in ranks.do("push", seed=16)] == [before + 2] * 2
+    served_seed(run, 16)
+    said = ranks.do("offload", without=1)
+    assert "rank 1 did not report at the begin of the offload within 4 s" in said[0]["error"]
+    assert "rank 0 has sent nothing within 4 s" in said[1]["error"]
+    assert run["policy"].status().result(30).gate == "open"
+    assert [one.get("version") for one in ranks.do("push", seed=17)] == [before + 3] * 2
 
 
 def test_the_report_has_the_seconds_and_bytes_of_every_rank(

@@ -156,16 +156,16 @@ def test_a_turn_that_fails_on_one_rank_leaves_weights_without_kv_and_all_ranks_k
 ) -> None:
     with launched(tmp_path) as run, with_ranks(run, tmp_path) as ranks:
         policy = run["policy"]
-        policy.offload().result(60)
+        policy.give_memory().result(60)
         said = ranks.do("turn", seed=5, fails_on=rank)
         assert len(errors(said)) == 1, said
         assert f"rank {rank}: ValueError: the optimizer does not fit" in said[0]["error"]
         assert WITHOUT_KV in said[0]["error"]
         status = policy.status().result(30)
         assert (status.phase, status.gate) == ("verified", "holding")
-        policy.onload().result(60)
+        policy.serve().result(60)
         served_seed(run, 5)
-        policy.offload().result(60)
+        policy.give_memory().result(60)
         said = ranks.do("turn", seed=6)
         assert [one.get("version") for one in said] == [2, 2], said
         assert said[0]["phases"][-2:] == ["resume_kv", "continue"]

@@ -103,7 +103,7 @@ def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
 ) -> None:
     policy = deployment["policy"]
     at_start = greedy(policy)
-    policy.sync_weights(weights).result(60)
+    policy.serve_weights(weights).result(60)
     assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
     pushed = greedy(policy)
     assert pushed != at_start

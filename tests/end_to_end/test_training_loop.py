@@ -132,7 +132,7 @@ def test_an_error_in_the_block_leaves_the_gate_shut_and_the_engines_offloaded(
     with pytest.raises(TrainerFailed):
         train()
     assert where(policy) == ("offloaded", "holding")
-    policy.onload(model.state_dict()).result()
+    policy.serve_weights(model.state_dict()).result()
     assert where(policy) == ("serving", "open")
 
 
@@ -141,7 +141,35 @@ async def test_so_does_an_error_in_an_async_block(policy: ServerHandle, model: A
         async with policy.offloaded():
             raise TrainerFailed
     assert where(policy) == ("offloaded", "holding")
-    await policy.onload(model.state_dict())
+    await policy.serve_weights(model.state_dict())
+    assert where(policy) == ("serving", "open")
+
+
+# 5: weights that are pushed and not verified.
+@pytest.mark.parametrize(
+    "num_steps", [5, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1, 2, 3, 4, 6, 7))]
+)
+def test_both_calls_from_every_phase(policy: ServerHandle, model: Any, num_steps: int) -> None:
+    steps = (
+        policy.pause_generation,
+        policy.flush_cache,
+        policy.release_memory_occupation,
+        policy.onload_weights,
+        lambda: policy.update_weights(model.state_dict()),
+        policy.verify,
+        policy.onload_kv,
+    )
+    for step in steps[:num_steps]:
+        step().result()
+    policy.serve_weights(model.state_dict()).result()
+    assert where(policy) == ("serving", "open")
+    for step in steps[:num_steps]:
+        step().result()
+    is_released = where(policy)[0] == "offloaded"
+    assert (policy.give_memory().result().freed_bytes > 0) is not is_released
+    assert where(policy) == ("offloaded", "holding")
+    version = policy.weight_version + 1
+    assert policy.serve_weights(model.state_dict(), version).result().weight_version == version
     assert where(policy) == ("serving", "open")
 
 

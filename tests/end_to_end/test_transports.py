@@ -100,7 +100,7 @@ def test_every_engine_of_every_group_holds_what_was_pushed(
     disk_path = str(tmp_path / "{version}")
     policy = with_settings(deployment, shm, transport=transport, stream=stream, disk_path=disk_path)
     version = next(VERSIONS)
-    report = policy.sync_weights(weights, version=version).result(60)
+    report = policy.serve_weights(weights, version=version).result(60)
     assert report.weight_version == version
     one, other = held(deployment)
     assert one == other == {name: bytes_fingerprint(name, weights[name]) for name in one}
@@ -122,7 +122,7 @@ def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
     monkeypatch.setattr(f"{costs}.why_loads_cost", lambda kinds, config: "it packs")
     policy = with_settings(deployment, shm, stream=True)
     for _ in range(2):
-        policy.sync_weights(weights, version=next(VERSIONS)).result(60)
+        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
         for engine in held(deployment):
             assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
         files = list(shm.rglob("*.safetensors"))
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_and_the_engines_serve_on(
         ({**weights, name: weights[name].long()}, "is int64"),
     ):
         with pytest.raises(WeightMismatch, match=words):
-            policy.sync_weights(wrong, version=next(VERSIONS)).result(60)
+            policy.serve_weights(wrong, version=next(VERSIONS)).result(60)
     assert held(deployment) == before
     assert deployment["policy"].status().result().gate == "open"
     assert list(shm.iterdir()) == []
@@ -174,7 +174,7 @@ def test_pushes_reuse_the_memory_of_those_before(
     policy = with_settings(deployment, shm, transport="shared_memory")
     seen = []
     for _ in range(2):
-        policy.sync_weights(weights, version=next(VERSIONS)).result(60)
+        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
         seen.append(sorted((file.stat().st_ino, file.name) for file in shm.rglob("*.safe*")))
     assert seen[0] == seen[1] != []
     policy.close()
@@ -196,7 +196,7 @@ def test_names_of_the_trainers_own_are_mapped(
                 part, tensor = tensor[: value.numel()], tensor[value.numel() :]
                 yield key, part.view(value.shape)
 
-    policy.sync_weights(fused, version=next(VERSIONS), name_map=name_map).result(60)
+    policy.serve_weights(fused, version=next(VERSIONS), name_map=name_map).result(60)
     for engine in held(deployment):
         assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
     policy.close()
@@ -219,7 +219,7 @@ def test_a_carrier_of_ones_own_is_a_transport(
     manifest = read_checkpoint_manifest(model_path)
     assert manifest is not None
     push = WeightPush(next(VERSIONS), manifest, [{"path": str(model_path)}], ByHand())
-    assert policy.sync_weights(push).result(60).weight_version == push.version
+    assert policy.serve_weights(push).result(60).weight_version == push.version
     assert ByHand.num_sent == 2
 
 
@@ -245,7 +245,7 @@ async def test_a_missing_peer_frees_the_engine_that_waits_at_the_deadline(
     assert time.monotonic() - started < 30
     await engine.aclose()
     policy = with_settings(deployment, shm, transport="distributed")
-    report = await policy.sync_weights(weights, version=next(VERSIONS))
+    report = await policy.serve_weights(weights, version=next(VERSIONS))
     assert report.phase_s["update_weights"] < 30
     policy.close()
 

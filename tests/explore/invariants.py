@@ -113,7 +113,7 @@ class Invariants:
         name = next(name for name, one in self.parts.routers.items() if one.gate is gate)
         self._check_one_serves(self.parts.servers[name], "the gate opens")
         for member in gate.members.choosable.members:
-            engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
+            engine = self.parts.launcher.engine_at(member.endpoint)
             if engine.struck_in:
                 self.violate(
                     f"I6: {engine.engine_id} is in routing though it failed {engine.struck_in}"
@@ -159,6 +159,10 @@ class Invariants:
         is_release = operation == "release_memory_occupation"
         for process in self._left_to_serve():
             engine = process.engine
+            # New weights for one server leave the others serving.
+            is_other = self._server_of(engine.engine_id) != self._server_of(asked.engine_id)
+            if is_other and not is_release:
+                continue
             if engine.struck_in or (engine.is_flushed if is_release else engine.paused):
                 continue
             what = "flushed" if is_release else "paused"
@@ -227,7 +231,7 @@ class Invariants:
                     self.violate(f"I4: {engine_id} failed {operation}; nobody was told")
         if gate.state is GateState.OPEN:
             for member in gate.members.choosable.members:
-                engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
+                engine = self.parts.launcher.engine_at(member.endpoint)
                 if engine.struck_in:
                     self.violate(f"I6: {engine.engine_id} failed {engine.struck_in}, and serves")
 

@@ -30,7 +30,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core import fanout
 from rollout.core.types import StepReport
 from rollout.rules import lifecycle
-from rollout.rules.lifecycle import Command, Phase
+from rollout.rules.lifecycle import GIVE_MEMORY, Command, Phase
 from rollout.rules.routing import BackendState
 from rollout.weights.push.push_version import LastPush
 from rollout.weights.push.weight_push import WeightPush
@@ -88,9 +88,9 @@ class Mutation:
 
 
 def _skip_the_barrier(patch: pytest.MonkeyPatch) -> None:
-    async def advance(self: PhaseRunner, *commands: Command) -> Any:
-        if commands[0] is not Command.PAUSE:
-            return await advanced(self, *commands)
+    async def advance(self: PhaseRunner, *commands: Command, push: Any = None) -> Any:
+        if commands != GIVE_MEMORY:
+            return await advanced(self, *commands, push=push)
         await self._gate.shut("holding", "paused", "pause")
         self._order += 3
 
@@ -118,8 +118,8 @@ def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
         finally:
             await self._router.set_gate("open", weight_version=self.weight_version)
 
-    updated = RolloutServer.update_and_continue
-    patch.setattr(RolloutServer, "update_and_continue", update)
+    updated = RolloutServer.serve_weights
+    patch.setattr(RolloutServer, "serve_weights", update)
 
 
 def _retry_what_was_lost(patch: pytest.MonkeyPatch) -> None:
@@ -472,7 +472,7 @@ MUTATIONS = (
         deviations=0,
     ),
     Mutation("skip the barrier between groups", _skip_the_barrier, "barrier: flush_cache"),
-    Mutation("continue in a finally", _continue_in_finally, "I2: the gate opens", ("update",)),
+    Mutation("continue in a finally", _continue_in_finally, "I[28]: the gate opens", ("update",)),
     Mutation(
         "retry a lost release",
         _retry_what_was_lost,

@@ -42,9 +42,9 @@ class Plan:
     search: Callable[[Explorer], None]
 
 
-def _step(explorer: Explorer, settings: Settings, budget: int) -> None:
+def _step(explorer: Explorer, settings: Settings, budget: int, face: str = "sglang") -> None:
     """A whole step, phase by phase, with at most ``budget`` departures over all phases."""
-    frontier = [State(serving())]
+    frontier = [State(serving(face=face))]
     for phase in PHASES:
         one = Settings((phase,), settings.injections, settings.outcomes)
         reached: list[State] = []
@@ -135,6 +135,13 @@ DEFAULT: tuple[Plan, ...] = (
         "all seven outcomes of every call and six events from outside, any 2 in a whole step",
         lambda explorer: _step(
             explorer, Settings((), ("cancel", "request", "offload", "stop", *_DEATHS)), 2
+        ),
+    ),
+    Plan(
+        "a step by phases over vLLM",
+        "four outcomes of every call, cancel and two kill -9: any 1 in a whole step",
+        lambda explorer: _step(
+            explorer, Settings((), ("cancel", *_DEATHS), FEW_OUTCOMES), 1, face="vllm"
         ),
     ),
     Plan(

@@ -130,6 +130,7 @@ def serving(
     recover: bool = False,
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
     reports_released: bool = False,
+    face: str = "sglang",
 ) -> bytes:
     """A server that has just started, with the gate open.
 
@@ -137,8 +138,9 @@ def serving(
         recover: dead engines are replaced when somebody says ``recover``.
         frozen: groups of a second server, whose model is never updated.
         reports_released: engines report what they hold, so that a lost release can be checked.
+        face: of the engines, ``sglang`` or ``vllm``.
     """
-    launcher = Launcher(reports_released)
+    launcher = Launcher(reports_released, face)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
     if frozen is not None:

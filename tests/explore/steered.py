@@ -14,8 +14,9 @@ from engines.fake import FakeEngine, faults
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
+from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, MemoryTag
+from engines.protocol import Endpoint, Engine, MemoryTag
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine.logprob_check import RID_PREFIX
@@ -158,6 +159,10 @@ class SteeredEngine(FakeEngine):
             del world.hanging[self.engine_id]
 
 
+class SteeredVllm(SteeredEngine, FakeVllm):
+    """The same behind vLLM's face."""
+
+
 class SteeredProcess(FakeRunningEngine):
     """A process whose kill may fail."""
 
@@ -284,8 +289,9 @@ class Delayed:
 class Launcher:
     """Launches steered engines."""
 
-    def __init__(self, reports_released: bool = False) -> None:
+    def __init__(self, reports_released: bool = False, face: str = "sglang") -> None:
         self.reports_released = reports_released
+        self.face = face
         self.processes: dict[str, SteeredProcess] = {}
         self.all: list[SteeredProcess] = []
         self.world: World | None = None
@@ -297,7 +303,8 @@ class Launcher:
                 raise EngineUnreachable("it ended while it started", engine=spec.engine_id)
             self.world.struck.pop(spec.engine_id, None)
         endpoint = Endpoint("127.0.0.1", len(self.all) + 1)
-        engine = SteeredEngine(
+        make = SteeredVllm if self.face == "vllm" else SteeredEngine
+        engine = make(
             spec.engine_id,
             endpoint=endpoint,
             tensors=DEFAULT_TENSORS[-1:],
@@ -314,8 +321,14 @@ class Launcher:
             self.world.attach(process)
         return process
 
-    def connect(self, endpoint: Endpoint, engine_id: str) -> SteeredEngine:
+    def engine_at(self, endpoint: Endpoint) -> SteeredEngine:
         return self.all[endpoint.port - 1].engine  # type: ignore[return-value]
+
+    def connect(self, endpoint: Endpoint, engine_id: str) -> Engine:
+        engine = self.engine_at(endpoint)
+        if isinstance(engine, SteeredVllm):
+            return connect_in_memory(engine, weights_cpu_backup=engine.keeps_backup)
+        return engine
 
 
 @dataclass

@@ -410,8 +410,8 @@ async def _recover(server: RolloutServer) -> None:
 
 
 _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
-    "offload": RolloutServer.offload,
-    "serve": RolloutServer.onload,
+    "offload": RolloutServer.give_memory,
+    "serve": RolloutServer.serve,
     "stop": RolloutServer.stop,
     "recover": _recover,
     "remove": RolloutServer.remove_engine,
@@ -424,8 +424,8 @@ _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
 }
 _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     # Looked up at the call: a mutation may have replaced the method.
-    "onload": lambda server, push: server.onload(push),
-    "update": lambda server, push: server.update_and_continue(push),
+    "onload": lambda server, push: server.serve_weights(push),
+    "update": lambda server, push: server.serve_weights(push),
     "update_weights": lambda server, push: server.update_weights(push),
     "prove": lambda server, push: server.prove_push_path(push),
 }
@@ -434,13 +434,13 @@ _BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose", "alike"
 
 def _onload_all(parts: Parts) -> Awaitable[Any]:
     name, server = next(iter(parts.servers.items()))
-    return parts.deployment.onload({name: push(server.weight_version + 1)})
+    return parts.deployment.serve({name: push(server.weight_version + 1)})
 
 
 _OF_ALL: dict[str, Callable[[Parts], Awaitable[Any]]] = {
-    "all offload": lambda parts: parts.deployment.offload(),
+    "all offload": lambda parts: parts.deployment.give_memory(),
     "all onload": _onload_all,
-    "all serve": lambda parts: parts.deployment.onload({}),
+    "all serve": lambda parts: parts.deployment.serve({}),
 }
 
 

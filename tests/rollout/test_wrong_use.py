@@ -70,7 +70,7 @@ PUSHES = [
     ({"model.norm.weight": [1.0]}, "'model.norm.weight' is a list, not a tensor"),
     ({"model.norm.weight": None}, "is a NoneType, not a tensor"),
 ]
-SENDERS = ["onload", "sync_weights", "update_weights", "make_push", "make_base_push", "prepare"]
+SENDERS = ["serve_weights", "update_weights", "make_push", "make_base_push", "prepare"]
 
 
 @pytest.mark.parametrize("method", [*SENDERS, "base_differs", "sync_base"])
@@ -94,8 +94,9 @@ def test_a_version_that_is_no_number_is_refused(
 
 
 HANDLE: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (lambda p: p.onload_push({}), WeightMismatch, "what make_push returns, not a dict"),
-    (lambda p: p.onload({}, name_map={"a": "b"}), WeightMismatch, "name_map is a function"),
+    (lambda p: p.serve_weights({}, name_map={"a": "b"}), WeightMismatch, "name_map is a function"),
+    (lambda p: p.serve_weights({}, before_kv=5), ConfigError, "before_kv takes a plain function"),
+    (lambda p: p.serve(before_kv=5), ConfigError, "before_kv takes a plain function"),
     (lambda p: p.expect(5), WeightMismatch, "a list of floats per prompt"),
     (lambda p: p.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
     (lambda p: p.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
@@ -128,9 +129,9 @@ def test_a_server_that_does_not_exist_is_named_with_those_that_do(
         deployment["polcy"]
     assert "polcy" not in deployment
     with pytest.raises(ConfigError, match="no server 'polcy' to push weights to; known: policy"):
-        deployment.onload({"polcy": {}})
+        deployment.serve_weights({"polcy": {}})
     with pytest.raises(ConfigError, match="tensors by server name, not a list"):
-        deployment.onload([])  # type: ignore[arg-type]
+        deployment.serve_weights([])  # type: ignore[arg-type]
 
 
 @pytest.mark.torch
@@ -138,19 +139,29 @@ def test_a_command_in_the_wrong_phase_says_what_was_wrong_in_the_callers_words(
     deployment: DeploymentHandle,
 ) -> None:
     policy = deployment["policy"]
-    policy.offload().result(TIMEOUT_S)
-    with pytest.raises(LifecycleError, match=r"must be pushed first, with onload\(weights\)"):
-        policy.onload().result(TIMEOUT_S)
-    with pytest.raises(LifecycleError, match="cannot offload: group"):
-        policy.offload().result(TIMEOUT_S)
-    # The onload has begun, so weights can be pushed to complete it.
-    assert policy.sync_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+    policy.give_memory().result(TIMEOUT_S)
+    with pytest.raises(
+        LifecycleError, match=r"must be pushed first, with serve_weights\(weights\)"
+    ):
+        policy.serve().result(TIMEOUT_S)
+    with pytest.raises(LifecycleError, match="cannot flush while weights_onloaded"):
+        policy.flush_cache().result(TIMEOUT_S)
+    # The weights have their memory again, and both ways lead on from there.
+    policy.give_memory().result(TIMEOUT_S)
+    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
+    assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
 
 
 def test_after_a_stop_every_call_says_so(tmp_path: Path) -> None:
     with launched(launch_local, tmp_path, {"main": {}}) as handle:
         policy = handle["policy"]
-    for call in (policy.offload, policy.status, policy.onload, handle.status, handle.offload):
+    for call in (
+        policy.give_memory,
+        policy.status,
+        policy.serve,
+        handle.status,
+        handle.give_memory,
+    ):
         with pytest.raises(RolloutError, match="deployment is closed: no call is possible"):
             call()
     handle.stop()
@@ -171,6 +182,7 @@ DRIVERS: list[tuple[dict[str, Any], str]] = [
     ({"max_failed_share": 2}, "max_failed_share = 2: must be a share between 0 and 1"),
     ({"max_failed_share": "x"}, "max_failed_share = 'x'"),
     ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
+    ({"routed_experts": 1}, "routed_experts = 1"),
     ({"key": "a\nb"}, "printable ASCII text"),
     ({"key": 5}, "printable ASCII text"),
     ({"on_metrics": "x"}, "on_metrics = 'x'"),

@@ -1,7 +1,7 @@
 """Groups, servers and pushes over fake engines, ready to be driven."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.vllm import VllmFakeLauncher
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
@@ -20,6 +21,12 @@ from rollout.rules.routing import Backend, BackendState
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 
+LAUNCHERS: Mapping[str, Callable[[], FakeLauncher]] = {
+    "sglang": FakeLauncher,
+    "vllm": VllmFakeLauncher,
+}
+face = "sglang"
+"""Whose HTTP the fakes of a test speak that brings no launcher of its own."""
 TENSOR_NAMES = tuple(tensor.name for tensor in DEFAULT_TENSORS)
 
 
@@ -69,7 +76,7 @@ def make_group(
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
-    launcher = launcher or FakeLauncher()
+    launcher = launcher or LAUNCHERS[face]()
     config = server_config({name: {"num_engines": num_engines, **group}}, update=update)
     settings = GroupSettings(
         name=name,
@@ -219,7 +226,7 @@ def make_server(
         model_path=write_checkpoint(folder),
         not_pushed=not_pushed,
     )
-    launcher = launcher or FakeLauncher()
+    launcher = launcher or LAUNCHERS[face]()
     made = {
         name: ServerGroup(
             GroupSettings(

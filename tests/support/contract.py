@@ -23,11 +23,13 @@ from engines.fake import FakeLauncher
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
 from engines.fake.http_fake import HttpFakeLauncher
+from engines.fake.vllm import VllmFakeLauncher, make_vllm
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
 from engines.protocol.errors import EngineError, EngineRejected
+from engines.vllm.client import VllmClient
 
 T = TypeVar("T")
 
@@ -41,6 +43,7 @@ CONTEXT_LENGTH = 4096
 CPU_OPTIONS: dict[str, dict[str, Any]] = {
     "embedded": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
     "sglang": {"dtype": "float32", "max-total-tokens": 20000},
+    "vllm": {"max-model-len": 4096, "block-size": 32},
 }
 
 
@@ -132,6 +135,8 @@ class InFlight:
                 self.last = reply
                 async with self.came:
                     self.came.notify_all()
+                # The tokens of a fast engine may all be here; other tasks run between them.
+                await asyncio.sleep(0)
         assert self.last is not None
         return self.last
 
@@ -150,17 +155,22 @@ class InFlight:
 
 @dataclass
 class Bench:
-    """One engine under test."""
+    """One engine under test.
+
+    Attributes:
+        face: whose HTTP a fake answers, if not SGLang's.
+    """
 
     kind: str
     engine: Engine
     running: RunningEngine
     models: Models
+    face: str = ""
 
     @property
     def is_in_memory(self) -> bool:
         """There is no wire between the test and the engine."""
-        return not isinstance(self.engine, EngineClient)
+        return bool(self.face) or not isinstance(self.engine, EngineClient | VllmClient)
 
     async def held_bytes(self) -> int:
         """Memory that a release gives back: of its GPUs, or of the host if it has none."""
@@ -235,9 +245,9 @@ class Bench:
         try:
             with suppress(EngineRejected):
                 await self.engine.end_weight_update()
-            # Only the embedded engine says, and only it still lives after a wrong order.
-            if released := (await self.engine.server_info()).raw.get("released_tags"):
-                await self.engine.resume_memory_occupation(released)
+            # SGLang does not say, and does not live after a wrong order.
+            if released := (await self.engine.server_info()).released:
+                await self.engine.resume_memory_occupation(list(released))
             await self.engine.continue_generation()
             await self.engine.abort_request()
             await self.engine.flush_cache(timeout_s=10.0)
@@ -253,19 +263,20 @@ def payload(kind: str, tensors: dict[str, Any]) -> list[str]:
     return [base64.b64encode(packed).decode()]
 
 
-def client(endpoint: Endpoint, engine_id: str) -> EngineClient:
+def client(endpoint: Endpoint, engine_id: str, kind: str = "") -> EngineClient | VllmClient:
     """A client whose patience is a test's."""
     deadlines = Deadlines(
         control_s=20, pause_s=20, memory_s=20, update_s=20, group_s=20, check_s=20, generate_s=60
     )
-    return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+    make = VllmClient if kind == "vllm" else EngineClient
+    return make(endpoint, engine_id=engine_id, deadlines=deadlines)
 
 
 @asynccontextmanager
 async def pooled(pool: Pool, models: Models) -> AsyncIterator[Bench]:
     """An engine of the pool, serving at the start; at the end too, or ended."""
     running = await pool.take()
-    engine = client(running.endpoint, pool.spec.engine_id)
+    engine = client(running.endpoint, pool.spec.engine_id, pool.spec.kind)
     bench = Bench(pool.spec.kind, engine, running, models)
     try:
         yield bench
@@ -279,6 +290,13 @@ async def pooled(pool: Pool, models: Models) -> AsyncIterator[Bench]:
         await engine.aclose()
 
 
+def _slow_vllm(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    """Its tokens take a moment each."""
+    return make_vllm(
+        spec, endpoint, token_s=0.001, vocab_size=VOCABULARY, context_length=CONTEXT_LENGTH
+    )
+
+
 def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
     """Its tokens take a moment each."""
     return FakeEngine(
@@ -289,6 +307,14 @@ def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         vocab_size=VOCABULARY,
         context_length=CONTEXT_LENGTH,
     )
+
+
+@asynccontextmanager
+async def faked_vllm(models: Models) -> AsyncIterator[Bench]:
+    """A fake vLLM in memory, behind the real client."""
+    launcher = VllmFakeLauncher(_slow_vllm)
+    inside = await launcher.launch(EngineSpec("fake-0", "fake", str(models.first), ""))
+    yield Bench("fake", launcher.connect(inside.endpoint, "fake-0"), inside, models, "vllm")
 
 
 @asynccontextmanager

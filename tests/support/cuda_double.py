@@ -5,6 +5,7 @@ A thread stands for a process with a GPU of its own.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,15 @@ class CudaDouble:
 
     Attributes:
         num_collects: calls of ``torch.cuda.ipc_collect``.
+        registered: bytes of pinned memory, by address.
+        register_error: what ``cudaHostRegister`` returns; 0 for success.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self.uuids = list(uuids)
         self.num_collects = 0
+        self.registered: dict[int, int] = {}
+        self.register_error = 0
         self._current = threading.local()
 
     def use(self, index: int) -> None:
@@ -56,9 +61,19 @@ class CudaDouble:
         patch(torch.cuda, "device_count", lambda: len(self.uuids))
         patch(torch.cuda, "current_device", lambda: self._current.index)
         patch(torch.cuda, "ipc_collect", self._collect)
+        patch(torch.cuda, "cudart", lambda: self)
         patch(torch.cuda, "get_device_properties", lambda index: _Properties(self.uuids[index]))
         patch(reductions, "reduce_tensor", self._reduce)
         patch(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self.register_error:
+            self.registered[address] = num_bytes
+        return self.register_error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, self.registered.pop(address))  # it must still be mapped
+        return 0
 
     def _collect(self) -> None:
         self.num_collects += 1

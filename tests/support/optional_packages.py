@@ -12,8 +12,9 @@ import pytest
 
 # What the extras of pyproject.toml install, by the name of the import; not those for development.
 OPTIONAL = (
-    *("accelerate", "jinja2", "safetensors", "torch", "transformers"),
+    *("accelerate", "jinja2", "safetensors", "tokenizers", "torch", "transformers"),
     *("math_verify", "matplotlib", "numpy", "opentelemetry", "pyarrow", "ray"),
+    *("datasets", "trl"),
 )
 NEEDED_BY_MARKER = {"embedded": ("torch", "transformers"), "ray": ("ray",), "torch": ("torch",)}
 

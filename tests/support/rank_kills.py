@@ -45,7 +45,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
 from tests.support.processes import wait_until
 
-NUM_LANES = 8
+NUM_LANES = 10
 RANK_TIMEOUT_S = 6.0
 GATHER_TIMEOUT_S = 8.0
 # A rank may take the deadline of a gather, that of rank 0, its own, and what a busy machine adds.
@@ -342,7 +342,13 @@ def kill_often(folder: Path, num_kills: int, seed: int) -> None:
     logging.disable(logging.ERROR)  # of engines that are killed
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch.distributed.tensor", "rollout.runtime.handle.pusher"])
+    # Each rank imports this module again, and its first distribute_tensor imports torch._dynamo.
+    forks.set_forkserver_preload(
+        [
+            *("engines.fake.http_fake", "rollout.runtime.local", "tests.support.processes"),
+            *("rollout.runtime.handle.pusher", "torch.distributed.tensor", "torch._dynamo"),
+        ]
+    )
     figures = Figures()
     started = time.monotonic()
     lanes = [

@@ -35,7 +35,7 @@ def main() -> None:
     weights = load_file(Path(model_path) / "model.safetensors")
     with launch(config, backend="ray") as deployment:
         policy = deployment["policy"]
-        policy.sync_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
+        policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
         deadline = time.monotonic() + 60
         while (status := policy.status().result(30)).store.version != policy.weight_version:
             assert time.monotonic() < deadline, status.store

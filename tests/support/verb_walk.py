@@ -17,10 +17,9 @@ from rollout.core.types import ServerStatus
 
 # What a verb does, and how often it is chosen.
 VERBS: Mapping[str, int] = {
-    "offload": 6,
-    "onload": 6,
-    "onload without a push": 3,
-    "sync": 6,
+    "give_memory": 6,
+    "serve_weights": 12,
+    "serve": 3,
     "pause": 2,
     "flush": 2,
     "release": 2,
@@ -38,8 +37,8 @@ VERBS: Mapping[str, int] = {
     "fault": 4,
     "wait": 8,
 }
-PUSHES = ("onload", "sync", "update_weights")
-OPENING = ("onload", "onload without a push", "sync", "continue")
+PUSHES = ("serve_weights", "update_weights")
+OPENING = ("serve_weights", "serve", "continue")
 
 
 class Rig(Protocol):
@@ -169,19 +168,38 @@ class VerbWalk:
         )
 
     async def _lead_out(self) -> None:
-        """No dead end: repeat, onload, push again, or the next step."""
+        """No dead end: repeat, push again, or the next step."""
         self.log.append("-- which call leads out?")
         self.rig.clear_faults()
         await self.rig.wait()
+        if self.random.random() < 0.5:
+            await self._one_call()
+            return
         ways: list[Callable[[], Awaitable[None]]] = [self._nothing, self._add, self._repeat]
         # Twice: a group whose engines were all removed while offloaded is onloaded, then filled.
-        for way in [*ways, self._onload, self._next_step] * 2:
+        for way in [*ways, self._push_again, self._next_step] * 2:
             await way()
             await self.rig.wait()
             await self._check()
             if await self._serves():
                 return
         raise AssertionError(f"no call leads out: {await self.rig.status()}")
+
+    async def _one_call(self) -> None:
+        """Whatever the state was: memory is given, and newer weights serve."""
+        await self._add()
+        if self.random.random() < 0.5:
+            assert await self._call("give_memory", 0, 0, ""), "give_memory failed"
+            for group in (await self.rig.status()).groups:
+                assert group.phase == "offloaded" or not group.needs_offload, group
+        version = (await self.rig.status()).weight_version + 1
+        if not await self._call("serve_weights", version, version, ""):
+            # A group whose engines were all removed while offloaded is filled only now.
+            assert "fill a slot with add_engine" in self.log[-1], "serve_weights failed"
+            await self._add()
+            assert await self._call("serve_weights", version, version, ""), "serve_weights failed"
+        await self._check()
+        assert await self._serves(), "serve_weights: done, and no engine serves"
 
     async def _nothing(self) -> None:
         """Recovery alone."""
@@ -196,14 +214,14 @@ class VerbWalk:
         if self._last is not None and self._last[0] not in ("remove", "lend"):
             await self._call(*self._last)
 
-    async def _onload(self) -> None:
+    async def _push_again(self) -> None:
         version = (await self.rig.status()).weight_version
-        await self._call("onload", version, max(self.contents[version]), "")
+        await self._call("serve_weights", version, max(self.contents[version]), "")
 
     async def _next_step(self) -> None:
         version = (await self.rig.status()).weight_version + 1
-        await self._call("offload", 0, 0, "")
-        await self._call("onload", version, version, "")
+        await self._call("give_memory", 0, 0, "")
+        await self._call("serve_weights", version, version, "")
 
     async def _serves(self) -> bool:
         status = await self.rig.status()

@@ -14,7 +14,15 @@ from engines.http.client import EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine
 from engines.protocol.features import read_features
-from rollout.config import Drain, EngineConfig, GroupConfig, HealthConfig, LifecycleConfig
+from engines.vllm.client import VllmClient
+from rollout.config import (
+    Drain,
+    EngineConfig,
+    EngineKind,
+    GroupConfig,
+    HealthConfig,
+    LifecycleConfig,
+)
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
@@ -27,8 +35,19 @@ from rollout.rules.engine_compat import why_incompatible
 Connect = Callable[[Endpoint, str], Engine]
 
 
-def connect_http(budgets: LifecycleConfig, health: HealthConfig) -> Connect:
-    """The client for engines over HTTP; its deadlines are those of the phases."""
+def connect_http(
+    budgets: LifecycleConfig,
+    health: HealthConfig,
+    kind: EngineKind = EngineKind.SGLANG,
+    *,
+    weights_cpu_backup: bool = False,
+) -> Connect:
+    """The client for engines over HTTP; its deadlines are those of the phases.
+
+    Args:
+        kind: of the engines; all but vLLM's speak SGLang's HTTP.
+        weights_cpu_backup: the weights must survive a release.
+    """
     deadlines = Deadlines(
         control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
         pause_s=budgets.pause_timeout_s,
@@ -38,6 +57,13 @@ def connect_http(budgets: LifecycleConfig, health: HealthConfig) -> Connect:
     )
 
     def connect(endpoint: Endpoint, engine_id: str) -> Engine:
+        if kind is EngineKind.VLLM:
+            return VllmClient(
+                endpoint,
+                engine_id=engine_id,
+                deadlines=deadlines,
+                weights_cpu_backup=weights_cpu_backup,
+            )
         return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
 
     return connect

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from engines.protocol.plain_text import describe
-from rollout.config import EngineKind
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.start import CatchUp, Starter, start_deadline_s
 from rollout.control.engine.state import EngineState
@@ -121,7 +120,7 @@ class EngineSet:
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(budget_s):
-                if self._settings.group.engine.kind is EngineKind.ATTACHED:
+                if self._settings.group.engine.is_attached:
                     await confirm_ended_by_others(old)
                 await confirm_gone(old, self.kill_timeout_s)
                 await self._start(old.slot, catch_up)()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from engines.protocol import MemoryTag
-from rollout.config import Drain, EngineKind
+from rollout.config import Drain
 from rollout.control.engine.catch_up import released_in, replay_to_phase
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
@@ -81,7 +81,7 @@ class EngineScaling:
         if engine_id not in self._engines:
             raise LifecycleError(f"group {self._settings.name} has no engine {engine_id}")
         member, started = self._engines[engine_id], now()
-        keeps = keep_process or self._settings.group.engine.kind is EngineKind.ATTACHED
+        keeps = keep_process or self._settings.group.engine.is_attached
         if member.fence_reason:
             await confirm_gone(member, self._engines.kill_timeout_s)
             freed, keeps = 0, False

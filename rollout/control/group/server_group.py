@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from engines.launch import EngineLauncher, RunningEngine
-from rollout.config import Drain
+from rollout.config import Drain, EngineKind
 from rollout.control.engine.catch_up import replay_to_phase
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
@@ -89,7 +89,13 @@ class ServerGroup:
         starter = self._starter = Starter(
             settings,
             launcher,
-            connect or connect_http(settings.lifecycle, settings.health),
+            connect
+            or connect_http(
+                settings.lifecycle,
+                settings.health,
+                settings.group.engine.kind,
+                weights_cpu_backup=self._policy.weights_cpu_backup,
+            ),
             logprob_check=self._logprob_check,
             memory_saver=self._traits.needs_offload,
             weights_cpu_backup=self._policy.weights_cpu_backup,
@@ -288,6 +294,7 @@ class ServerGroup:
             needs_offload=self._traits.needs_offload,
             engines=tuple(engines),
             vacant_slots=self._engines.vacant_slots(),
+            is_vllm=self._settings.group.engine.kind is EngineKind.VLLM,
         )
 
     async def recorded(self, cursor: int) -> Excerpt:

@@ -63,7 +63,7 @@ def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
     return GroupTerms(
         needs_offload=group.needs_offload,
         min_engines=fewest if group.min_engines is None else group.min_engines,
-        has_processes=group.engine.kind != "attached",
+        has_processes=not group.engine.is_attached,
         start_timeout_s=start_deadline_s(config.model_path, group.engine),
         margin_s=group_margin_s(group.engine),
         readmit_timeout_s=config.lifecycle.update_timeout_s,

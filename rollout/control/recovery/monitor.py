@@ -130,8 +130,10 @@ class RecoveryMonitor:
     # -- probes -----------------------------------------------------------------------------
 
     async def _watch(self) -> None:
+        # Not ``wait_for``: in Python 3.11 it loses a cancel that comes together with the event.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._probe_now.wait(), self._config.probe_interval_s)
+            async with asyncio.timeout(self._config.probe_interval_s):
+                await self._probe_now.wait()
         self._probe_now.clear()
         await self.probe_once()
 
@@ -199,7 +201,8 @@ class RecoveryMonitor:
         # A timer may fire a little early; the minimum wait prevents a busy loop.
         wait_s = max(retry_s - _now(), 0.001) if retry_s and retry_s > _now() else None
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._work.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._work.wait()
         self._work.clear()
         await self.recover()
 

@@ -142,6 +142,14 @@ class GroupRegistry:
         """The groups that still need ``command``."""
         return groups_that_need(command, self.phases, self.traits)
 
+    def may_continue_late(self) -> list[str]:
+        """The groups that a lost ``continue`` may still reach, because a release skips them."""
+        return [
+            name
+            for name, phase in self.phases.items()
+            if phase is Phase.VERIFIED and not self.traits[name].needs_offload
+        ]
+
     def group_of(self, engine_id: str) -> str:
         """The last known group of an engine.
 

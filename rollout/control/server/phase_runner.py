@@ -86,35 +86,36 @@ class PhaseRunner:
 
     # -- several commands -------------------------------------------------------------------
 
-    async def advance(self, *commands: Command) -> StepReport:
-        """Run the commands in order, each on the groups that still need it."""
+    async def advance(self, *commands: Command, push: WeightPush | None = None) -> StepReport:
+        """Run the commands in order, each on the groups that still need it.
+
+        Args:
+            push: the new weights, if ``update_weights`` is among the commands.
+        """
         await self._refresh_phases()
+        lifecycle.check_started(self._registry.phases)
+        if Command.PAUSE in commands:
+            await self._restart_if_short()
         report = StepReport(weight_version=self.weight_version)
         for command in commands:
-            if command is Command.PAUSE:
-                lifecycle.check_can_offload(self._registry.phases)
-            report = report.merged(await self.run(command, self._registry.that_need(command)))
-        return report
-
-    async def catch_up(self) -> StepReport:
-        """Pause and flush groups that a failed offload skipped, so that they can take weights."""
-        if self._gate.state == "open":
-            return StepReport(weight_version=self.weight_version)
-        await self._refresh_phases()
-        return await self._flush()
-
-    async def flush_for_update(self) -> StepReport:
-        """Pause and flush the groups that serve; those in the middle of an onload stay there."""
-        await self._refresh_phases()
-        lifecycle.check_can_update(self._registry.phases)
-        return await self._flush()
-
-    async def _flush(self) -> StepReport:
-        report = StepReport(weight_version=self.weight_version)
-        for command in (Command.PAUSE, Command.FLUSH):
-            if names := self._registry.that_need(command):
+            if command is Command.RELEASE and (late := self._registry.may_continue_late()):
+                # Repeated, it does nothing, but a group refuses older commands after it.
+                report = report.merged(await self.run(Command.VERIFY, late))
+            names = self._registry.that_need(command)
+            if command is Command.UPDATE_WEIGHTS and push is not None:
+                report = report.merged(await self.update_weights(push))
+            elif names or command is Command.CONTINUE:  # which opens the gate too
                 report = report.merged(await self.run(command, names))
         return report
+
+    async def _restart_if_short(self) -> None:
+        """Restart dead engines where too few are left to go on.
+
+        Not where the trainer uses the memory: there ``resume_weights`` restarts them.
+        """
+        phases = self._registry.phases
+        names = [name for name, phase in phases.items() if phase is not Phase.OFFLOADED]
+        await self._recovery.restart_if_short(names)
 
     async def update_weights(self, push: WeightPush) -> StepReport:
         """Push new weights to all groups, or to none if one cannot take them."""
@@ -222,9 +223,15 @@ class PhaseRunner:
 
     async def open_gate(self) -> None:
         """Open the gate after all engines can serve."""
-        await self._gate.open(self.weight_version)
+        served = replace(self._last_push, has_served=True)
+        try:
+            await self._gate.open(self.weight_version)
+        except BaseException as error:
+            if not isinstance(error, PhaseFailed):  # the router may have opened it
+                self._last_push = served
+            raise
+        self._last_push = served
         self._has_failed = False
-        self._last_push = replace(self._last_push, has_served=True)
         await self.write_journal()
         pushed, self._pushed = self._pushed, None
         if self._store is not None and pushed is not None:

@@ -40,7 +40,18 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Span
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import group_margin_s
-from rollout.rules.lifecycle import OFFLOAD, SERVE, Command, Phase, server_phase
+from rollout.rules.lifecycle import (
+    GIVE_MEMORY,
+    MAKE_IDLE,
+    SERVE,
+    SERVE_UPDATED,
+    SERVE_WEIGHTS,
+    Command,
+    Phase,
+    hold_loaded_weights,
+    server_phase,
+    up_to,
+)
 from rollout.weights.format.manifest import Manifest, read_checkpoint_manifest
 from rollout.weights.push.push_version import why_no_path_check
 from rollout.weights.push.weight_push import WeightPush, check_fits
@@ -50,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_PROVED = (
     "weights.prove_first_push is true, and released weights cannot be compared: before the first "
-    "offload, call prove_push_path or sync_weights with the weights of model_path, or set it to "
+    "offload, call prove_push_path or serve_weights with the weights of model_path, or set it to "
     "false"
 )
 
@@ -204,55 +215,46 @@ class RolloutServer:
 
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
-    async def offload(self) -> StepReport:
-        """Free the engines' memory for the trainer: pause, flush, release, each a barrier.
+    async def give_memory(self) -> StepReport:
+        """Free the engines' memory for the trainer, in whatever phase the groups are.
 
         Returns only after the memory is free; ``freed_bytes`` is its size.  A repeated call, also
         after a failure, continues from the phase of each group.
         """
-        async with self._lock.held("offload"):
+        async with self._lock.held("give_memory"):
             self._check_proved()
-            return await self._phase_runner.advance(*OFFLOAD)
+            return await self._phase_runner.advance(*GIVE_MEMORY)
 
-    async def onload(self, push: WeightPush | None = None) -> StepReport:
-        """Resume the memory and serve: weights, update, verify, KV cache, continue, gate.
+    async def serve_weights(
+        self, push: WeightPush, until: Command = Command.CONTINUE
+    ) -> StepReport:
+        """Serve new weights, in whatever phase the groups are.
 
-        A repeated call, also after a failure, continues from the phase of each group.
+        Groups that serve are paused and flushed, released memory is resumed; then come update,
+        verify, KV cache, continue and the gate.  A repeated call, also after a failure, continues
+        from the phase of each group.
 
         Args:
-            push: new weights; None if all weights survive the release (a frozen model), or if
-                they were already updated.
+            until: the last command; ``serve`` does the rest.  After ``verify`` the trainer may
+                free the memory that the KV cache needs.
         """
-        async with self._lock.held("onload"):
-            return await self._onload(push, SERVE)
-
-    async def onload_verified(self, push: WeightPush | None = None) -> StepReport:
-        """``onload`` up to the verified weights; ``onload()`` does the rest.
-
-        In between the trainer may free the memory that the KV cache needs.
-        """
-        async with self._lock.held("onload_verified"):
-            return await self._onload(push, (Command.VERIFY,))
-
-    async def _onload(self, push: WeightPush | None, last: Sequence[Command]) -> StepReport:
-        report = StepReport(weight_version=self.weight_version)
-        if push is not None:
-            await self._check_push(push)
-            report = await self._phase_runner.catch_up()
-        report = report.merged(await self._phase_runner.advance(Command.RESUME_WEIGHTS))
-        if push is not None:
-            report = report.merged(await self._update_weights(push))
-        return report.merged(await self._phase_runner.advance(*last))
-
-    async def update_and_continue(self, push: WeightPush) -> StepReport:
-        """New weights without an offload: pause, flush, update, verify, continue."""
-        async with self._lock.held("update_and_continue"):
-            if self._must_prove:
+        async with self._lock.held("serve_weights"):
+            if self._must_prove and hold_loaded_weights(self._registry.phases.values()):
                 return await self._prove(push)
             await self._check_push(push)
-            report = await self._phase_runner.flush_for_update()
-            report = report.merged(await self._update_weights(push))
-            return report.merged(await self._phase_runner.advance(*SERVE))
+            return await self._phase_runner.advance(*up_to(until, SERVE_WEIGHTS), push=push)
+
+    async def serve(self, until: Command = Command.CONTINUE) -> StepReport:
+        """Serve the weights that the engines hold, in whatever phase the groups are.
+
+        They were pushed before, or have survived the release (a frozen model).  A repeated call,
+        also after a failure, continues from the phase of each group.
+
+        Args:
+            until: see ``serve_weights``.
+        """
+        async with self._lock.held("serve"):
+            return await self._phase_runner.advance(*up_to(until, SERVE))
 
     async def prove_push_path(self, push: WeightPush) -> StepReport:
         """Check that a push gives the engines the weights that they loaded from the checkpoint.
@@ -277,14 +279,14 @@ class RolloutServer:
         A transaction over several servers calls this, to continue from the phase of each group.
         """
         async with self._lock.held(command.value):
-            if command is OFFLOAD[0]:
+            if command is GIVE_MEMORY[0]:
                 self._check_proved()
             return await self._phase_runner.advance(command)
 
-    async def catch_up(self) -> StepReport:
-        """Pause and flush groups that a failed offload skipped; nothing if the gate is open."""
-        async with self._lock.held("catch_up"):
-            return await self._phase_runner.catch_up()
+    async def make_idle(self) -> StepReport:
+        """Pause and flush the groups that serve, so that all can take new weights."""
+        async with self._lock.held("make_idle"):
+            return await self._phase_runner.advance(*MAKE_IDLE)
 
     async def pause_generation(self) -> StepReport:
         """Close the gate and stop generation on every group."""
@@ -484,7 +486,7 @@ class RolloutServer:
         if why := why_no_path_check(self._config.weights, self._last_pushed_version()):
             raise LifecycleError(f"cannot check the push path: {why}", command="prove_push_path")
         runner, was_open = self._phase_runner, self._gate.state == "open"
-        report = await runner.flush_for_update()
+        report = await runner.advance(*MAKE_IDLE)
         try:
             report = report.merged(await runner.run(Command.SNAPSHOT, self._registry.groups))
         except LifecycleError:  # nothing was changed
@@ -492,7 +494,7 @@ class RolloutServer:
                 await runner.advance(Command.CONTINUE)
             raise
         report = report.merged(await runner.update_weights(push))
-        return report.merged(await runner.advance(*SERVE))
+        return report.merged(await runner.advance(*SERVE_UPDATED))
 
     def _last_pushed_version(self) -> int | None:
         return self.weight_version if self._phase_runner.has_pushed else None

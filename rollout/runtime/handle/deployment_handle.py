@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ConfigError
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
+from rollout.rules.lifecycle import Command
 from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv, check_before_kv
 from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle
@@ -49,6 +54,9 @@ class DeploymentHandle(RunHandle):
         self._loop = loop
         self._on_close = on_close
         self._closed = False
+        self._started: Future[dict[str, ServerStatus]] = Future()
+        self._ready = Pending(self._started)
+        self._starting: Pending[dict[str, ServerStatus]] | None = None
 
     @property
     def placement_group(self) -> Any:
@@ -63,24 +71,96 @@ class DeploymentHandle(RunHandle):
         """
         return self._trainer_slots
 
-    def start(self) -> Pending[dict[str, ServerStatus]]:
-        """Start all servers."""
-        return self._loop.submit(self._deployment.start())
+    def started(self, *, wait: bool = True) -> DeploymentHandle:
+        """Start all servers and return this handle; if one fails to start, stop everything.
 
-    def started(self) -> DeploymentHandle:
-        """Start all servers and return this handle; if one fails to start, stop everything."""
+        Args:
+            wait: until they have started; else ``ready`` ends then, or has the error.
+        """
         for root in {server.weights.shared_memory_path for server in self.config.servers.values()}:
             remove_leftovers(Path(root))
-        try:
-            self.start().result()
-        except BaseException:
-            self.stop()
-            raise
+        starting = self._starting = self._loop.submit(self._deployment.start())
+        if wait:
+            self._finish_start(starting)
+            self._ready.result()
+        else:
+            threading.Thread(
+                target=self._finish_start, args=(starting,), name="launch", daemon=True
+            ).start()
         return self
 
-    def offload(self) -> Pending[dict[str, StepReport]]:
-        """Offload all servers as one transaction."""
-        return self._loop.submit(self._deployment.offload())
+    def ready(self) -> Pending[dict[str, ServerStatus]]:
+        """The launch: it ends when all servers have started, or with the error that stopped all."""
+        return self._ready
+
+    def _finish_start(self, starting: Pending[dict[str, ServerStatus]]) -> None:
+        try:
+            self._started.set_result(starting.result())
+        except CancelledError:
+            self._started.set_exception(RolloutError("stopped before the servers had started"))
+        except BaseException as error:
+            self.stop()
+            self._started.set_exception(error)
+
+    def give_memory(self) -> Pending[dict[str, StepReport]]:
+        """Free the engines' memory of all servers as one transaction, whatever their phases."""
+        return self._loop.submit(self._deployment.give_memory())
+
+    def serve_weights(
+        self,
+        weights: Mapping[str, NamedTensors | WeightPush],
+        *,
+        before_kv: BeforeKv | None = None,
+    ) -> Pending[dict[str, StepReport]]:
+        """Serve these weights, by server name, on all servers as one transaction.
+
+        Servers that are not named serve the weights that they hold.
+
+        Args:
+            before_kv: called when the weights of all servers are verified; see
+                ``ServerHandle.serve_weights``.
+
+        Raises:
+            ConfigError: there is no server of that name; nothing was sent.
+        """
+        if not isinstance(weights, Mapping):
+            raise ConfigError(
+                f"serve_weights(weights) takes tensors by server name, not a "
+                f"{type(weights).__name__}"
+            )
+        for name in weights:
+            if name not in self._servers:
+                known = ", ".join(self._servers)
+                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
+        check_before_kv(before_kv)
+        pushes = {name: self._servers[name].prepare(tensors) for name, tensors in weights.items()}
+        return self._serve(pushes, before_kv)
+
+    def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[dict[str, StepReport]]:
+        """Serve the weights that the engines of all servers hold, as one transaction.
+
+        Args:
+            before_kv: see ``serve_weights``.
+        """
+        check_before_kv(before_kv)
+        return self._serve({}, before_kv)
+
+    def _serve(
+        self, pushes: Mapping[str, WeightPush], before_kv: BeforeKv | None
+    ) -> Pending[dict[str, StepReport]]:
+        def end_pushes() -> None:
+            for name, push in pushes.items():
+                self._servers[name].end_push(push)
+
+        if before_kv is None:
+            return self._loop.submit(self._deployment.serve(pushes)).then(end_pushes)
+        return PendingWithTurn(
+            self._loop.submit(self._deployment.serve(pushes, Command.VERIFY)).then(end_pushes),
+            before_kv,
+            lambda: self._loop.submit(self._deployment.serve({})),
+            lambda first, second: {name: first[name].merged(second[name]) for name in first},
+            WITHOUT_KV,
+        )
 
     def onload(
         self,
@@ -88,38 +168,13 @@ class DeploymentHandle(RunHandle):
         *,
         before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:
-        """Onload all servers as one transaction, pushing ``weights`` by server name.
+        """The old name of ``serve_weights``, and without weights of ``serve``."""
+        warn_of_name("onload", "serve_weights(weights), or serve() without weights")
+        if weights is None:
+            return self.serve(before_kv=before_kv)
+        return self.serve_weights(weights, before_kv=before_kv)
 
-        Args:
-            before_kv: called when the weights of all servers are verified; see
-                ``ServerHandle.onload``.
-        """
-        check_before_kv(before_kv)
-        if not isinstance(weights, Mapping | None):
-            raise ConfigError(
-                f"onload(weights) takes tensors by server name, not a {type(weights).__name__}"
-            )
-        for name in weights or {}:
-            if name not in self._servers:
-                known = ", ".join(self._servers)
-                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
-        pushes = {
-            name: self._servers[name].prepare(tensors) for name, tensors in (weights or {}).items()
-        }
-
-        def end_pushes() -> None:
-            for name, push in pushes.items():
-                self._servers[name].end_push(push)
-
-        if before_kv is None:
-            return self._loop.submit(self._deployment.onload(pushes)).then(end_pushes)
-        return PendingWithTurn(
-            self._loop.submit(self._deployment.onload_verified(pushes)).then(end_pushes),
-            before_kv,
-            lambda: self._loop.submit(self._deployment.onload({})),
-            lambda first, second: {name: first[name].merged(second[name]) for name in first},
-            WITHOUT_KV,
-        )
+    offload = renamed("offload", give_memory)
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Status of every server."""
@@ -130,6 +185,8 @@ class DeploymentHandle(RunHandle):
         if self._closed:
             return
         self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
         try:
             self._loop.submit(self._deployment.stop()).result()
         finally:
@@ -143,3 +200,9 @@ class DeploymentHandle(RunHandle):
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+    async def __aenter__(self) -> DeploymentHandle:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.stop)

@@ -21,7 +21,7 @@ BeforeKv = Callable[[], object]
 
 WITHOUT_KV = (
     "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "
-    "free the memory and continue with onload()"
+    "free the memory and continue with serve()"
 )
 
 
@@ -36,12 +36,12 @@ def check_before_kv(before_kv: object) -> None:
     found = "an async function" if callable(before_kv) else f"a {type(before_kv).__name__}"
     raise ConfigError(
         f"before_kv takes a plain function without arguments, not {found}; to await something "
-        "there, run the steps of onload one by one"
+        "there, run the phases of serve_weights one by one"
     )
 
 
 class OffloadWindow:
-    """The time between offload and onload, as a context manager, sync and async.
+    """The time in which the trainer has the memory, as a context manager, sync and async.
 
     Always true: if the block raises, nothing is onloaded.  The engines stay offloaded, the gate
     stays closed, and the error is raised.  Afterwards ``report`` holds the figures of both
@@ -93,15 +93,17 @@ class OffloadWindow:
     def _finish(self) -> Pending[StepReport]:
         if self._weights is not None:
             self._check_first()
-            return self._server.onload(
-                self._weights(), version=self._version, before_kv=self._before_kv
+            return self._server.serve_weights(
+                self._weights(), self._version, before_kv=self._before_kv
             )
-        return self._server.onload_push(self._push, self._before_kv)
+        if self._push is None:
+            return self._server.serve(before_kv=self._before_kv)
+        return self._server.serve_weights(self._push, before_kv=self._before_kv)
 
     def __enter__(self) -> OffloadWindow:
         if self._server.pushes_near:
             self._server.check_reach(self._server.status().result())
-        self.report = self._server.offload().result()
+        self.report = self._server.give_memory().result()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -111,7 +113,7 @@ class OffloadWindow:
     async def __aenter__(self) -> OffloadWindow:
         if self._server.pushes_near:
             self._server.check_reach(await self._server.status())
-        self.report = await self._server.offload()
+        self.report = await self._server.give_memory()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:

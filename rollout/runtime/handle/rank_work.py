@@ -18,6 +18,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
+from rollout.rules.lifecycle import Command
 from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv
 from rollout.runtime.handle.push_builder import (
     fingerprint_method,
@@ -62,6 +63,7 @@ from rollout.weights.ranks.rank_protocol import (
     Prepare,
     Step,
     TakeTurn,
+    gather_timeout_s,
 )
 from rollout.weights.ranks.rank_sources import (
     PlannedSource,
@@ -205,6 +207,7 @@ class RankWork:
                 name_map=self._name_map,
                 dtype=self._dtype,
                 plans=pusher.plans,
+                gather_timeout_s=gather_timeout_s(pusher.timeout_s),
             )
         if isinstance(self._source, StreamedSource) is not plan["is_streamed"]:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
@@ -288,6 +291,7 @@ class RankWork:
             name_map=self._name_map,
             dtype=self._dtype,
             plans=pusher.plans,
+            gather_timeout_s=gather_timeout_s(pusher.timeout_s),
         )
         is_streamed = isinstance(self._source, StreamedSource)
         self._fingerprints = fingerprint_method(config, self._caller)
@@ -372,12 +376,9 @@ class RankWork:
         assert self._source is not None
         self._outgoing = self._streamed(self._manifest())
         push = self._caller.ship(self._outgoing.push)
-        if self._is_serving:
-            pending = self._caller.call(RolloutServer.update_and_continue, push)
-        elif self._has_turn:
-            pending = self._caller.call(RolloutServer.onload_verified, push)
-        else:
-            pending = self._caller.call(RolloutServer.onload, push)
+        waits = self._has_turn and not self._is_serving
+        until = Command.VERIFY if waits else Command.CONTINUE
+        pending = self._caller.call(RolloutServer.serve_weights, push, until)
         self._pending = pending.then(self._handover.close)
 
     def _manifest(self) -> Manifest:
@@ -481,7 +482,7 @@ class RankWork:
         assert self._pending is not None
         if not self._is_serving:
             self._verified = self._pending.result(0)
-            self._pending = self._caller.call(RolloutServer.onload, None)
+            self._pending = self._caller.call(RolloutServer.serve)
 
 
 def _agreed_version(words: Sequence[Word]) -> int | None:

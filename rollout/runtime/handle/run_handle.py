@@ -24,5 +24,8 @@ class RunHandle(Mapping[str, ServerHandle]):
     def __len__(self) -> int:
         return len(self._servers)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self._servers.values())})"
+
     def __reduce__(self) -> tuple[type[RunHandle], tuple[dict[str, ServerHandle]]]:
         return RunHandle, (self._servers,)

@@ -18,6 +18,7 @@ from engines.protocol import FinishReason, GenerateReply
 from rollout.config import RouterConfig
 from rollout.core.errors import GenerationFailed
 from rollout.core.pending import LoopThread, Pending
+from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
@@ -81,6 +82,13 @@ class SampleClient:
                 raise GenerationFailed(f"cannot abort {request_id!r}: {error}") from None
 
         return _loop(self.pid).submit(abort())
+
+    def session(self, url: str, session_id: str) -> AgentSession:
+        """A session of chats at the router ``url``."""
+        key, control_key = self._keys
+        return AgentSession(
+            url, session_id, key=key, control_key=control_key, submit=_loop(self.pid).submit
+        )
 
     async def _generate(
         self, requests: Sequence[GenerationRequest], request_id: str

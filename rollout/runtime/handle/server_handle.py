@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Unpack, overload
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
@@ -13,11 +13,14 @@ from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import check_number
 from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
+from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
 from rollout.rules.canary import Logprobs, Prompt
+from rollout.rules.lifecycle import Command
 from rollout.runtime.handle.offload_window import (
     WITHOUT_KV,
     BeforeKv,
@@ -35,6 +38,8 @@ from rollout.weights.push.weight_push import WeightPush
 if TYPE_CHECKING:
     from rollout.runtime.handle.pusher import Pusher
     from rollout.weights.tensors import NamedTensors, NameMap
+
+P = ParamSpec("P")
 
 
 class ServerHandle:
@@ -61,6 +66,11 @@ class ServerHandle:
     def weight_version(self) -> int:
         """The version that the server has published last."""
         return self.status().result().weight_version
+
+    def __repr__(self) -> str:
+        # Without a call: the address is shown once it is known.
+        url = f", url={self._url!r}" if self._url else ""
+        return f"ServerHandle({self.name!r}{url}, backend={self._caller.backend!r})"
 
     def __reduce__(self) -> tuple[type[ServerHandle], tuple[str, ServerConfig, Caller]]:
         return ServerHandle, (self.name, self._config, self._caller)
@@ -93,61 +103,81 @@ class ServerHandle:
 
     # -- whole transitions ------------------------------------------------------------------
 
-    def offload(self) -> Pending[StepReport]:
-        """Pause, flush and release, each a barrier over all groups."""
-        return self._caller.call(RolloutServer.offload)
-
-    def onload(
+    def serve_weights(
         self,
-        named_tensors: NamedTensors | WeightPush | None = None,
-        *,
+        named_tensors: NamedTensors | WeightPush,
         version: int | None = None,
+        *,
         name_map: NameMap | None = None,
         before_kv: BeforeKv | None = None,
     ) -> Pending[StepReport]:
-        """Resume weights, push ``named_tensors``, verify, resume KV cache, continue.
+        """These weights, verified and serving, in whatever phase the engines are.
+
+        Engines that serve are paused for it; released memory is resumed.  If it fails, the gate
+        stays closed; call it again to continue.  With ``weights.prove_first_push``, the first call
+        is ``prove_push_path``.
 
         Args:
-            named_tensors: tensors by checkpoint name, or an existing push.  None pushes nothing.
-                Tensors that are sharded over several ranks need ``pusher``.
+            named_tensors: tensors by checkpoint name, with the checkpoint's shapes, or an existing
+                push.  Tensors that are sharded over several ranks need ``pusher``.
             version: the new weight version; by default one more than the last.
             name_map: maps the trainer's names and fused tensors to the checkpoint's; see
                 ``rollout.weights.tensors.NameMap``.
             before_kv: frees memory of the trainer that the KV cache needs.  It runs after the
                 weights are verified, in the thread that waits in ``result()`` or ``await``; if
-                no thread or task waits, the onload stops there.  If it raises, so does the onload:
-                the engines hold the new weights and do not serve, and ``onload()`` continues.
+                no thread or task waits, the call stops there.  If it raises, so does the call:
+                the engines hold the new weights and do not serve, and ``serve()`` continues.
+
+        Raises:
+            WeightMismatch: the tensors do not fit the model, or the version was used for others;
+                nothing was sent.
+            PhaseFailed: from ``result()`` or ``await``: too few engines hold the weights.
         """
         check_before_kv(before_kv)
-        push = None if named_tensors is None else self._made(named_tensors, version, name_map)
-        return self.onload_push(push, before_kv)
-
-    def onload_push(
-        self, push: WeightPush | None, before_kv: BeforeKv | None = None
-    ) -> Pending[StepReport]:
-        """``onload`` with an existing push."""
-        method = RolloutServer.onload if before_kv is None else RolloutServer.onload_verified
-        first = self._caller.call(method, None) if push is None else self._sent(method, push)
+        push = self._made(named_tensors, version, name_map)
         if before_kv is None:
-            return first
+            return self._sent(RolloutServer.serve_weights, push)
+        first = self._sent(RolloutServer.serve_weights, push, Command.VERIFY)
+        return self._with_turn(first, before_kv)
+
+    def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]:
+        """Serve the weights that the engines hold, in whatever phase they are.
+
+        They were pushed before, or have survived the release (``weights_cpu_backup``).
+
+        Args:
+            before_kv: see ``serve_weights``.
+
+        Raises:
+            LifecycleError: from ``result()`` or ``await``: the release discarded the weights, so
+                ``serve_weights`` must push them.
+        """
+        check_before_kv(before_kv)
+        if before_kv is None:
+            return self._caller.call(RolloutServer.serve)
+        first = self._caller.call(RolloutServer.serve, Command.VERIFY)
+        return self._with_turn(first, before_kv)
+
+    def give_memory(self) -> Pending[StepReport]:
+        """Free the engines' memory for the trainer, in whatever phase they are.
+
+        Engines that serve are paused and flushed first.  The report comes after the memory is
+        free; its ``freed_bytes`` is what was measured, in bytes.  If it fails, call it again.
+
+        Raises:
+            PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free, or too
+                few engines are left.
+        """
+        return self._caller.call(RolloutServer.give_memory)
+
+    def _with_turn(self, first: Pending[StepReport], before_kv: BeforeKv) -> Pending[StepReport]:
         return PendingWithTurn(
             first,
             before_kv,
-            lambda: self._caller.call(RolloutServer.onload, None),
+            lambda: self._caller.call(RolloutServer.serve),
             StepReport.merged,
             WITHOUT_KV,
         )
-
-    def sync_weights(
-        self,
-        named_tensors: NamedTensors | WeightPush,
-        *,
-        version: int | None = None,
-        name_map: NameMap | None = None,
-    ) -> Pending[StepReport]:
-        """New weights without an offload: pause, flush, update, verify, continue."""
-        push = self._made(named_tensors, version, name_map)
-        return self._sent(RolloutServer.update_and_continue, push)
 
     def prove_push_path(
         self,
@@ -183,7 +213,7 @@ class ServerHandle:
         pairs = list(named_pairs(named_tensors))
         if not self._push_builder.base_differs(pairs):
             return None
-        return self.sync_weights(self.make_base_push(pairs, chosen))
+        return self.serve_weights(self.make_base_push(pairs, chosen))
 
     def offloaded(
         self,
@@ -196,7 +226,7 @@ class ServerHandle:
 
         Args:
             weights: called when the block ends, for the tensors to push.
-            before_kv: called after the weights are verified; see ``onload``.
+            before_kv: called after the weights are verified; see ``serve_weights``.
 
         Raises:
             ConfigError: the push at its end would be refused.  Nothing is offloaded.
@@ -212,18 +242,24 @@ class ServerHandle:
         chosen = None if version is None else checked_version(version)
         return OffloadWindow(self, weights, chosen, before_kv)
 
-    # -- single commands --------------------------------------------------------------------
+    # -- one phase at a time ----------------------------------------------------------------
+    # Each runs one command of the lifecycle, and is refused in every other phase.  Use them to do
+    # something between two phases; ``give_memory`` and ``serve_weights`` run all that are needed.
 
     def pause_generation(self) -> Pending[StepReport]:
+        """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests."""
         return self._caller.call(RolloutServer.pause_generation)
 
     def flush_cache(self) -> Pending[StepReport]:
+        """Wait until no request is in flight, and drop the prefix caches."""
         return self._caller.call(RolloutServer.flush_cache)
 
     def release_memory_occupation(self) -> Pending[StepReport]:
+        """Release the memory of the groups that offload; ``freed_bytes`` is measured."""
         return self._caller.call(RolloutServer.release_memory_occupation)
 
     def onload_weights(self) -> Pending[StepReport]:
+        """Resume the memory of the weights; what it holds is not trusted yet."""
         return self._caller.call(RolloutServer.onload_weights)
 
     def update_weights(
@@ -233,17 +269,49 @@ class ServerHandle:
         version: int | None = None,
         name_map: NameMap | None = None,
     ) -> Pending[StepReport]:
+        """Push new weights to engines that are flushed, or whose weights are onloaded.
+
+        Takes the arguments of ``serve_weights``.  The engines neither verify them nor serve.
+        """
         push = self._made(named_tensors, version, name_map)
         return self._sent(RolloutServer.update_weights, push)
 
     def verify(self) -> Pending[StepReport]:
+        """Check that every engine holds the weights that were pushed last."""
         return self._caller.call(RolloutServer.verify)
 
     def onload_kv(self) -> Pending[StepReport]:
+        """Resume the memory of KV caches and CUDA graphs."""
         return self._caller.call(RolloutServer.onload_kv)
 
     def continue_generation(self) -> Pending[StepReport]:
+        """Generate again, and open the gate."""
         return self._caller.call(RolloutServer.continue_generation)
+
+    # -- old names --------------------------------------------------------------------------
+
+    def onload(
+        self, named_tensors: NamedTensors | WeightPush | None = None, **more: Any
+    ) -> Pending[StepReport]:
+        """The old name of ``serve_weights``, and without tensors of ``serve``."""
+        warn_of_name("onload", "serve_weights(weights), or serve() without weights")
+        if named_tensors is None:
+            return self.serve(before_kv=more.get("before_kv"))
+        return self.serve_weights(named_tensors, **more)
+
+    def onload_push(
+        self, push: WeightPush | None, before_kv: BeforeKv | None = None
+    ) -> Pending[StepReport]:
+        """The old name of ``serve_weights``, and without a push of ``serve``."""
+        warn_of_name("onload_push", "serve_weights(push), or serve() without a push")
+        if push is None:
+            return self.serve(before_kv=before_kv)
+        return self.serve_weights(push, before_kv=before_kv)
+
+    sync_weights = renamed("sync_weights", serve_weights)
+    offload = renamed("offload", give_memory)
+
+    # -- engines ----------------------------------------------------------------------------
 
     def remove_engine(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
         """Remove an engine while the others serve: drain, free and measure its memory, end it.
@@ -328,6 +396,15 @@ class ServerHandle:
             raise ConfigError("stream takes one prompt; call it for each, or use generate")
         request = make_requests(token_ids, sampling, request_id, **options)[0]
         return self._sample_client().stream(request, request_id)
+
+    def session(self, session_id: str = "") -> AgentSession:
+        """A conversation for an agent with an OpenAI client; its samples have exact token ids.
+
+        Args:
+            session_id: letters, digits and ``._-``; by default random.  The same id continues the
+                same session, from any process.
+        """
+        return self._sample_client().session(self.url, session_id)
 
     def abort(self, request_id: str) -> Pending[None]:
         """End the requests of one ``generate`` or ``stream``, which any process may have called.
@@ -459,17 +536,15 @@ class ServerHandle:
 
     def _sent(
         self,
-        method: Callable[[RolloutServer, WeightPush], Awaitable[StepReport]],
+        method: Callable[Concatenate[RolloutServer, WeightPush, P], Awaitable[StepReport]],
         push: WeightPush,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Pending[StepReport]:
-        return self._push_builder.ended_with(self._caller.call(method, self._shipped(push)), push)
+        pending = self._caller.call(method, self._shipped(push), *args, **kwargs)
+        return self._push_builder.ended_with(pending, push)
 
     def _shipped(self, push: WeightPush) -> WeightPush:
-        if not isinstance(push, WeightPush):
-            raise WeightMismatch(
-                f"a push is what make_push returns, not a {type(push).__name__}; onload(tensors) "
-                "takes tensors"
-            )
         if self._expected:
             push, self._expected = replace(push, canary=self._expected), ()
         return self._caller.ship(push)

@@ -22,7 +22,13 @@ def node_without_ray(host: str) -> str:
 
 
 class Caller(Protocol):
-    """How a handle calls its server; differs between in-process and Ray."""
+    """How a handle calls its server; differs between in-process and Ray.
+
+    Attributes:
+        backend: ``local`` or ``ray``.
+    """
+
+    backend: str
 
     def call(
         self,

@@ -85,6 +85,8 @@ class RayCaller:
         name: names the actor in errors.
     """
 
+    backend = "ray"
+
     def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
         self._name = name

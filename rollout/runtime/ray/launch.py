@@ -59,11 +59,12 @@ def launch_ray(
     launcher: EngineLauncher | None = None,
     placement_group: Any = None,
     bundles: Sequence[int] | Mapping[int, GpuId] | None = None,
+    wait: bool = True,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` as actors; returns when they serve.
 
     Args:
-        placement_group, bundles: see ``rollout.launch``.
+        placement_group, bundles, wait: see ``rollout.launch``.
 
     Raises:
         ConfigError, PlacementError: before any engine is started.
@@ -118,7 +119,7 @@ def launch_ray(
         on_close=undo,
         placement_group=group,
         trainer_slots=trainer_slots(plan, granted),
-    ).started()
+    ).started(wait=wait)
 
 
 def _stop_budget_s(server: ServerConfig) -> float:

@@ -35,7 +35,7 @@ def frozen(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
 
 
 def step(policy: ServerHandle, *, lose: bool = False) -> None:
-    policy.offload().result(120)
+    policy.give_memory().result(120)
     policy.onload_weights().result(120)
     if lose:
         (engine,) = policy.status().result(30).groups[0].engines
@@ -92,11 +92,11 @@ def test_an_engine_is_held_against_the_trainers_own_model(
     with serving(models[0], tmp_path) as policy:
         told = canary_logprobs(model, policy.canary_prompts)
         policy.expect(told)
-        policy.sync_weights(tensors).result(120)
+        policy.serve_weights(tensors).result(120)
         assert policy.status().result(30).gate == "open"
         # The next push is not what its trainer holds.
         policy.expect(told)
         other = load_file(models[2] / "model.safetensors")
         with pytest.raises(rollout.PhaseFailed, match="by the trainer's own model") as failed:
-            policy.sync_weights(other).result(120)
+            policy.serve_weights(other).result(120)
         assert failed.value.phase == "continue"

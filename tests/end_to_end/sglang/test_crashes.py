@@ -32,7 +32,7 @@ import rollout
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[1]))
 policy = rollout.launch(config, backend=sys.argv[2])["policy"]
 if sys.argv[3] == "offloaded":
-    policy.offload().result()
+    policy.give_memory().result()
 print("reached", flush=True)
 time.sleep(600)
 """
@@ -179,8 +179,10 @@ def test_real_engines_outlive_the_router_and_the_group_that_are_killed_while_the
                 ), policy.status().result(30)
                 assert wait_until(client.serves_again, 60), client.statuses[-20:]
                 assert pids(policy) == before
-                policy.offload().result(60)
-                policy.onload(load_file(models[version % 2] / "model.safetensors")).result(60)
+                policy.give_memory().result(60)
+                policy.serve_weights(load_file(models[version % 2] / "model.safetensors")).result(
+                    60
+                )
                 assert policy.weight_version == version
             assert wait_until(client.serves_again, 60)
         assert all(psutil.pid_exists(pid) for pid in before if pid)

@@ -92,7 +92,7 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
     record_property: Any,
 ) -> None:
     # A version that is on no disk: who is started again waits for the next one.
-    await policy.handle.sync_weights(policy.next_tensors())
+    await policy.handle.serve_weights(policy.next_tensors())
     engine = policy.engines()[0]
     assert engine.pid is not None
     timeout = aiohttp.ClientTimeout(total=300)
@@ -159,5 +159,5 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
     assert await asyncio.to_thread(wait_until, is_back, 200)
     assert files
     assert not [file for file in files if file.exists()]
-    await policy.handle.sync_weights(policy.next_tensors())
+    await policy.handle.serve_weights(policy.next_tensors())
     assert policy.is_whole()

@@ -270,7 +270,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
         # One that is too wide for the engine is refused, and the one before serves on.
         with pytest.raises(rollout.WeightMismatch, match="all keep the one from before"):
             refused(policy, rank * 2)
-        policy.onload().result(60)
+        policy.serve().result(60)
         (known,) = policy.status().result(30).groups[0].engines
         assert not known.fence_reason
         assert numbers(answers(policy, "policy")) == trained

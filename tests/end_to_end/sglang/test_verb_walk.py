@@ -35,8 +35,8 @@ HEALTH = {
     "max_backoff_s": 0.1,
 }
 CALLS: Mapping[str, Any] = {
-    "offload": ServerHandle.offload,
-    "onload without a push": ServerHandle.onload,
+    "give_memory": ServerHandle.give_memory,
+    "serve": ServerHandle.serve,
     "pause": ServerHandle.pause_generation,
     "flush": ServerHandle.flush_cache,
     "release": ServerHandle.release_memory_occupation,
@@ -46,8 +46,7 @@ CALLS: Mapping[str, Any] = {
     "continue": ServerHandle.continue_generation,
 }
 PUSHES: Mapping[str, Any] = {
-    "onload": ServerHandle.onload,
-    "sync": ServerHandle.sync_weights,
+    "serve_weights": ServerHandle.serve_weights,
     "update_weights": ServerHandle.update_weights,
 }
 

@@ -378,10 +378,12 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
 def test_every_command_with_output_can_print_json() -> None:
     commands = dict(typer.main.get_command(app).commands)
     of_sglang = commands.pop("sglang-cpu").commands
-    # These become SGLang and an example, and print nothing themselves.
+    of_vllm = commands.pop("vllm-cpu").commands
+    # These become an engine and an example, and print nothing themselves.
     assert of_sglang.pop("serve")
+    assert of_vllm.pop("serve")
     assert commands.pop("quickstart")
-    for name, command in (commands | of_sglang).items():
+    for name, command in [*commands.items(), *of_sglang.items(), *of_vllm.items()]:
         assert any("--json" in option.opts for option in command.params), name
 
 

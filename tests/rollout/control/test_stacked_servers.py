@@ -99,12 +99,12 @@ async def test_each_takes_its_turn_and_the_gpu_is_never_fuller_than_with_one(sta
     await stack.deployment.start()
     policy, reference = (stack.servers[name].server for name in ("policy", "reference"))
     for version in (1, 2):
-        await policy.offload()
-        await reference.onload()
+        await policy.give_memory()
+        await reference.serve()
         assert await stack.phases() == ["offloaded", "serving", "offloaded"]
-        await reference.offload()
+        await reference.give_memory()
         assert stack.used() == 0  # the trainer has the whole GPU
-        await policy.onload(push(version))
+        await policy.serve_weights(push(version))
         assert policy.weight_version == version
     assert stack.most_bytes == PER_ENGINE
 
@@ -115,7 +115,7 @@ async def test_one_that_finds_no_room_beside_another_is_refused_and_both_live(
     await stack.deployment.start()
     said = "judge-0: GPU GPU-0 has 100 MiB free, weights need 300 MiB; actor-0 holds 900 MiB"
     with pytest.raises(LifecycleError, match=said):
-        await stack.servers["reference"].server.onload()
+        await stack.servers["reference"].server.serve()
     assert await stack.phases() == ["serving", "offloaded", "offloaded"]
     assert not any(process.engine.is_dead for process in stack.launcher.processes.values())
 
@@ -123,27 +123,27 @@ async def test_one_that_finds_no_room_beside_another_is_refused_and_both_live(
 async def test_onload_of_all_is_refused_where_they_do_not_fit_together(stack: Stack) -> None:
     """Asked at the same time, each would find the room that only one can have."""
     await stack.deployment.start()
-    await stack.deployment.offload()
+    await stack.deployment.give_memory()
     assert await stack.phases() == ["offloaded"] * 3
     stack.total_bytes = 500 * MIB
     with pytest.raises(LifecycleError, match="judge-0: GPU GPU-0 has 200 MiB free, weights need"):
-        await stack.deployment.onload({"policy": push(1)})
+        await stack.deployment.serve({"policy": push(1)})
     assert stack.used() == 300 * MIB
     assert await stack.phases() == ["weights_onloaded", "offloaded", "offloaded"]
     # Without the others, the same engine goes on from there.
     stack.total_bytes = PER_ENGINE
-    await stack.servers["policy"].server.onload(push(1))
+    await stack.servers["policy"].server.serve_weights(push(1))
     assert await stack.phases() == ["serving", "offloaded", "offloaded"]
 
 
 async def test_all_serve_together_where_there_is_room_for_all(stack: Stack) -> None:
     await stack.deployment.start()
     stack.total_bytes = 3 * PER_ENGINE
-    await stack.deployment.onload({})
+    await stack.deployment.serve({})
     assert await stack.phases() == ["serving"] * 3
-    await stack.deployment.offload()
+    await stack.deployment.give_memory()
     assert stack.used() == 0
-    await stack.deployment.onload({"policy": push(1)})
+    await stack.deployment.serve({"policy": push(1)})
     assert await stack.phases() == ["serving"] * 3
     assert stack.used() == 3 * PER_ENGINE
 

@@ -1,14 +1,20 @@
-"""Two calls and the caller's turn between them: who runs it, when, and how often."""
+"""Results of calls: who waits, where, and what becomes of an error that no caller reads.
+
+Two calls and the caller's turn between them: who runs it, when, and how often.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import threading
 from concurrent.futures import Future
 
 import pytest
 
-from rollout.core.pending import Pending, PendingWithTurn
+from rollout.core.errors import RolloutError
+from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 
 NOTE = "the first call is done"
 
@@ -101,3 +107,80 @@ def test_what_follows_runs_when_both_calls_have_ended() -> None:
     calls.pending.result(1)
     assert calls.log == ["turn", "second", "after"]
     assert pending.result(1) == "a b"
+
+
+# -- one call -----------------------------------------------------------------------------------
+
+
+async def fail() -> None:
+    raise ValueError("no such engine")
+
+
+def errors_of_dropped(caplog: pytest.LogCaptureFixture) -> list[str]:
+    gc.collect()
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["ended before", "ends later"])
+def test_the_error_of_a_call_that_no_caller_waits_for_is_logged(
+    caplog: pytest.LogCaptureFixture, is_done: bool
+) -> None:
+    future: Future[None] = Future()
+    pending = Pending(future).then(lambda: None)
+    if is_done:
+        future.set_exception(ValueError("no such engine"))
+    del pending
+    gc.collect()
+    if not is_done:
+        future.set_exception(ValueError("no such engine"))
+    expected = "a call failed, and no caller waited for it: ValueError: no such engine"
+    assert errors_of_dropped(caplog) == [expected]
+
+
+def raise_error(loop: LoopThread, way: str) -> None:
+    pending = loop.submit(fail())
+    if way == "turn":
+        pending = PendingWithTurn(
+            pending, lambda: None, lambda: loop.submit(fail()), lambda first, _: first, NOTE
+        )
+
+    async def wait() -> None:
+        await pending
+
+    asyncio.run(wait()) if way == "await" else pending.result(10)
+
+
+@pytest.mark.parametrize("way", ["result", "await", "turn"])
+def test_an_error_that_was_raised_is_not_logged(caplog: pytest.LogCaptureFixture, way: str) -> None:
+    loop = LoopThread("test")
+    with pytest.raises(ValueError, match="no such engine"):
+        raise_error(loop, way)
+    loop.close()
+    assert errors_of_dropped(caplog) == []
+
+
+def test_a_result_that_its_own_event_loop_would_wait_for_is_refused() -> None:
+    loop = LoopThread("test")
+    never = asyncio.Event()
+
+    async def wait_for_itself() -> None:
+        with pytest.raises(RolloutError, match=r"this event loop must run.*use await"):
+            loop.submit(never.wait()).then(lambda: None).result(10)
+        assert await loop.submit(asyncio.sleep(0, "done")) == "done"
+
+    try:
+        loop.submit(wait_for_itself()).result(10)
+    finally:
+        loop.close()
+
+
+async def test_another_event_loop_may_wait_for_it() -> None:
+    loop = LoopThread("test")
+    assert loop.submit(asyncio.sleep(0, "done")).result(10) == "done"
+    loop.close()
+
+
+def test_a_call_without_an_object_ref_says_so() -> None:
+    assert Pending(Future(), object_ref="ref").then(lambda: None).object_ref == "ref"
+    with pytest.raises(RolloutError, match="no single call of a Ray actor; use result"):
+        _ = Pending(Future()).object_ref

@@ -3,7 +3,7 @@
 import pytest
 
 from engines.protocol import VersionSpan
-from rollout.core.samples import Sample, SampleGroup, SampleStatus, version_number
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus, version_number
 
 
 def test_a_sample_has_a_mask_of_ones_by_default() -> None:
@@ -28,6 +28,12 @@ def test_a_sample_has_one_mask_entry_per_output_id() -> None:
 def test_version_spans_cover_the_output_once(spans, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sample([1], [2, 3], [-0.5, -0.1], weight_versions=tuple(VersionSpan(*s) for s in spans))
+
+
+@pytest.mark.parametrize("spans", [[(0, 3)], [(0, 2), (1, 2)], [(1, 1)]])
+def test_engine_spans_are_within_the_output_and_do_not_overlap(spans) -> None:
+    with pytest.raises(ValueError, match=r"engine span .* of 'main-0' does not fit"):
+        Sample([1], [2, 3], [-0.5, -0.1], engines=tuple(EngineSpan("main-0", *s) for s in spans))
 
 
 def test_tokens_of_a_tool_need_no_weight_version() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import VersionSpan
-from rollout.rules.continuation import Part, check_budget, join_spans, spans_of
+from rollout.rules.continuation import Part, check_budget, join_experts, join_spans, spans_of
 
 
 def versions_of(spans):
@@ -48,3 +48,12 @@ def test_more_tokens_than_the_budget_are_an_error():
     check_budget(5, None)
     with pytest.raises(ValueError, match="6 output tokens where at most 5"):
         check_budget(6, 5)
+
+
+def test_experts_are_kept_and_what_was_computed_again_is_left_out():
+    assert join_experts(b"", b"abcd", 2) == b"abcd"
+    assert join_experts(b"AB", b"abcdef", 3) == b"ABcdef"
+    assert join_experts(b"AB", b"ab", 1) == b"AB"
+    for kept, reported, num in ((b"A", b"abcd", 2), (b"", b"abc", 2), (b"AB", b"", 2)):
+        assert join_experts(kept, reported, num) is None
+    assert join_experts(b"ABCD", b"ab", 1) is None

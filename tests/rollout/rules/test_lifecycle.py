@@ -1,5 +1,6 @@
 """Every phase x every command x every kind of group, against a table written by hand."""
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -44,6 +45,10 @@ LEGAL = {
     ("kv_onloaded", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
     ("verified", "resume_kv"): ("kv_onloaded", OFFLOADING),
     ("verified", "continue"): ("serving", {"keeps", "frozen_keeps"}),
+    ("weights_onloaded", "release"): ("offloaded", OFFLOADING),
+    ("weights_updated", "release"): ("offloaded", OFFLOADING),
+    ("verified", "release"): ("offloaded", OFFLOADING),
+    ("kv_onloaded", "release"): ("offloaded", OFFLOADING),
     ("kv_onloaded", "continue"): ("serving", ALL),
 }
 
@@ -96,17 +101,68 @@ def test_a_repeat_is_the_command_that_led_here(phase: Phase, command: Command) -
 
 
 def test_nothing_serves_after_an_unbacked_release_without_an_update() -> None:
-    assert lifecycle.legal_commands(Phase.WEIGHTS_ONLOADED, OFFLOADS) == (Command.UPDATE_WEIGHTS,)
+    legal = lifecycle.legal_commands(Phase.WEIGHTS_ONLOADED, OFFLOADS)
+    assert legal == (Command.UPDATE_WEIGHTS, Command.RELEASE)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_an_offload_starts_before_an_onload_or_not_at_all(phase: Phase) -> None:
-    if phase in ("serving", "paused", "flushed", "offloaded"):
-        lifecycle.check_can_offload({"main": phase})
-        return
-    why = "" if phase == "starting" else ", in the middle of an onload"
-    with pytest.raises(LifecycleError, match=f"group main is {phase}{why}"):
-        lifecycle.check_can_offload({"other": Phase.SERVING, "main": phase})
+# -- one call that leads there from every phase -------------------------------------------------
+
+
+def phases_after(
+    commands: Sequence[Command], phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]
+) -> dict[str, Phase]:
+    """The phases of the groups of a server after each command on those that need it."""
+    after = dict(phases)
+    for command in commands:
+        for name in lifecycle.groups_that_need(command, after, traits):
+            if not lifecycle.is_repeat(after[name], command):
+                after[name] = lifecycle.next_phase(after[name], command, traits[name])
+    return after
+
+
+PAIRS = [
+    {"first": KINDS[first], "second": KINDS[second]}
+    for first, second in [*product(("offloads", "backed_up", "keeps"), repeat=2), ("frozen",) * 2]
+]
+PHASES_OF_PAIRS = [
+    (traits, dict(zip(traits, phases, strict=True)))
+    for traits in PAIRS
+    for phases in product(
+        *(sorted(phases_reached_from(Phase.SERVING, one)) for one in traits.values())
+    )
+]
+
+
+def test_new_weights_serve_after_serve_weights_wherever_two_groups_are() -> None:
+    for traits, phases in PHASES_OF_PAIRS:
+        if not any(one.is_frozen for one in traits.values()):
+            after = phases_after(lifecycle.SERVE_WEIGHTS, phases, traits)
+            assert set(after.values()) == {Phase.SERVING}, phases
+            updated = lifecycle.up_to(Command.UPDATE_WEIGHTS, lifecycle.SERVE_WEIGHTS)
+            between = phases_after(updated, phases, traits)
+            assert set(between.values()) == {Phase.WEIGHTS_UPDATED}, phases
+
+
+def test_memory_is_released_after_give_memory_wherever_two_groups_are() -> None:
+    for traits, phases in PHASES_OF_PAIRS:
+        after = phases_after(lifecycle.GIVE_MEMORY, phases, traits)
+        offloaded = {name for name, phase in after.items() if phase is Phase.OFFLOADED}
+        assert offloaded == {name for name, one in traits.items() if one.needs_offload}, phases
+        assert Phase.SERVING not in after.values()
+        assert phases_after(lifecycle.GIVE_MEMORY, after, traits) == after
+
+
+def test_weights_that_survived_serve_after_serve_wherever_two_groups_are() -> None:
+    for traits, phases in PHASES_OF_PAIRS:
+        if all(one.weights_survive for one in traits.values()):
+            after = phases_after(lifecycle.SERVE, phases, traits)
+            assert set(after.values()) == {Phase.SERVING}, phases
+
+
+def test_no_call_runs_before_every_group_has_started() -> None:
+    lifecycle.check_started({"main": Phase.SERVING})
+    with pytest.raises(LifecycleError, match="group main is still starting"):
+        lifecycle.check_started({"other": Phase.SERVING, "main": Phase.STARTING})
 
 
 def test_a_server_has_a_phase_only_when_its_groups_agree() -> None:

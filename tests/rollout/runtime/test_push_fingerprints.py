@@ -56,7 +56,7 @@ def test_a_push_is_hashed_as_its_engines_hash(
     tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
     with launch_local(chosen, launcher=HttpFakeLauncher(make)) as deployment:
         found = deployment["policy"].make_push(tensors).manifest.fingerprints
-        deployment["policy"].sync_weights(tensors, version=2).result()
+        deployment["policy"].serve_weights(tensors, version=2).result()
     assert {text.partition(":")[0] for text in found.values()} == ({method} if method else set())
     assert len(found) == (len(tensors) if method else 0)
 

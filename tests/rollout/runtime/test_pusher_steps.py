@@ -79,7 +79,7 @@ def test_the_store_keeps_what_one_process_streams_or_copies(
     with launched(tmp_path, **weights, store=store) as (deployment, _):
         policy = deployment["policy"]
         for version in (1, 2, 3):
-            policy.sync_weights(tensors()).result(30)
+            policy.serve_weights(tensors()).result(30)
 
             def is_kept(version: int = version) -> bool:
                 found = policy.status().result(30).store
@@ -97,7 +97,7 @@ def test_the_turn_comes_after_the_weights_and_before_the_kv_cache(tmp_path: Path
             status = policy.status().result(30)
             seen.append((status.phase, status.gate))
 
-        policy.offload().result(30)
+        policy.give_memory().result(30)
         report = pusher.push(tensors(), before_kv=turn)
         assert seen == [("verified", "holding")]
         assert list(report.phase_s)[-2:] == ["resume_kv", "continue"]
@@ -114,13 +114,13 @@ def test_a_turn_that_fails_leaves_weights_without_kv_and_onload_goes_on(tmp_path
 
     with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
         policy = deployment["policy"]
-        policy.offload().result(30)
+        policy.give_memory().result(30)
         with pytest.raises(RankFailure, match="rank 0: ValueError: the optimizer") as e:
             pusher.push(tensors(), before_kv=fail)
         assert WITHOUT_KV in str(e.value)
         status = policy.status().result(30)
         assert (status.phase, status.gate) == ("verified", "holding")
-        policy.onload().result(30)
+        policy.serve().result(30)
         status = policy.status().result(30)
         assert (status.phase, status.gate, status.weight_version) == ("serving", "open", 1)
         assert pusher.push(tensors()).weight_version == 2

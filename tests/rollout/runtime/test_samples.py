@@ -234,7 +234,7 @@ def test_a_request_that_a_push_interrupts_has_a_span_of_each_version(policy: Ser
     stream = policy.stream([1, 2], LONG)
     parts = iter(stream)
     assert any(len(part.output_ids) > 20 for part in parts)
-    pending = policy.sync_weights(builders.push(1))
+    pending = policy.serve_weights(builders.push(1))
     *_, reply = parts
     assert pending.result(TIMEOUT_S).weight_version == 1
     first, second = reply.weight_versions
@@ -262,7 +262,7 @@ def test_another_handle_aborts_a_running_batch_and_nothing_else(policy: ServerHa
 
 
 def test_a_request_that_is_held_is_aborted_without_tokens(policy: ServerHandle) -> None:
-    policy.offload().result(TIMEOUT_S)
+    policy.give_memory().result(TIMEOUT_S)
     pending = policy.generate([1], LONG, request_id="held")
     with httpx.Client(headers={"authorization": "Bearer k"}, trust_env=False) as http:
         gate = lambda: http.get(f"{policy.url}/engines").json()["gate"]  # noqa: E731

@@ -130,7 +130,7 @@ async def test_finish_waits_for_requests_before_anything_is_paused(tmp_path: Any
     bench = await started_server(tmp_path, lifecycle={"drain": "finish"})
     order: list[str] = []
     bench.router.drained = _noting(bench.router, order)  # type: ignore[method-assign]
-    await bench.server.offload()
+    await bench.server.give_memory()
     paused_first = [paused(engine) for engine in bench.engines]
     assert order == ["holding"]
     assert paused_first == [[PauseMode.ABORT]] * 3
@@ -149,7 +149,7 @@ async def test_what_does_not_finish_in_time_is_aborted(
     lifecycle = {"drain": "finish", "drain_timeout_s": 5}
     bench = await started_server(tmp_path, lifecycle=lifecycle)
     bench.router.late = "shared-0 has 2 requests in flight"
-    await bench.server.offload()
+    await bench.server.give_memory()
     assert (await bench.server.status()).groups[0].phase == "offloaded"
     assert (
         "not drained within 5 s: shared-0 has 2 requests in flight; these requests are abort"

@@ -145,9 +145,9 @@ async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_nu
 async def test_a_server_opens_its_gate_only_after_the_canary(tmp_path: Path) -> None:
     groups = {"shared": {"num_engines": 1}}
     bench = await started_server(tmp_path, groups, lifecycle=BY_CANARY)
-    await bench.server.offload()
+    await bench.server.give_memory()
     gate = bench.engines[0].hold("generate")
-    onload = asyncio.create_task(bench.server.onload(push(1)))
+    onload = asyncio.create_task(bench.server.serve_weights(push(1)))
     await gate.entered.wait()
     assert bench.engines[0].paused is None
     assert bench.router.gate == "holding"

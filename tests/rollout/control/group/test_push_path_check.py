@@ -73,7 +73,7 @@ async def test_a_right_path_is_proved_and_serves_under_the_new_version(tmp_path:
         assert await engine.weight_version() == "1"
     assert (bench.router.gate, bench.server.weight_version) == ("open", 1)
     assert {phase.command for phase in report.reports} >= {"snapshot", "update_weights", "verify"}
-    await bench.server.update_and_continue(push(2))
+    await bench.server.serve_weights(push(2))
     await bench.server.stop()
 
 
@@ -215,7 +215,7 @@ async def test_an_engine_without_a_checker_is_told(tmp_path: Path) -> None:
 
 async def test_after_a_push_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE)
-    await bench.server.update_and_continue(push(1))
+    await bench.server.serve_weights(push(1))
     with pytest.raises(LifecycleError, match="the engines hold pushed weights, version 1"):
         await bench.server.prove_push_path(same(2))
     assert bench.router.gate == "open"
@@ -266,8 +266,8 @@ async def test_with_the_setting_the_first_sync_is_a_proof_and_the_second_is_not(
     tmp_path: Path,
 ) -> None:
     bench = first_proved(await started_server(tmp_path, ONE))
-    await bench.server.update_and_continue(same(1))
-    await bench.server.update_and_continue(push(2))
+    await bench.server.serve_weights(same(1))
+    await bench.server.serve_weights(push(2))
     assert checks(bench["main-0"]).count("compare") == 1
     await bench.server.stop()
 
@@ -276,7 +276,7 @@ async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
     tmp_path: Path,
 ) -> None:
     bench = first_proved(await started_server(tmp_path, TWO))
-    offloads = (bench.server.offload, lambda: bench.server.advance(Command.PAUSE))
+    offloads = (bench.server.give_memory, lambda: bench.server.advance(Command.PAUSE))
     for offload in offloads:
         with pytest.raises(LifecycleError, match="prove_first_push is true"):
             await offload()
@@ -286,7 +286,7 @@ async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
     await bench.server.flush_cache()
     await bench.server.release_memory_occupation()
     with pytest.raises(WeightMismatch, match="prove_first_push is true"):
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
     await bench.server.stop()
 
 

@@ -31,8 +31,8 @@ async def bring_to(bench: ServerBench, phase: Phase) -> None:
 
 
 async def a_step(bench: ServerBench) -> None:
-    await bench.server.offload()
-    await bench.server.onload(push(bench.server.weight_version + 1))
+    await bench.server.give_memory()
+    await bench.server.serve_weights(push(bench.server.weight_version + 1))
 
 
 def states(bench: ServerBench) -> dict[str, str]:
@@ -101,7 +101,7 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
     await bring_to(bench, removed_in)
     await bench.server.remove_engine("main-1", keep_process)
     if removed_in is not Phase.SERVING:
-        await bench.server.onload(push(2))
+        await bench.server.serve_weights(push(2))
     await bring_to(bench, added_in)
     is_trainers = added_in is Phase.OFFLOADED and groups is THREE and not keep_process
     if is_trainers:
@@ -112,7 +112,7 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
     else:
         await bench.server.add_engine("main-1")
     if added_in is not Phase.SERVING:
-        await bench.server.onload(push(bench.server.weight_version + 1))
+        await bench.server.serve_weights(push(bench.server.weight_version + 1))
     if is_trainers:
         await bench.server.add_engine("main-1")
     await a_step(bench)
@@ -249,7 +249,7 @@ async def test_a_command_waits_until_the_engine_has_left(tmp_path: Path) -> None
     gate = bench["main-1"].hold("flush_cache")
     removing = asyncio.create_task(bench.server.remove_engine("main-1"))
     await gate.entered.wait()
-    offloading = asyncio.create_task(bench.server.offload())
+    offloading = asyncio.create_task(bench.server.give_memory())
     for _ in range(50):
         await asyncio.sleep(0)
     assert (await bench.server.status()).lock_owner == "remove_engine"

@@ -144,8 +144,8 @@ def test_over_http_a_refusal_leads_to_the_log_prob_check(tmp_path: Path) -> None
         with engines_of(policy) as engines:
             for engine in engines.values():
                 engine.fail_next("weights_checker", NO_COMPARABLE)
-            policy.offload().result()
-            report = policy.onload_push(push(1)).result()
+            policy.give_memory().result()
+            report = policy.serve_weights(push(1)).result()
         by = {one.verified_by for phase in report.reports for one in phase.engines}
         assert "canary" in by
         states = {one.state for group in policy.status().result().groups for one in group.engines}

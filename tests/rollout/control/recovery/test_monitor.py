@@ -150,13 +150,13 @@ async def test_a_busy_engine_is_not_dead(tmp_path: Path) -> None:
 @virtual_time
 async def test_an_offloaded_engine_is_neither_probed_nor_killed(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.offload()
+        await bench.server.give_memory()
         for one in bench.engines:
             one.calls.clear()
             one.hold("is_ready")
         await asyncio.sleep(600)
         assert [one.operations() for one in bench.engines] == [[], []]
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert len(bench.launcher.specs) == 2
 
 
@@ -267,7 +267,7 @@ async def test_no_request_waits_for_a_restarted_engine_that_only_a_push_makes_se
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path, ONE, update="lora") as bench:
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await until(lambda: not bench.router.members[0].may_return, timeout_s=10)
@@ -277,14 +277,14 @@ async def test_no_request_waits_for_a_restarted_engine_that_only_a_push_makes_se
 @virtual_time
 async def test_a_stale_engine_is_never_in_routing_before_it_is_verified(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await asyncio.sleep(100)
         assert state(bench, "main-0") == "fenced"
         assert (await engine(bench, "main-0")).is_stale
         gate = bench["main-0"].hold("weight_version")
-        updating = asyncio.create_task(bench.server.update_and_continue(push(2)))
+        updating = asyncio.create_task(bench.server.serve_weights(push(2)))
         await gate.entered.wait()
         assert state(bench, "main-0") == "fenced"
         gate.open()
@@ -298,12 +298,12 @@ async def test_a_restarted_engine_joins_at_the_next_step_of_a_group_that_offload
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.offload()
+        await bench.server.give_memory()
         assert bench["main-0"].released
-        await bench.server.onload(push(2))
+        await bench.server.serve_weights(push(2))
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
         await asyncio.sleep(50)
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
@@ -316,16 +316,16 @@ def test_a_push_of_some_tensors_does_not_make_a_stale_engine_whole(tmp_path, upd
     @virtual_time
     async def run() -> None:
         async with watched(tmp_path, update=update) as bench:
-            await bench.server.update_and_continue(push(1, names))
+            await bench.server.serve_weights(push(1, names))
             bench["main-0"].die("segfault")
             await until(lambda: launches(bench, "main-0") == 2)
-            await bench.server.offload()
-            await bench.server.onload(push(2, names))
+            await bench.server.give_memory()
+            await bench.server.serve_weights(push(2, names))
             assert state(bench, "main-0") == "fenced"
             assert (await engine(bench, "main-0")).state == "stale"
             assert state(bench, "main-1") == "serving"
-            await bench.server.offload()
-            await bench.server.onload()
+            await bench.server.give_memory()
+            await bench.server.serve()
             assert launches(bench, "main-0") == 2
 
     run()
@@ -343,7 +343,7 @@ async def test_saved_weights_of_the_published_version_make_it_serve_without_a_pu
     path, by_version = tmp_path / "saved", {"verify_by": "version"}
     more = {"weights_path": str(path / "{version}"), "lifecycle": by_version}
     async with watched(tmp_path, **more) as bench:
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await asyncio.sleep(5)
@@ -360,7 +360,7 @@ async def test_saved_weights_that_differ_from_what_the_others_hold_are_not_serve
     path = tmp_path / "saved"
     save(path / "1")
     async with watched(tmp_path, weights_path=str(path / "{version}")) as bench:
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 4)
         assert state(bench, "main-0") == "fenced"
@@ -417,10 +417,10 @@ async def test_the_place_is_used_again_only_when_the_kill_is_confirmed(
 async def test_an_engine_that_failed_a_command_is_replaced(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         bench["main-0"].fail_next("flush_cache", EngineUnreachable("reset"))
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         assert state(bench, "main-0") == "fenced"
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.update_and_continue(push(2))
+        await bench.server.serve_weights(push(2))
         assert state(bench, "main-0") == "serving"
 
 
@@ -505,7 +505,7 @@ async def test_an_attached_engine_is_waited_for_without_end_and_without_holding_
 async def test_recovery_waits_for_a_running_transition(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         gate = bench["main-1"].hold("pause_generation")
-        updating = asyncio.create_task(bench.server.update_and_continue(push(1)))
+        updating = asyncio.create_task(bench.server.serve_weights(push(1)))
         await gate.entered.wait()
         bench["main-0"].die("segfault")
         await asyncio.sleep(20)
@@ -523,7 +523,7 @@ async def test_a_transition_waits_for_recovery(tmp_path: Path) -> None:
         await launch.entered.wait()
         assert (await bench.server.status()).lock_owner == "recover"
         bench["main-1"].calls.clear()
-        offloading = asyncio.create_task(bench.server.offload())
+        offloading = asyncio.create_task(bench.server.give_memory())
         await asyncio.sleep(5)
         assert "pause_generation" not in bench["main-1"].operations()
         launch.open()
@@ -537,8 +537,8 @@ async def test_a_transition_that_waits_too_long_names_recovery(tmp_path: Path) -
         launch = bench.launcher.hold("main-0")
         bench["main-0"].die("segfault")
         await launch.entered.wait()
-        with pytest.raises(LifecycleError, match="cannot offload: recover has been running"):
-            await bench.server.offload()
+        with pytest.raises(LifecycleError, match="cannot give_memory: recover has been running"):
+            await bench.server.give_memory()
         launch.open()
 
 
@@ -557,12 +557,12 @@ async def test_another_engine_leaves_routing_while_one_is_being_restarted(tmp_pa
 @virtual_time
 async def test_nothing_is_restarted_while_the_trainer_has_the_memory(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.offload()
+        await bench.server.give_memory()
         bench["main-0"].die("killed by the kernel")
         await asyncio.sleep(100)
         assert launches(bench, "main-0") == 1
         assert (await engine(bench, "main-0")).fence_reason
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert launches(bench, "main-0") == 1
         await until(lambda: launches(bench, "main-0") == 2)
 
@@ -570,11 +570,11 @@ async def test_nothing_is_restarted_while_the_trainer_has_the_memory(tmp_path: P
 @virtual_time
 async def test_the_only_engine_of_a_group_comes_back_with_the_memory(tmp_path: Path) -> None:
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
-        await bench.server.offload()
+        await bench.server.give_memory()
         bench["main-0"].die("killed by the kernel")
         await asyncio.sleep(100)
         assert launches(bench, "main-0") == 1
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert launches(bench, "main-0") == 2
         assert state(bench, "main-0") == "serving"
         assert not bench["main-0"].weights_are_garbage
@@ -585,11 +585,11 @@ async def test_a_step_that_lost_its_only_engine_can_be_taken_up_again(tmp_path: 
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
         bench["main-0"].fail_next("release_memory_occupation", EngineUnreachable("reset"))
         with pytest.raises(PhaseFailed):
-            await bench.server.offload()
+            await bench.server.give_memory()
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.offload()
+        await bench.server.give_memory()
         assert bench["main-0"].released
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert state(bench, "main-0") == "serving"
 
 
@@ -599,23 +599,23 @@ async def test_a_group_that_keeps_its_gpus_is_mended_while_the_trainer_trains(
 ) -> None:
     groups = {"shared": {"num_engines": 1}, "apart": {"num_engines": 2, "needs_offload": False}}
     async with watched(tmp_path, groups) as bench:
-        await bench.server.offload()
+        await bench.server.give_memory()
         bench["apart-0"].die("segfault")
         await until(lambda: launches(bench, "apart-0") == 2)
         assert bench["apart-0"].paused is not None
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert set(bench.router.states.values()) == {"serving"}
 
 
 @virtual_time
 async def test_a_new_engine_is_led_to_where_the_others_are_in_an_onload(tmp_path: Path) -> None:
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
-        await bench.server.offload()
+        await bench.server.give_memory()
         await bench.server.onload_weights()
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         assert bench["main-0"].released == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
-        await bench.server.onload(push(1))
+        await bench.server.serve_weights(push(1))
         assert state(bench, "main-0") == "serving"
 
 
@@ -625,7 +625,7 @@ async def test_a_late_answer_during_a_command_is_not_held_against_the_engine(
 ) -> None:
     async with watched(tmp_path) as bench:
         gate = bench["main-1"].hold("pause_generation")
-        updating = asyncio.create_task(bench.server.update_and_continue(push(1)))
+        updating = asyncio.create_task(bench.server.serve_weights(push(1)))
         await gate.entered.wait()
         fail_probes(bench, "main-0", 8)
         await asyncio.sleep(10)
@@ -727,7 +727,7 @@ async def test_a_group_that_cannot_be_asked_says_nothing_about_its_engines(
 async def test_without_recovery_a_failed_engine_stays_fenced(tmp_path: Path) -> None:
     async with watched(tmp_path, recover=False) as bench:
         bench["main-0"].fail_next("flush_cache", EngineUnreachable("reset"))
-        await bench.server.update_and_continue(push(1))
+        await bench.server.serve_weights(push(1))
         await asyncio.sleep(500)
         assert launches(bench, "main-0") == 1
         assert len(asyncio.all_tasks()) == 1

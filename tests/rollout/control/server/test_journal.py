@@ -166,9 +166,9 @@ def test_a_server_writes_down_every_phase_before_it_begins(tmp_path: Path) -> No
         assert (started.phases, started.gate, started.doing) == ({"main": "serving"}, "open", "")
         (engine,) = started.engines
         assert process_state(engine.processes[0]) is ProcessState.RUNS
-        policy.offload().result(30)
+        policy.give_memory().result(30)
         assert (read(path).phases, read(path).gate) == ({"main": "offloaded"}, "holding")
-        policy.onload_push(push(1)).result(30)
+        policy.serve_weights(push(1)).result(30)
         assert (read(path).weight_version, read(path).gate) == (1, "open")
     assert read(path).is_ended
     assert read(path).engines == ()

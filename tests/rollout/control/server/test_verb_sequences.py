@@ -39,8 +39,8 @@ LIFECYCLE = {"pause_timeout_s": 10.0, "flush_timeout_s": 10.0}
 FAULTS = (faults.reject(), faults.lose(), faults.lose(executed=True), faults.die(), faults.hang())
 OPERATIONS = sorted(CONTROL - {"canary"})
 CALLS: Mapping[str, Any] = {
-    "offload": RolloutServer.offload,
-    "onload without a push": RolloutServer.onload,
+    "give_memory": RolloutServer.give_memory,
+    "serve": RolloutServer.serve,
     "pause": RolloutServer.pause_generation,
     "flush": RolloutServer.flush_cache,
     "release": RolloutServer.release_memory_occupation,
@@ -50,8 +50,7 @@ CALLS: Mapping[str, Any] = {
     "continue": RolloutServer.continue_generation,
 }
 PUSHES: Mapping[str, Any] = {
-    "onload": RolloutServer.onload,
-    "sync": RolloutServer.update_and_continue,
+    "serve_weights": RolloutServer.serve_weights,
     "update_weights": RolloutServer.update_weights,
 }
 

@@ -61,8 +61,8 @@ def next_push(policy: ServerHandle) -> Any:
 
 def window(policy: ServerHandle) -> None:
     """One offload and onload."""
-    policy.offload().result(TIMEOUT_S)
-    policy.onload_push(next_push(policy)).result(TIMEOUT_S)
+    policy.give_memory().result(TIMEOUT_S)
+    policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
 
 
 # -- calls ----------------------------------------------------------------------------------
@@ -177,10 +177,10 @@ def test_no_group_begins_a_phase_before_every_group_has_ended_the_one_before(
     before = {name: len(one.requests(f"/{later}")) for name, one in engines.items()}
     slow.hold(earlier)
     if earlier.startswith("resume"):
-        policy.offload().result(TIMEOUT_S)
-        transition = policy.onload_push(next_push(policy))
+        policy.give_memory().result(TIMEOUT_S)
+        transition = policy.serve_weights(next_push(policy))
     else:
-        transition = policy.offload()
+        transition = policy.give_memory()
     slow.wait_entered(earlier)
     policy.status().result(TIMEOUT_S)
     assert {name: len(one.requests(f"/{later}")) for name, one in engines.items()} == before
@@ -190,16 +190,16 @@ def test_no_group_begins_a_phase_before_every_group_has_ended_the_one_before(
     begins = [came for one in engines.values() for came, _ in one.requests(f"/{later}")[-1:]]
     assert max(ends) <= min(begins)
     if not earlier.startswith("resume"):
-        policy.onload_push(next_push(policy)).result(TIMEOUT_S)
+        policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
 
 
 def test_a_deployment_goes_on_from_where_its_server_is(
     deployment: DeploymentHandle, policy: ServerHandle
 ) -> None:
     policy.pause_generation().result(TIMEOUT_S)
-    done = deployment.offload().result(TIMEOUT_S)["policy"].phase_s
+    done = deployment.give_memory().result(TIMEOUT_S)["policy"].phase_s
     assert {"flush", "release"} <= done.keys()
-    policy.onload_push(next_push(policy)).result(TIMEOUT_S)
+    policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
     assert deployment.status().result(TIMEOUT_S)["policy"].phase == "serving"
 
 
@@ -221,8 +221,8 @@ def test_buckets_travel_by_object_ref_and_every_engine_gets_them_all(
     before = {
         name: len(one.requests("/update_weights_from_tensor")) for name, one in engines.items()
     }
-    policy.offload().result(TIMEOUT_S)
-    policy._caller.call(RolloutServer.onload, shipped).result(TIMEOUT_S)
+    policy.give_memory().result(TIMEOUT_S)
+    policy._caller.call(RolloutServer.serve_weights, shipped).result(TIMEOUT_S)
     for name, one in engines.items():
         assert len(one.requests("/update_weights_from_tensor")) == before[name] + 2
     assert len({one.checksum() for one in engines.values()}) == 1
@@ -262,7 +262,7 @@ def test_a_failed_engine_is_named_with_its_own_words(
         for _ in range(2):  # after the first it is aborted, and asked again
             engines["main-0"].fail_next("flush_cache", "3 requests still run")
         with pytest.raises(PhaseFailed, match=r"main-0.*3 requests still run") as caught:
-            handle["policy"].offload().result(TIMEOUT_S)
+            handle["policy"].give_memory().result(TIMEOUT_S)
         assert [one.engine_id for one in caught.value.failures] == ["main-0"]
         assert handle["policy"].status().result(TIMEOUT_S).gate == "closed"
 
@@ -341,7 +341,7 @@ def test_a_lost_group_is_named_with_what_to_do(world: World, tmp_path: Any) -> N
     with launched(launch, tmp_path, ONE_ENGINE, health=UNWATCHED, run_id="halved") as handle:
         world.crash_newest("ServerGroupActor")
         with pytest.raises(ActorLost, match=r"policy/main.*with health\.recover") as caught:
-            handle["policy"].offload().result(TIMEOUT_S)
+            handle["policy"].give_memory().result(TIMEOUT_S)
         assert (caught.value.actor, caught.value.is_dead) == ("policy/main", True)
         assert handle["policy"].status().result(TIMEOUT_S).gate == "closed"
     assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)

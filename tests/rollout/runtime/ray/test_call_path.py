@@ -123,7 +123,7 @@ def measured(deployment: DeploymentHandle, verb: str, patch: pytest.MonkeyPatch)
         tracer = Tracer(during)
         getattr(policy, verb)().result(TIMEOUT_S)
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.onload_push(push(version)).result(TIMEOUT_S)
+    policy.serve_weights(push(version)).result(TIMEOUT_S)
     chains = [one for url, one in tracer.requests if url.endswith("/release_memory_occupation")]
     assert len(chains) == 2
     assert chains[0] == chains[1]
@@ -131,7 +131,7 @@ def measured(deployment: DeploymentHandle, verb: str, patch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("verb", "num_functions"), [("release_memory_occupation", 17), ("offload", 18)]
+    ("verb", "num_functions"), [("release_memory_occupation", 17), ("give_memory", 18)]
 )
 def test_the_way_from_a_handle_to_the_request_is_short(
     deployment: DeploymentHandle, verb: str, num_functions: int, monkeypatch: pytest.MonkeyPatch

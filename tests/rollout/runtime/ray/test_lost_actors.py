@@ -52,8 +52,8 @@ def generate(url: str) -> int:
 
 def window(policy: ServerHandle) -> int:
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.offload().result(TIMEOUT_S)
-    return policy.onload_push(push(version)).result(TIMEOUT_S).weight_version
+    policy.give_memory().result(TIMEOUT_S)
+    return policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version
 
 
 def test_a_group_lost_while_it_serves_is_replaced_and_its_engines_go_on(
@@ -79,7 +79,7 @@ def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_me
 ) -> None:
     version = policy.status().result(TIMEOUT_S).weight_version + 1
     num_engines = world.live_actors().count("EngineActor")
-    policy.offload().result(TIMEOUT_S)
+    policy.give_memory().result(TIMEOUT_S)
     before = engines(policy)
     world.crash_newest("ServerGroupActor")
 
@@ -92,7 +92,7 @@ def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_me
     assert wait_until(
         lambda: world.live_actors().count("EngineActor") == num_engines - 2, TIMEOUT_S
     )
-    assert policy.onload_push(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
     after = engines(policy)
     assert [one.fence_reason for one in after.values()] == ["", ""]
     assert not {one.endpoint for one in after.values()} & {one.endpoint for one in before.values()}
@@ -105,7 +105,7 @@ def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on(
     before = engines(policy)
     with engines_of(policy) as served:
         served["main-0"].hold("flush_cache")
-        offloading = policy.offload()
+        offloading = policy.give_memory()
         served["main-0"].wait_entered("flush_cache")
         world.crash_newest("ServerGroupActor")
         with pytest.raises(ActorLost, match="policy/main"):
@@ -151,7 +151,7 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
 ) -> None:
     url = policy.url
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.offload().result(TIMEOUT_S)
+    policy.give_memory().result(TIMEOUT_S)
     world.crash_newest("RouterActor")
 
     def gate() -> str:
@@ -162,6 +162,6 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
         return str(told["gate"]["state"])
 
     assert wait_until(lambda: gate() == "holding", TIMEOUT_S)
-    assert policy.onload_push(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
     assert gate() == "open"
     assert generate(url) == 200

@@ -1,0 +1,153 @@
+"""A step over vLLM's face: its calls in order, and what its foolish replies would have hidden."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.http_fake import HttpFakeLauncher, ServedFake
+from engines.fake.launcher import make_engine
+from engines.fake.vllm import FakeVllm, VllmFakeLauncher
+from engines.fake.vllm.http_vllm import vllm_over_http
+from engines.launch import EngineSpec
+from engines.protocol import Endpoint
+from rollout.config import RolloutConfig
+from rollout.core.errors import PhaseFailed
+from rollout.rules.lifecycle import Command
+from rollout.runtime.local import launch_local
+from tests.support.builders import make_group, push, write_checkpoint
+
+STEP = [
+    "pause_generation",
+    "flush_cache",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "begin_weight_update",
+    "update_weights_from_tensor",
+    "update_weights_from_tensor",
+    "end_weight_update",
+    "flush_cache",
+    "weight_version",
+    "weights_checker",
+    "resume_memory_occupation",
+    # Awake, the server has resumed by itself.
+    "pause_generation",
+    "continue_generation",
+]
+
+
+async def test_a_step_pauses_again_before_it_continues() -> None:
+    group, launcher = make_group(2, launcher=VllmFakeLauncher())
+    await group.start()
+    engines = [launcher["main-0"], launcher["main-1"]]
+    before = [len(engine.calls) for engine in engines]
+    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE, Command.RESUME_WEIGHTS):
+        await group.run(command)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=2))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.RESUME_KV)
+    assert all(engine.paused for engine in engines)
+    await group.run(Command.CONTINUE)
+    for engine, num in zip(engines, before, strict=True):
+        assert engine.operations()[num:] == STEP
+        assert not engine.weights_are_garbage
+        assert engine.paused is None
+
+
+async def test_weights_that_sleep_at_level_2_are_not_served_without_a_push() -> None:
+    """vLLM itself answers every call of this with 200, and serves garbage."""
+    group, launcher = make_group(1, launcher=VllmFakeLauncher())
+    await group.start()
+    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE, Command.RESUME_WEIGHTS):
+        await group.run(command)
+    with pytest.raises(Exception, match="verify"):
+        await group.run(Command.VERIFY, version=0)
+    assert launcher["main-0"].paused is not None
+
+
+async def test_an_engine_that_lost_a_tensor_of_a_push_is_found() -> None:
+    """vLLM keeps the old tensor and says nothing; the engines then differ."""
+    group, launcher = make_group(3, launcher=VllmFakeLauncher(), min_engines=3)
+    await group.start()
+    for command in (Command.PAUSE, Command.FLUSH):
+        await group.run(command)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    launcher["main-1"].weights.garble()
+    with pytest.raises(PhaseFailed, match="main-1"):
+        await group.run(Command.VERIFY, version=1)
+
+
+async def test_a_server_without_the_plugin_gets_no_pushes() -> None:
+    launcher = VllmFakeLauncher(without_plugin)
+    group, _ = make_group(1, launcher=launcher)
+    with pytest.raises(Exception, match=r"backend is nccl.*rollout_shm"):
+        await group.start()
+    frozen, _ = make_group(1, launcher=VllmFakeLauncher(without_plugin), update="frozen")
+    await frozen.start()
+
+
+def without_plugin(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
+    return FakeVllm(spec.engine_id, endpoint=endpoint, has_plugin=False)
+
+
+class BothLauncher:
+    """Fakes of the kind that a spec names."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, FakeEngine] = {}
+
+    async def launch(self, spec: EngineSpec) -> ServedFake:
+        launcher = vllm_over_http() if spec.kind == "vllm" else HttpFakeLauncher(make_engine)
+        running = await launcher.launch(spec)
+        self.engines[spec.engine_id] = running.engine
+        return running
+
+
+def test_both_engines_serve_in_one_deployment_and_one_server(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    vllm: dict[str, Any] = {"engine": {"kind": "vllm", "python": sys.executable}}
+    config = RolloutConfig.from_dict(
+        {
+            "log_dir": str(tmp_path),
+            "servers": {
+                "policy": {
+                    "model_path": write_checkpoint(tmp_path / "model"),
+                    "page": {"enabled": False},
+                    "groups": {"main": vllm, "old": {"engine": {"kind": "fake"}}},
+                },
+                "judge": {
+                    "model_path": write_checkpoint(tmp_path / "judge"),
+                    "weights": {"update": "frozen"},
+                    "page": {"enabled": False},
+                    "groups": {"score": {"engine": {"kind": "fake"}}},
+                },
+            },
+        }
+    )
+    launcher = BothLauncher()
+    with launch_local(config, launcher=launcher) as deployment:  # type: ignore[arg-type]
+        policy = deployment["policy"]
+        tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
+        policy.give_memory().result(30)
+        policy.serve_weights(tensors, 1).result(30)
+        assert {type(engine) for engine in launcher.engines.values()} == {FakeEngine, FakeVllm}
+        replies = [ask(policy.status().result(30).router_url) for _ in range(4)]
+        assert {reply["meta_info"]["weight_version"] for reply in replies} == {"1"}
+        served = {name for name, engine in launcher.engines.items() if engine._num_requests}
+        assert {"main-0", "old-0"} <= {name.removeprefix("policy-") for name in served}
+
+
+def ask(url: str) -> Any:
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.loads(reply.read())

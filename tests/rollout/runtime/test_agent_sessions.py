@@ -1,0 +1,79 @@
+"""Sessions of agents through a handle: what the page shows, over fake engines; misuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+import rollout
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
+from tests.support.chat_models import write_chat_model
+from tests.support.served_fakes import TIMEOUT_S, config
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+PAGE = Path(__file__).parents[3] / "docs/how-to/agents.md"
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Iterator[ServerHandle]:
+    model = write_chat_model(tmp_path / "chat")
+    router = {"tokenizer_path": str(model), "client_key": "c", "control_key": "k"}
+    settings = config(tmp_path, {"main": {"num_engines": 2}}, server={"router": router})
+    handle = launch_local(settings, launcher=HttpFakeLauncher())
+    try:
+        yield handle["policy"]
+    finally:
+        handle.stop()
+
+
+def test_the_code_of_the_page_runs(
+    policy: ServerHandle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert match is not None
+    exec(compile(match[1], str(PAGE), "exec"), {"policy": policy})
+    told, sample = capsys.readouterr().out.splitlines()
+    assert "'turn': 1, 'parent': 0" in told
+    assert sample.endswith("[0, 0]")
+
+
+async def test_a_coroutine_awaits_the_samples_of_the_same_session(policy: ServerHandle) -> None:
+    async with policy.session("mine") as session:
+        assert repr(session) == f"AgentSession('{policy.url}/sessions/mine/v1')"
+        assert await session.samples() == []
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        async with client:
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "a"}], max_tokens=3
+            )
+        (sample,) = await policy.session("mine").samples()
+        assert isinstance(sample, rollout.Sample)
+        assert sample.mask == [1, 1, 1]
+        assert sample.metadata == {"session_id": "mine", "turns": [0], "drift": ["clean"]}
+    assert await policy.session("mine").turns() == []
+
+
+def test_two_sessions_have_ids_of_their_own_and_a_wrong_id_is_refused(
+    policy: ServerHandle,
+) -> None:
+    assert policy.session().session_id != policy.session().session_id
+    for wrong in ("a/b", "x" * 257, 7):
+        with pytest.raises(ConfigError, match="session_id"):
+            policy.session(wrong)  # type: ignore[arg-type]
+    policy.session("unused").close().result(TIMEOUT_S)
+
+
+def test_a_router_that_is_gone_is_named(policy: ServerHandle) -> None:
+    session = policy.session("s")
+    session._url = "http://127.0.0.1:9/sessions/s"
+    with pytest.raises(GenerationFailed, match=r"127\.0\.0\.1:9"):
+        session.samples().result(TIMEOUT_S)
