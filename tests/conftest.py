@@ -11,15 +11,14 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.support import kinds, optional_packages
 from tests.support.optional_packages import (  # hooks of pytest
-    pytest_collection_modifyitems,
     pytest_make_collect_report,
     pytest_terminal_summary,
 )
 from tests.support.ray_worlds import RayWorld, ray_world
 
 __all__ = [
-    "pytest_collection_modifyitems",
     "pytest_make_collect_report",
     "pytest_terminal_summary",
 ]
@@ -87,6 +86,11 @@ def left_behind(run_id: str, shared_memory_before: set[str]) -> list[str]:
         new = sorted(set(os.listdir(SHARED_MEMORY)) - shared_memory_before)
         left += [f"{SHARED_MEMORY / name}" for name in new if not used_by_others(name, run_id)]
     return left
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    optional_packages.pytest_collection_modifyitems(items)
+    kinds.leave_out(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

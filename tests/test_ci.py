@@ -47,6 +47,7 @@ def test_without_a_run_nothing_is_claimed() -> None:
 
 MAKE = """#!/bin/sh
 printf '%s\\n' "$*" >>calls
+[ "$1" != system ] || exit 2
 case $2 in
 check) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
 TARGET)
@@ -83,6 +84,7 @@ def ci_run(folder: Path, failing: str, twice: bool = False) -> tuple[int, list[s
 def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test-slow")
     assert status == 0
+    assert "== the tests that need these packages are skipped" in output
     again = [call for call in calls if "PYTEST_ARGS" in call]
     assert again == [
         "VENV=.venv-ci test-slow PYTEST_ARGS=--last-failed --last-failed-no-failures none"
@@ -97,6 +99,52 @@ def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path)
     assert status == 1
     assert calls[-1] == "VENV=.venv-ci test-sglang"
     assert output[-1] == "== 1 failed, 34 passed in 12.00s =="
+
+
+LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
+PROGRAMS = ("chromium", "prometheus")
+
+
+def install_system(folder: Path, there: tuple[str, ...], *, apt_status: int = 0) -> Any:
+    """A run of .ci/system.sh on a machine that has these programs and libraries, and its calls."""
+    folder.mkdir()
+    commands = {
+        "apt-get": f'echo "apt-get $*" >>{folder}/calls; exit {apt_status}',
+        "sudo": 'shift; exec "$@"',
+        "ldconfig": f"echo {' '.join(there)}",
+        **{name: "" for name in PROGRAMS if name in there},
+    }
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    for name in ("bash", "grep", "id", "sh"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    script = (ROOT / ".ci/system.sh").read_text().replace(":/usr/sbin:/sbin", "")
+    done = subprocess.run(
+        [str(folder / "bash"), "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": str(folder)},
+    )
+    calls = folder / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_packages_of_the_system_are_installed_only_where_they_are_missing(tmp_path: Path) -> None:
+    done, calls = install_system(tmp_path / "whole", PROGRAMS + LIBRARIES)
+    assert (done.returncode, done.stdout, calls) == (0, "", [])
+    done, calls = install_system(tmp_path / "bare", ("prometheus", *LIBRARIES[1:]))
+    assert done.returncode == 0, done.stderr
+    install = "apt-get install -q -y --no-install-recommends chromium libibverbs1"
+    assert [call.split(" -o ")[0] for call in calls] == ["apt-get update -q", install]
+
+
+def test_where_they_cannot_be_installed_a_line_names_them(tmp_path: Path) -> None:
+    done, _ = install_system(tmp_path / "bare", LIBRARIES, apt_status=100)
+    assert done.returncode == 1
+    assert "apt-get update && apt-get install" in done.stderr
+    assert "chromium prometheus" in done.stderr
 
 
 def audited(folder: Path, answers: dict[str, Any], **more: str) -> tuple[int, str]:
@@ -207,6 +255,28 @@ def test_modules_that_need_a_missing_package_are_counted_and_other_errors_stay(
     assert "test modules left out: 1, torch is not installed" in output
     assert "= 1 skipped in" in output
     assert "= 1 error in" in collected(tmp_path, "torhc")
+
+
+OF_KINDS = """
+import pytest
+from tests.support.kinds import not_for
+
+@not_for("fake", 2)
+@pytest.mark.parametrize("kind", ["fake", "real", 2, 3])
+def test_it(kind): ...
+"""
+
+
+def test_what_is_not_for_a_kind_is_left_out_and_not_skipped(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.support.kinds import leave_out\n"
+        "def pytest_collection_modifyitems(config, items): leave_out(config, items)\n"
+    )
+    (tmp_path / "test_kinds.py").write_text(OF_KINDS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", str(tmp_path)]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    assert re.findall(r"test_it\[(\w+)\] PASSED", output) == ["real", "3"]
+    assert "= 2 passed, 2 deselected" in output
 
 
 HERE = ".".join(map(str, sys.version_info[:3]))

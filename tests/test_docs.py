@@ -34,7 +34,9 @@ TOLD = [
     "README.md",
     "docs/getting-started.md",
     "docs/how-to/custom-reward.md",
+    "docs/how-to/mismatch.md",
     "docs/how-to/samples.md",
+    "docs/trainers.md",
 ]
 
 
@@ -147,8 +149,17 @@ class Trainer:
         assert all(sample.reward is not None and sample.output_logprobs for sample in samples)
         self.num_steps += 1
 
+    def train(self, replies: list[rollout.GenerateReply]) -> None:
+        assert len(replies) == 8
+        assert all(reply.output_logprobs for reply in replies)
+        self.num_steps += 1
+
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def logprobs(self, groups: list[rollout.SampleGroup], temperature: float) -> list[list[float]]:
+        assert temperature == 0.8
+        return [[-1.0] * len(sample.output_ids) for group in groups for sample in group]
 
 
 def launch_fakes(config: RolloutConfig, *, backend: str = "local") -> DeploymentHandle:

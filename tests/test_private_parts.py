@@ -1,4 +1,4 @@
-"""The private parts of uvicorn and transformers that we subclass and call are still there.
+"""The private parts of uvicorn, transformers and TRL that we subclass and call are still there.
 
 A new release may move them.  Then these tests name the part, and ``pyproject.toml`` keeps users on
 the releases that have it.
@@ -211,6 +211,45 @@ TRANSFORMERS = [
     ),
 ]
 
+TRL = [
+    Part(
+        "trl.trainer.grpo_trainer.GRPOTrainer",
+        "rollout/adapters/trl/rollout_function.py",
+        calls={"_tokenize_prompts": "prompts"},
+        attributes="tools environment_factories eos_token_ids use_vllm vllm_generation "
+        "vllm_importance_sampling_correction _last_loaded_step",
+    ),
+    Part(
+        "trl.experimental.async_grpo.async_rollout_worker.RolloutSample",
+        "rollout/adapters/trl/rollout_worker.py",
+        calls={
+            "__init__": "prompt completion input_ids completion_mask old_log_probs advantage "
+            "model_version group_id metrics"
+        },
+    ),
+    Part(
+        "trl.experimental.async_grpo.async_grpo_trainer.RolloutWorkerProtocol",
+        "rollout/adapters/trl/rollout_worker.py",
+        overrides={
+            "start": "",
+            "stop": "",
+            "update_model_version": "model_version",
+            "check_health": "stale_after_s",
+        },
+    ),
+    Part(
+        "trl.experimental.async_grpo.async_grpo_trainer.WeightTransferProtocol",
+        "rollout/adapters/trl/weight_transfer.py",
+        overrides={
+            "init_weight_transfer": "",
+            "pause": "",
+            "send_weights": "iterator",
+            "resume": "",
+            "destroy": "",
+        },
+    ),
+]
+
 
 def test_uvicorn_has_what_the_router_uses() -> None:
     assert moved(UVICORN) == []
@@ -219,6 +258,13 @@ def test_uvicorn_has_what_the_router_uses() -> None:
 @pytest.mark.embedded
 def test_transformers_has_what_the_embedded_engine_uses() -> None:
     assert moved(TRANSFORMERS) == []
+
+
+@pytest.mark.slow  # imports TRL
+def test_trl_has_what_the_adapter_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    assert moved(TRL) == []
 
 
 def test_a_part_that_is_gone_is_named_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,10 +303,11 @@ def test_a_class_a_module_and_an_attribute_that_are_gone_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("library", ["uvicorn", "transformers"])
+@pytest.mark.parametrize("library", ["uvicorn", "transformers", "trl"])
 def test_a_library_whose_private_parts_we_use_is_bounded_below_its_next_minor(library: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = [*project["dependencies"], *project["optional-dependencies"]["embedded"]]
+    optional = project["optional-dependencies"]
+    ranges = [*project["dependencies"], *optional["embedded"], *optional["trl"]]
     (wanted,) = [one for one in ranges if one.startswith(f"{library}>=")]
     (pinned,) = [
         line.removeprefix(f"{library}==")

@@ -53,6 +53,9 @@ RANKS = {
                 }
                 for way in ("replicated", "sharded", "generator", "peer")
             },
+            "gather": {"seconds": None, "cpu_s_per_gib": None},
+            "cpu_to_one_rank": None,
+            "cpu_to_one_rank_sharded": None,
             "beyond_model_buckets": None,
             "peak_rss_mib": None,
         }

@@ -64,8 +64,8 @@ def test_the_engine_holds_what_was_pushed(
     disk_path = str(tmp_path / "{version}")
     handle = pushing_by(policy, transport=transport, backend=backend, disk_path=disk_path)
     tensors = renewed(policy)
-    first_s = timed(lambda: handle.sync_weights(tensors).result(TIMEOUT_S))
-    seconds = timed(lambda: handle.sync_weights(tensors).result(TIMEOUT_S))
+    first_s = timed(lambda: handle.serve_weights(tensors).result(TIMEOUT_S))
+    seconds = timed(lambda: handle.serve_weights(tensors).result(TIMEOUT_S))
     check_held(policy, tensors)
     handle.close()
     num_bytes = sum(one.nbytes for one in tensors.values())
@@ -76,7 +76,7 @@ def test_the_engine_holds_what_was_pushed(
 def test_wider_floats_are_cast_and_a_tied_tensor_goes_once(policy: OneEngine) -> None:
     handle = pushing_by(policy)
     tensors = renewed(policy, torch.float32)
-    handle.sync_weights({**tensors, ITS_TWIN: tensors[TIED]}).result(TIMEOUT_S)
+    handle.serve_weights({**tensors, ITS_TWIN: tensors[TIED]}).result(TIMEOUT_S)
     check_held(policy, tensors)
     handle.close()
 
@@ -93,7 +93,7 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
         for index in range(number):
             for one in tensors.values():
                 one.fill_(index / 256)
-            handle.sync_weights(tensors).result(TIMEOUT_S)
+            handle.serve_weights(tensors).result(TIMEOUT_S)
             sent = {name: one.clone() for name, one in tensors.items()} if index % 50 == 0 else {}
             for one in tensors.values():
                 one.fill_(float("nan"))
@@ -105,7 +105,7 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
     seconds = timed(push_all)
     assert max(used) - min(used) < gpu.gib / 2
     assert used[-1] - used[0] < gpu.gib / 10
-    handle.sync_weights(policy.tensors).result(TIMEOUT_S)
+    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
     check_held(policy, policy.tensors)
     handle.close()
     num_bytes = number * sum(one.nbytes for one in tensors.values())
@@ -118,7 +118,7 @@ def test_a_push_by_ipc_copies_little_to_the_host(policy: OneEngine) -> None:
     handle = pushing_by(policy, transport="cuda_ipc")
     tensors = renewed(policy)
     copied, seconds = copied_to_host(
-        policy.gpu, lambda: handle.sync_weights(tensors).result(TIMEOUT_S)
+        policy.gpu, lambda: handle.serve_weights(tensors).result(TIMEOUT_S)
     )
     handle.close()
     num_bytes = sum(one.nbytes for one in tensors.values())
@@ -145,6 +145,6 @@ def test_nccl_onto_the_trainers_own_gpu_is_refused_in_words(policy: OneEngine) -
         pytest.skip("NCCL: the tensors are not on a GPU")
     handle = pushing_by(policy, transport="distributed", backend="nccl")
     with pytest.raises(RolloutError, match=r"(?i)nccl"):
-        handle.sync_weights(policy.tensors).result(TIMEOUT_S)
+        handle.serve_weights(policy.tensors).result(TIMEOUT_S)
     handle.close()
     check_held(policy, policy.tensors)

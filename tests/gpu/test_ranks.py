@@ -25,3 +25,22 @@ def test_shards_of_all_ranks_are_gathered_whole(gpu: Gpu, num_ranks: int, tmp_pa
         assert report["equal"], "what was gathered is not what was sharded"
         assert report["most"] <= 3000
     record(f"ranks {num_ranks} {gpu.device}", seconds=seconds)
+
+
+def test_shared_memory_is_pinned_for_the_gpu(gpu: Gpu, tmp_path: Path) -> None:
+    if not gpu.is_real:
+        pytest.skip("there is no GPU to pin memory for")
+    import torch
+
+    from rollout.weights.push.shm_buffers import ShmBufferPool
+    from rollout.weights.ranks.own_gpu import pinned
+
+    weight = torch.arange(1 << 20, device=gpu.device)
+    pool = ShmBufferPool("/dev/shm", pinned)
+    slot = pool.take(weight.nbytes)
+    flat = torch.frombuffer(slot.view, dtype=weight.dtype)
+    assert flat.is_pinned()
+    flat.copy_(weight)
+    assert torch.equal(flat, weight.cpu())
+    del flat
+    pool.close()
