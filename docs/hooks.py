@@ -22,7 +22,7 @@ from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
-_UNITS = {"_seconds": "seconds", "_bytes": "bytes"}
+_UNITS = {"_seconds": "seconds", "_bytes": "bytes", "_nats": "nats"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
