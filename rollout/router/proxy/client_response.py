@@ -112,8 +112,11 @@ class ClientResponse:
 
     def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Write a complete response; ``finish`` has to follow."""
-        lines = (_CLOSE,) if self.is_last else ()
-        self.client.write(reply_head(status, headers, *lines) + body)
+        head = reply_head(status, headers, *((_CLOSE,) if self.is_last else ()))
+        if len(body) > _JOINED_UP_TO_BYTES:
+            self.client.write(head)
+            self.has_begun, head = True, b""
+        self.client.write(head + body)
         self.has_begun = True
 
     def send_events(self, events: bytes, signature: Headers, *, is_end: bool = False) -> None:

@@ -194,7 +194,7 @@ class TokenFailover:
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         self._buffer = []
-        content_type = dict(head.headers).get(b"content-type", b"")
+        content_type = next((value for name, value in head.headers if name == b"content-type"), b"")
         is_whole = self._transcript.wants_whole_reply
         expected = b"application/json" if is_whole else b"text/event-stream"
         self._is_unexpected = head.status != 200 or not content_type.startswith(expected)
@@ -231,15 +231,18 @@ class TokenFailover:
         self._exchange.on_router_error(error)
 
     def _absorb_events(self, is_end: bool) -> None:
-        transcript, news = self._transcript, b""
-        if events := self._whole_events():
-            try:
-                if (refusal := self._read(events)) is None and not is_end:
-                    news = self._new_events()
-            except UNUSABLE as error:
-                return self._end_unusable(error)
-            if refusal is not None:
-                return self._pass_on_error(refusal)
+        transcript, events, news, refusal = self._transcript, self._whole_events(), b"", None
+        try:
+            if events:
+                refusal = self._read(events)
+            if is_end and not transcript.is_finished:
+                transcript.read_all()
+            if events and refusal is None and not is_end:
+                news = self._new_events()
+        except UNUSABLE as error:
+            return self._end_unusable(error)
+        if refusal is not None:
+            return self._pass_on_error(refusal)
         if transcript.is_finished:  # what follows is the stream's end, and the connection is kept
             return self._on_reply_end() if is_end else None
         if is_end:
@@ -248,15 +251,13 @@ class TokenFailover:
             self._exchange.response.send_events(news, self._signature())
         return None
 
-    def _read(self, events: list[memoryview]) -> dict[str, Any] | None:
-        """Absorb these events, up to the first that is an error, which is returned."""
+    def _read(self, events: list[bytes]) -> dict[str, Any] | None:
+        """Take these events, up to the first that is an error, which is returned."""
         for event in events:
-            if len(event) <= _LONGEST_DONE and bytes(event).strip() == b"[DONE]":
+            if len(event) <= _LONGEST_DONE and event.strip() == b"[DONE]":
                 continue
-            payload = loads(event)
-            if "error" in payload:
-                return dict(payload)
-            self._transcript.absorb(payload)
+            if (error := self._transcript.take(event)) is not None:
+                return error
         return None
 
     def _new_events(self) -> bytes:
@@ -278,15 +279,15 @@ class TokenFailover:
     def _end_unusable(self, error: Exception) -> None:
         self._exchange.end_unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
 
-    def _whole_events(self) -> list[memoryview]:
+    def _whole_events(self) -> list[bytes]:
         """Take the data of complete events out of the buffer; engines write it in one line."""
         if b"\n" not in self._buffer[-1]:
             return []
         data = b"".join(self._buffer)
-        view, begin, events = memoryview(data), 0, []
+        begin, events = 0, []
         while (end := data.find(b"\n", begin)) >= 0:
             if data.startswith(b"data:", begin):
-                events.append(view[begin + 5 : end])
+                events.append(data[begin + 5 : end])
             begin = end + 1
         self._buffer = [data[begin:]] if begin < len(data) else []
         return events
@@ -331,7 +332,7 @@ class TokenFailover:
             if transcript.is_streamed:
                 data = _as_events(transcript.new_payloads())
             else:
-                data = dumps(transcript.payload())
+                data = transcript.reply()
         except UNUSABLE as error:
             return self._end_unusable(error)
         if transcript.is_streamed:
@@ -374,9 +375,9 @@ class TokenFailover:
         return list(signature(admission.member.engine_id, admission.weight_version))
 
     def _send_whole(self, status: int, content_type: bytes, body: bytes) -> None:
-        length = b"%d" % len(body)
-        headers = [(b"content-type", content_type), (b"content-length", length)]
-        headers += self._signature()
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        if (admission := self._exchange.admission) is not None:
+            headers += signature(admission.member.engine_id, admission.weight_version)
         self._exchange.response.send_whole(status, headers, body)
         self._exchange.finish()
 

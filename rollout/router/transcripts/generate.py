@@ -19,12 +19,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from engines.protocol.sampling_params import GRAMMARS
-from rollout.router.http.fast_json import dumps
+from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.request import wants_prompt_logprobs
+from rollout.router.transcripts.json_parts import (
+    BodyParts,
+    PromptIds,
+    is_unfinished,
+    read_fields,
+    split_body,
+    split_event,
+)
 from rollout.router.transcripts.request_body import (
+    MAX_READ_BYTES,
     has_forms,
     is_count,
     is_flag,
@@ -35,6 +46,7 @@ from rollout.router.transcripts.request_body import (
     token_ids_of,
 )
 from rollout.router.transcripts.transcript import (
+    UNUSABLE,
     Payload,
     Transcript,
     finish_of,
@@ -45,8 +57,13 @@ from rollout.router.transcripts.vllm import VllmEvents, to_vllm, why_not_vllm
 from rollout.rules.continuation import Part, check_budget, join_experts
 
 _DEFAULT_BUDGET = 128
-# An engine's event has all tokens so far, so reading every event costs the square of their number.
+# An engine's event has all tokens so far, so sending every event costs the square of their number.
 _MAX_EVENTS = 64
+# Of the events that are not parsed the last ones are kept: one of them may end at a safe token.
+_NUM_UNREAD = 4
+# Requests of training differ in their token ids and their own id only.
+_NUM_FORMS = 64
+_MAX_FORM_BYTES = 4096
 _UNLIMITED = 1 << 16
 # Failovers after which a request continues even where a character may be cut in two.
 _STRICT_FAILOVERS = 2
@@ -82,40 +99,73 @@ _SAMPLING_FORMS = {
 
 
 class GenerateTranscript(Transcript):
-    """A ``/generate`` request."""
+    """A ``/generate`` request.
 
-    def __init__(self, raw: Payload, interval: int) -> None:
+    If its client wants one complete response, events are parsed only when an engine is lost:
+    SGLang's have all tokens so far, so the last one replaces the others.  The first events are
+    parsed to see that.  The last one is passed on as it came, if no other engine did a part.
+
+    Args:
+        raw: the client's body, without its token ids.
+        prompt: these, if it has any.
+        interval: tokens between two events.
+    """
+
+    def __init__(self, raw: Payload, prompt: PromptIds | None, interval: int) -> None:
         self._sampling: Payload = dict(raw.get("sampling_params") or {})
         budget = self._sampling.get("max_new_tokens", _DEFAULT_BUDGET)
         super().__init__(raw, budget, self._sampling.get("stop"))
-        self._safe = Part()
-        self._first_meta: Payload = {}
-        self._meta: Payload = {}
-        self._other: Payload = {}
         self._interval = interval
         if not self.is_streamed:
             budget = _UNLIMITED if budget is None else budget
             self._interval = max(interval, budget // _MAX_EVENTS)
+        self._prompt = prompt
         self.can_continue = (
-            raw.get("input_ids") is not None
+            prompt is not None
             and not any(map(self._sampling.get, self._sampling.keys() & _CANNOT_CONTINUE))
             and not any(map(raw.get, raw.keys() & _OF_ONE_ENGINE))
         )
+        self._safe = Part()
+        self._first_meta: Payload = {}
+        self._meta: Payload = {}
+        self._other: Payload = {}
         self._prompt_logprobs: Mapping[str, list[Any]] = {}
         self._wants_experts = bool(raw.get("return_routed_experts"))
         self._experts = b""  # of the tokens of lost engines
         self._safe_experts: str | None = None
         self._vllm: VllmEvents | None = None
+        self._is_cumulative = False  # the current engine's events have all tokens so far
+        self._unread: tuple[bytes, ...] = ()
+        self._has_gap = False  # events before these were not kept
+        self._has_put_off = False  # an event of the current engine was not parsed when it came
+        self._reply: bytes | None = None
+        self._passes_on = not self.is_streamed and not self.lacks_prompt_logprobs
+        self._fields = dumps(self._for_next_engine())
+
+    def of_request(self, parts: BodyParts) -> GenerateTranscript:
+        """A new one for another request, which has these parts and the same other fields."""
+        new = GenerateTranscript.__new__(GenerateTranscript)
+        new.__dict__.update(self.__dict__)
+        new._prompt = parts.prompt
+        if parts.rid is not None:
+            new._raw = {**self._raw, "rid": parts.rid.decode()}
+            new._fields = parts.with_rid(self._fields)
+        return new
 
     @property
     def why_not_vllm(self) -> str:
         """Why no vLLM engine can answer it; empty if one can."""
-        return why_not_vllm(self._raw)
+        try:
+            return why_not_vllm(self._raw_with_ids(self._raw))
+        except ValueError as error:
+            return f"input_ids: {error}"
 
     def prepare_recording(self) -> str:
-        if not self._raw.get("input_ids"):
+        if self._prompt is None:
             return "a recorded turn needs its prompt as input_ids"
-        self._raw["return_logprob"] = True
+        self._raw = {**self._raw, "return_logprob": True}
+        self._fields = dumps(self._for_next_engine())
+        self._passes_on = False
         return ""
 
     # -- to the engine ----------------------------------------------------------------------
@@ -125,16 +175,26 @@ class GenerateTranscript(Transcript):
 
         SGLang's events report their weight version; ``version`` is for vLLM's, which do not.
         """
-        raw = self._for_next_engine()
-        self._vllm = VllmEvents(version, len(raw["input_ids"])) if is_vllm else None
-        return dumps(to_vllm(raw) if is_vllm else raw)
+        prompt, self._vllm = self._prompt, None
+        if is_vllm:
+            raw = self._raw_with_ids(self._for_next_engine())
+            self._passes_on = False
+            self._vllm = VllmEvents(version, len(raw["input_ids"]))
+            return dumps(to_vllm(raw))
+        fields = dumps(self._for_next_engine()) if self._base.num else self._fields
+        return fields if prompt is None else prompt.in_body(fields, self._base.ids)
+
+    def _raw_with_ids(self, raw: Payload) -> Payload:
+        if self._prompt is None:
+            return raw
+        return {**raw, "input_ids": [*self._prompt.values, *self._base.ids]}
 
     def _for_next_engine(self) -> Payload:
+        """The fields of the next body except its token ids."""
         sampling = {**self._sampling, "stream_interval": self._interval}
         raw = {**self._raw, "stream": True, "sampling_params": sampling}
         done = len(self._base.ids)
         if done:
-            raw["input_ids"] = [*self._raw["input_ids"], *self._base.ids]
             if self._budget is not None:
                 sampling["max_new_tokens"] = self._budget - done
             if sampling.get("min_new_tokens"):
@@ -145,15 +205,74 @@ class GenerateTranscript(Transcript):
 
     # -- from the engine --------------------------------------------------------------------
 
-    def absorb(self, event: Mapping[str, Any]) -> None:
-        """Take one event, with all ids of this engine so far, or only the new ones."""
+    def take(self, event: bytes) -> Payload | None:
+        if self._is_cumulative and not self.is_streamed and is_unfinished(event):
+            self._put_off(event)
+            return None
+        if self._passes_on and self._pass_on(event):
+            self._put_off(event)  # the engine may be lost before its reply has ended
+            return None
+        self.read_all()
+        return super().take(event)
+
+    def _put_off(self, event: bytes) -> None:
+        self._has_gap |= len(self._unread) == _NUM_UNREAD
+        self._unread = (*self._unread[1 - _NUM_UNREAD :], event)
+        self._has_put_off = True
+
+    def _pass_on(self, event: bytes) -> bool:
+        """Make the reply of the last event without parsing all of it, if that is possible."""
+        parts = split_event(event)
+        if parts is None:
+            return False
+        meta, num, first = parts.meta, parts.num_ids, self._first_meta
+        reason = meta.get("finish_reason")
+        if not isinstance(reason, dict) or meta.get("completion_tokens") != num:
+            return False
+        kind = reason.get("type")
+        if not isinstance(kind, str) or kind == "abort":
+            return False
+        if kind == "length" and reason.get("length") != num:
+            return False
+        if not meta.keys().isdisjoint(_ADDED) or (self._budget is not None and num > self._budget):
+            return False
+        for name in _PER_TOKEN:
+            if (values := meta.get(name)) is not None and len(values) != num:
+                return False
+        if first and any(first[name] != meta.get(name) for name in _FROM_FIRST if name in first):
+            return False
+        span = {"version": meta.get("weight_version"), "start": 0, "end": num}
+        added = ([span] if num else [], 0, 0)
+        self._reply = parts.with_meta(dict(zip(_ADDED, added, strict=True)))
+        self._finish = reason
+        return True
+
+    def read_all(self) -> None:
+        if not self._unread:
+            return
+        events, self._unread = self._unread, ()
+        follows, self._has_gap = not self._has_gap, False
+        for event in events:
+            self.absorb(loads(event), follows=follows)
+            follows = True
+
+    def absorb(self, event: Mapping[str, Any], *, follows: bool = True) -> None:
+        """Take one event, with all ids of this engine so far, or only the new ones.
+
+        Args:
+            follows: the event before it was absorbed too, so that its new text is known.
+        """
         if self._vllm is not None:
             event = self._vllm.as_sglang(event)
-        meta = dict(event.get("meta_info") or {})
+        meta: Payload = event.get("meta_info") or {}
         ids = list(event.get("output_ids") or [])
         reported = meta.get("completion_tokens", len(ids))
         before = self._now
-        is_delta = len(before.ids) > 0 and len(ids) < reported == len(before.ids) + len(ids)
+        has_part = 0 < len(ids) < reported
+        if has_part and self._has_put_off:
+            raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
+        is_delta = has_part and len(before.ids) > 0 and reported == len(before.ids) + len(ids)
+        self._is_cumulative = len(before.ids) > 0 and len(ids) == reported and self._vllm is None
         now = Part(event.get("text") or "", len(ids), ids)
         for name in _PER_TOKEN:
             if meta.get(name) is not None:
@@ -179,9 +298,13 @@ class GenerateTranscript(Transcript):
         self._first_meta = self._first_meta or meta
         if reason:
             self._finish = reason
-        elif self._is_safe(has_grown=len(now.text) > len(before.text)):
+        elif follows and self._is_safe(has_grown=len(now.text) > len(before.text)):
             self._safe = now
             self._safe_experts = meta.get("routed_experts")
+
+    @property
+    def has_tokens_of_engine(self) -> bool:
+        return bool(self._unread) or super().has_tokens_of_engine
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -210,6 +333,8 @@ class GenerateTranscript(Transcript):
 
     def lose_engine(self) -> None:
         """Go back to the last safe token, or to the prompt if tokens cannot be kept."""
+        with suppress(*UNUSABLE):  # what cannot be read is not kept
+            self.read_all()
         if self.is_aborted and self._is_safe(has_grown=True):
             self._safe = self._now
             self._safe_experts = self._meta.get("routed_experts")
@@ -228,6 +353,10 @@ class GenerateTranscript(Transcript):
         self._safe = Part()
         self._safe_experts = None
         self._finish = None
+        self._is_cumulative = self._passes_on = False
+        self._unread = ()
+        self._has_gap = self._has_put_off = False
+        self._reply = None
 
     def _keep_experts(self) -> bool:
         """Keep the experts of the tokens that are kept; False if there are none of them."""
@@ -242,7 +371,8 @@ class GenerateTranscript(Transcript):
 
     def _num_computed(self, num_new: int) -> int:
         """Tokens that were computed for ``num_new`` of this engine: all but the last one."""
-        return len(self._raw["input_ids"]) + len(self._base.ids) + num_new - 1
+        num_prompt = 0 if self._prompt is None else len(self._prompt)
+        return num_prompt + len(self._base.ids) + num_new - 1
 
     def _joined_experts(self, reported: str | None, num_new: int) -> bytes | None:
         """The experts of all tokens so far, of which this engine has added ``num_new``."""
@@ -254,11 +384,14 @@ class GenerateTranscript(Transcript):
 
     # -- to the client ----------------------------------------------------------------------
 
+    def reply(self) -> bytes:
+        return super().reply() if self._reply is None else self._reply
+
     def payload(self) -> Payload:
-        """The response so far, in the form of a single engine's reply."""
+        self.read_all()
         whole = self._base.plus(self._now)
         first, last = self._first_meta, self._meta
-        meta = {**last, **{name: first[name] for name in _FROM_FIRST_ENGINE if name in first}}
+        meta = {**last, **{name: first[name] for name in _FROM_FIRST if name in first}}
         meta["completion_tokens"] = len(whole.ids)
         meta["finish_reason"] = self._finish
         if self._finish is not None and self._finish.get("type") == "length":
@@ -292,8 +425,9 @@ class GenerateTranscript(Transcript):
         """The finished request as a recorded turn."""
         payload = self.payload()
         meta = payload["meta_info"]
+        assert self._prompt is not None
         return {
-            "input_ids": self._raw["input_ids"],
+            "input_ids": self._prompt.values,
             "output_ids": payload["output_ids"],
             "output_logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
             "weight_versions": meta["weight_versions"],
@@ -301,7 +435,8 @@ class GenerateTranscript(Transcript):
         }
 
 
-_FROM_FIRST_ENGINE = (
+_ADDED = ("weight_versions", "num_failovers", "num_recomputed_tokens")
+_FROM_FIRST = (
     "prompt_tokens",
     "cached_tokens",
     "input_token_logprobs",
@@ -313,8 +448,32 @@ def read_transcript(body: bytes, interval: int) -> GenerateTranscript | None:
     """The transcript of a ``/generate`` body; None if it requests more than one completion, or has
     a form that only the engine can judge.
     """
+    if len(body) > MAX_READ_BYTES:
+        return None
+    if (parts := split_body(body)) is not None:
+        is_short = len(parts.fields) <= _MAX_FORM_BYTES
+        read = _read_form if is_short else _read_form.__wrapped__
+        if (form := read(parts.fields, interval)) is not None:
+            return form.of_request(parts)
     raw = read_object(body)
-    if raw is None or not has_forms(raw, _FORMS):
+    if raw is None:
+        return None
+    ids = token_ids_of(raw.get("input_ids"))
+    if ids is not None:
+        del raw["input_ids"]
+    return _transcript_of(raw, None if ids is None else PromptIds.of(ids), interval)
+
+
+@lru_cache(_NUM_FORMS)
+def _read_form(fields: bytes, interval: int) -> GenerateTranscript | None:
+    raw = read_fields(fields)
+    return None if raw is None else _transcript_of(raw, PromptIds(b""), interval)
+
+
+def _transcript_of(
+    raw: Payload, prompt: PromptIds | None, interval: int
+) -> GenerateTranscript | None:
+    if not has_forms(raw, _FORMS):
         return None
     sampling = raw.get("sampling_params") or {}
     is_single = sampling.get("n", 1) == 1 and sampling.get("beam_width") in (None, 1)
@@ -322,9 +481,8 @@ def read_transcript(body: bytes, interval: int) -> GenerateTranscript | None:
         return None
     if raw.get("return_flat_raw_output_top_logprobs"):
         return None  # an engine refuses it on a stream, as which the router sends the request
-    ids, text = raw.get("input_ids"), raw.get("text")
-    if (token_ids_of(ids) is None or text is not None) and (
-        not isinstance(text, str) or ids is not None
-    ):
+    text = raw.get("text")
+    has_prompt = isinstance(text, str) if prompt is None else text is None
+    if not has_prompt or raw.get("input_ids") is not None:
         return None
-    return GenerateTranscript(raw, interval)
+    return GenerateTranscript(raw, prompt, interval)

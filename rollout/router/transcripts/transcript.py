@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engines.protocol import VersionSpan
+from rollout.router.http.fast_json import dumps, loads
 from rollout.rules.continuation import Part
 
 Payload = dict[str, Any]
@@ -50,6 +51,33 @@ class Transcript:
     def prepare_recording(self) -> str:
         """Request what a recorded turn needs.  Returns why it cannot be recorded, or empty."""
         return ""
+
+    def take(self, event: bytes) -> Payload | None:
+        """Take one event as it came.  Returns it if it is an error, and otherwise None.
+
+        Raises:
+            ``UNUSABLE``: it cannot be read.
+        """
+        payload = loads(event)
+        if "error" in payload:
+            return dict(payload)
+        self.absorb(payload)
+        return None
+
+    def absorb(self, event: Payload) -> None:
+        """Take one event that was parsed."""
+        raise NotImplementedError
+
+    def read_all(self) -> None:
+        """Parse the events that were taken and not parsed so far."""
+
+    def payload(self) -> Payload:
+        """The response so far, in the form of a single engine's reply."""
+        raise NotImplementedError
+
+    def reply(self) -> bytes:
+        """The response as it is written."""
+        return dumps(self.payload())
 
     @property
     def is_finished(self) -> bool:

@@ -1,0 +1,197 @@
+"""Requests and events of ``/generate`` in parts, so that their long parts are not parsed (pure).
+
+The prompt's token ids and the text of a reply are most of their bytes, and the router needs them
+only if an engine is lost.  Here they are found as bytes, and the rest is parsed.
+
+Always true: what is found is what a JSON parser would find.  In any other case there are no parts,
+and the caller parses all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from rollout.router.http.fast_json import dumps
+from rollout.router.transcripts.request_body import read_object, token_ids_of
+from rollout.router.transcripts.transcript import Payload
+
+_INPUT_IDS = b'"input_ids"'
+_IN_IDS = b"0123456789, \t\r\n"
+_SPACE = b" \t\r\n"
+_RID = re.compile(rb'"rid"\s*:\s*"([ !#-\[\]-~]*)"')
+# In place of ids.  That no client can know it shows that its own text was replaced.
+_MARK = random.SystemRandom().randrange(10**16, 10**17)
+_MARK_BYTES = b"%d" % _MARK
+_RID_MARK = f"rid-{_MARK}"
+_MARKED_RID = b'"rid":"%s"' % _RID_MARK.encode()
+_MAX_QUOTES = 64
+_BACKSLASH = ord("\\")
+_TEXT = re.compile(rb'\s*\{\s*"text"\s*:\s*"')
+_OUTPUT_IDS = re.compile(rb'"\s*,\s*"output_ids"\s*:\s*\[')
+_META = re.compile(rb'\]\s*,\s*"meta_info"\s*:\s*\{')
+_UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
+
+
+class PromptIds:
+    """The token ids of a prompt, as they stand in the body; parsed when they are needed.
+
+    Args:
+        data: the ids without their brackets.
+    """
+
+    __slots__ = ("_data", "_values")
+
+    def __init__(self, data: bytes, values: list[int] | None = None) -> None:
+        self._data = data
+        self._values = values
+
+    @classmethod
+    def of(cls, values: list[int]) -> PromptIds:
+        return cls(dumps(values)[1:-1], values)
+
+    def __len__(self) -> int:
+        return self._data.count(b",") + 1
+
+    @property
+    def values(self) -> list[int]:
+        """The ids.
+
+        Raises:
+            ValueError: they are not written as JSON.
+        """
+        if self._values is None:
+            data = b"[%s]" % self._data
+            # orjson rounds what has more than 64 bits to a float.
+            self._values = token_ids_of(orjson.loads(data)) or json.loads(data)
+        return self._values
+
+    def in_body(self, fields: bytes, more: list[int]) -> bytes:
+        """A body of these ids, then ``more``, and the other ``fields``, which are an object."""
+        end = b"," + dumps(more)[1:-1] if more else b""
+        return b"".join((b'{"input_ids":[', self._data, end, b"],", fields[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class BodyParts:
+    """A body whose prompt is one flat list of ids.
+
+    Attributes:
+        fields: the body with marks for its token ids and its own id; equal for many requests.
+        rid: its own id; None if it has none, or one with escapes.
+    """
+
+    fields: bytes
+    prompt: PromptIds
+    rid: bytes | None
+
+    def with_rid(self, fields: bytes) -> bytes:
+        """``fields`` with the id instead of its mark."""
+        if self.rid is None:
+            return fields
+        return fields.replace(_MARKED_RID, b'"rid":"%s"' % self.rid, 1)
+
+
+def split_body(body: bytes) -> BodyParts | None:
+    """The parts; None if it has no such prompt.  ``read_fields`` has to find its marks."""
+    name = body.find(_INPUT_IDS)
+    begin = body.find(b"[", name) + 1
+    end = body.find(b"]", begin)
+    if name < 0 or not begin or end < 0:
+        return None
+    ids = body[begin:end]
+    between = body[name + len(_INPUT_IDS) : begin - 1]
+    if between.strip(_SPACE) != b":" or not _is_flat(ids) or not ids.strip(_SPACE):
+        return None
+    fields = b"%s%s%s" % (body[: begin - 1], _MARK_BYTES, body[end + 1 :])
+    found = _RID.search(fields)
+    if found is None:
+        return BodyParts(fields, PromptIds(ids), None)
+    fields = b"".join((fields[: found.start()], _MARKED_RID, fields[found.end() :]))
+    return BodyParts(fields, PromptIds(ids), found[1])
+
+
+def read_fields(fields: bytes) -> Payload | None:
+    """The marked fields of a body without its token ids; None if a mark is not where it belongs."""
+    raw = read_object(fields)
+    if raw is None or raw.pop("input_ids", None) != _MARK:
+        return None
+    is_rid_marked = _MARKED_RID in fields
+    return raw if (raw.get("rid") == _RID_MARK) == is_rid_marked else None
+
+
+def _is_flat(ids: bytes) -> bool:
+    """It has nothing but whole numbers; if they are no list, the engine says so."""
+    return not ids.translate(None, _IN_IDS)
+
+
+@dataclass(frozen=True, slots=True)
+class EventParts:
+    """An event of SGLang's ``/generate``.
+
+    Attributes:
+        num_ids: how many token ids it has.
+        meta: its ``meta_info``.
+    """
+
+    num_ids: int
+    meta: dict[str, Any]
+    _data: bytes
+    _meta_begin: int
+
+    def with_meta(self, more: Payload) -> bytes:
+        """The event with ``more`` fields in its ``meta_info``."""
+        begin, data = self._meta_begin, memoryview(self._data)
+        comma = b"," if self.meta else b""
+        return b"".join((data[:begin], dumps(more)[1:-1], comma, data[begin:]))
+
+
+def split_event(data: bytes) -> EventParts | None:
+    """The event, of which text and ids are not parsed; None if it is not as SGLang writes it."""
+    found = _TEXT.match(data)
+    end = _end_of_string(data, found.end()) if found else -1
+    found = _OUTPUT_IDS.match(data, end) if end >= 0 else None
+    if found is None:
+        return None
+    begin, end = found.end(), data.find(b"]", found.end())
+    ids = data[begin:end]
+    found = _META.match(data, end) if end >= 0 and _is_flat(ids) else None
+    if found is None:
+        return None
+    begin = found.end()
+    try:
+        rest = orjson.loads(b'{"meta_info":{' + data[begin:])
+    except orjson.JSONDecodeError:
+        return None
+    meta = rest["meta_info"]
+    if not isinstance(meta, dict) or not rest.keys().isdisjoint(("text", "output_ids", "error")):
+        return None
+    return EventParts(ids.count(b",") + 1 if ids.strip(_SPACE) else 0, meta, data, begin)
+
+
+def is_unfinished(data: bytes) -> bool:
+    """Whether the event is neither the last one nor an error; if not, it has to be parsed."""
+    found = _TEXT.match(data)
+    end = _end_of_string(data, found.end()) if found else 0
+    begin = max(0, end)
+    return _UNFINISHED.search(data, begin) is not None and data.find(b'"error"', begin) < 0
+
+
+def _end_of_string(data: bytes, begin: int) -> int:
+    """Where the string ends whose first character is at ``begin``; -1 if it has many quotes."""
+    at = begin - 1
+    for _ in range(_MAX_QUOTES):
+        at = data.find(b'"', at + 1)
+        if at < 0:
+            return -1
+        last = at
+        while data[last - 1] == _BACKSLASH:
+            last -= 1
+        if (at - last) % 2 == 0:
+            return at
+    return -1

@@ -1,0 +1,217 @@
+"""Bodies and events in parts: what is not parsed is what a JSON parser would find there."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.router.transcripts.generate import read_transcript
+from rollout.router.transcripts.json_parts import (
+    is_unfinished,
+    read_fields,
+    split_body,
+    split_event,
+)
+
+IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=5)
+PIECES = [*'ab"\\,:[]{}\u00e9\n', '","output_ids":[', '"error"']
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+NAMES = st.sampled_from(["input_ids", "rid", "text", "stream", 'a"input_ids', "x"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | TEXTS | IDS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=4), st.sampled_from([None, 1]), st.booleans())
+def test_the_parts_of_a_body_are_what_a_parser_finds(raw, indent, is_ascii):
+    body = json.dumps(raw, indent=indent, ensure_ascii=is_ascii).encode()
+    parts = split_body(body)
+    fields = None if parts is None else read_fields(parts.fields)
+    if fields is None:
+        return
+    assert parts.prompt.values == raw["input_ids"]
+    assert len(parts.prompt) == len(raw["input_ids"])
+    again = json.loads(parts.with_rid(parts.prompt.in_body(json_of(fields), [7])))
+    assert again == {**raw, "input_ids": [*raw["input_ids"], 7]}
+
+
+def json_of(fields):
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input_ids": [[1], [2]]}',
+        b'{"input_ids": []}',
+        b'{"input_ids": [1], "input_ids": [2, 3]}',
+        b'{"x": {"input_ids": [1]}}',
+        b'{"x": "\\"input_ids\\": [1]"}',
+        b'{"x\\"input_ids": [1]}',
+        b'{"input_ids": [1',
+        b'{"input_ids" [1]}',
+        b'{"x": {"rid": "a"}, "input_ids": [1]}',
+        b'{"rid": "a", "input_ids": [1], "rid": 5}',
+    ],
+)
+def test_a_body_of_another_form_has_no_parts(body):
+    parts = split_body(body)
+    assert parts is None or read_fields(parts.fields) is None
+
+
+def test_ids_that_are_not_json_go_to_the_engine_as_they_are():
+    transcript = read_transcript(b'{"input_ids": [1 2,,]}', 32)
+    assert b"[1 2,,]" in transcript.body()
+    assert "input_ids" in transcript.why_not_vllm
+
+
+def test_requests_that_differ_in_ids_and_rid_share_nothing():
+    bodies = [{"input_ids": [n, n + 1], "rid": f"r-{n}", "stream": False} for n in range(3)]
+    transcripts = [read_transcript(json.dumps(body).encode(), 32) for body in bodies]
+    transcripts[0].prepare_recording()
+    transcripts[0].absorb(event_of([5], finish=None))
+    transcripts[0].lose_engine()
+    sent = [json.loads(transcript.body()) for transcript in transcripts]
+    assert [one["rid"] for one in sent] == ["r-0", "r-1", "r-2"]
+    assert [one["input_ids"] for one in sent] == [[0, 1, 5], [1, 2], [2, 3]]
+    assert [one.get("return_logprob") for one in sent] == [True, None, None]
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+def event_of(ids, *, finish, text="x", **meta):
+    meta |= {"completion_tokens": len(ids), "finish_reason": finish, "weight_version": "3"}
+    return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def length(num):
+    return {"type": "length", "length": num}
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 9), max_size=4), VALUES, st.booleans(), st.booleans())
+def test_an_event_in_parts_is_the_event_that_a_parser_finds(text, ids, other, is_ascii, is_dense):
+    event = event_of(ids, finish=None, text=text, other=other)
+    separators = (",", ":") if is_dense else None
+    data = json.dumps(event, ensure_ascii=is_ascii, separators=separators).encode()
+    parts = split_event(data)
+    assert is_unfinished(data) or '"error"' in json.dumps(other)
+    assert parts is not None
+    assert (parts.num_ids, parts.meta) == (len(ids), event["meta_info"])
+    event["meta_info"]["more"] = [1]
+    assert json.loads(parts.with_meta({"more": [1]})) == event
+
+
+def test_a_text_with_many_quotes_is_left_to_the_parser():
+    data = json.dumps(event_of([1], finish=None, text='"' * 1000)).encode()
+    assert split_event(data) is None
+    assert is_unfinished(data)
+
+
+def replies(events, *, body=b'{"input_ids": [1]}', num=None):
+    """The reply after these events, taken as bytes and absorbed."""
+    taken, absorbed = read_transcript(body, 32), read_transcript(body, 32)
+    for event in events:
+        assert taken.take(json.dumps(event).encode()) is None
+        absorbed.absorb(event)
+    return json.loads(taken.reply()), absorbed.payload()
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 3, 9])
+def test_the_last_event_is_the_reply_whatever_came_before(num_events):
+    events = [event_of(list(range(n)), finish=None, text="x" * n) for n in range(1, num_events)]
+    last = event_of(list(range(num_events)), finish=length(num_events), prompt_tokens=1)
+    got, expected = replies([*events, last])
+    assert got == expected
+    assert got["meta_info"]["weight_versions"] == [{"version": "3", "start": 0, "end": num_events}]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event_of(
+            [1, 2], finish={"type": "stop", "matched": 2}, output_token_logprobs=[[-1, 1, None]] * 2
+        ),
+        event_of([1, 2], finish=length(9)),
+        event_of([], finish={"type": "stop", "matched": None}),
+        {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}},
+        event_of([1], finish={"type": "stop"}, num_failovers=4),
+        event_of([1], finish={"type": "stop"}) | {"index": 0},
+    ],
+)
+def test_a_reply_that_is_passed_on_is_the_one_that_would_be_written(last):
+    got, expected = replies([last])
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event_of([1], finish=length(1), output_token_logprobs=[]),
+        event_of(list(range(200)), finish={"type": "stop"}),
+        event_of([1], finish={"type": 5}),
+    ],
+)
+def test_a_last_event_that_is_inconsistent_is_not_passed_on(last):
+    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    with pytest.raises(ValueError, match=r"0 output_token_logprobs|200 output|not a text"):
+        transcript.take(json.dumps(last).encode())
+
+
+def test_events_with_new_tokens_only_are_all_read():
+    events = [event_of([n], finish=None, text="x") for n in range(1, 8)]
+    for num, event in enumerate(events, 1):
+        event["meta_info"]["completion_tokens"] = num
+    events[-1]["meta_info"]["finish_reason"] = length(7)
+    got, expected = replies(events)
+    assert got == expected
+    assert got["output_ids"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_new_tokens_only_after_events_with_all_tokens_are_refused():
+    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    for num in range(1, 9):
+        transcript.take(
+            json.dumps(event_of(list(range(num)), finish=None, text="x" * num)).encode()
+        )
+    late = event_of([8], finish=None)
+    late["meta_info"] |= {"completion_tokens": 9, "finish_reason": length(9)}
+    with pytest.raises(ValueError, match="1 ids for 9 tokens"):
+        transcript.take(json.dumps(late).encode())
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 5, 9])
+def test_a_lost_engine_leaves_the_tokens_of_its_last_event(num_events):
+    transcript = read_transcript(b'{"input_ids": [1, 2]}', 32)
+    for num in range(1, num_events + 1):
+        event = event_of(list(range(num)), finish=None, text="x" * num)
+        assert transcript.take(json.dumps(event).encode()) is None
+    assert transcript.has_tokens_of_engine
+    transcript.lose_engine()
+    assert json.loads(transcript.body())["input_ids"] == [1, 2, *range(num_events)]
+    assert (transcript.num_kept, transcript.num_recomputed) == (num_events, 0)
+
+
+def test_an_event_after_a_gap_is_not_safe_by_itself():
+    """Its text may have grown in an event that was not kept."""
+    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"stop": ["ab"]}}', 32)
+    texts = ["x", "xy", *["xyz"] * 9]  # the last tokens are within a character
+    for num, text in enumerate(texts, 1):
+        event = event_of(list(range(num)), finish=None, text=text)
+        transcript.take(json.dumps(event).encode())
+    transcript.lose_engine()
+    assert json.loads(transcript.body())["input_ids"] == [1, 0, 1]
+
+
+def test_an_unreadable_event_of_a_lost_engine_is_not_kept():
+    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    for num in range(1, 4):
+        event = json.dumps(event_of(list(range(num)), finish=None, text="x" * num)).encode()
+        transcript.take(event if num < 3 else event[:-1])
+    transcript.lose_engine()
+    assert json.loads(transcript.body())["input_ids"] == [1, 0, 1]
