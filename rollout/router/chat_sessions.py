@@ -8,6 +8,7 @@ tokenizers run in threads of their own, and the event loop goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -32,10 +33,12 @@ from rollout.router.sessions.chat_request import ChatRequest
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from rollout.router.sessions.messages import History, Message, history_of
 from rollout.router.sessions.session_store import Session, SessionStore
-from rollout.router.sessions.tool_calls import Answer, parse_answer
+from rollout.router.sessions.tool_calls import Answer, parse_answer, unread_call
 from rollout.router.sessions.tree import Generated, Prompt, Turn
 from rollout.router.transcripts.transcript import UNUSABLE
 from rollout.rules.continuation import spans_of
+
+logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
 _MOST_AT_ONCE = 4096
@@ -95,6 +98,7 @@ class ChatSessions:
         self._loading = asyncio.Lock()
         self._http: aiohttp.ClientSession | None = None
         self._num_running = 0
+        self._unread_calls: set[str] = set()  # beginnings that were reported
 
     def open(self) -> None:
         self._http = aiohttp.ClientSession(
@@ -144,7 +148,8 @@ class ChatSessions:
         try:
             plan = await self._planned(session, chat)
             replies = self._generate(session_id, chat.body(plan.ids), router)
-            async with aclosing(replies), aclosing(_written(session, chat, plan, replies)) as parts:
+            written = self._written(session, chat, plan, replies)
+            async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
                     yield part
         finally:
@@ -166,6 +171,47 @@ class ChatSessions:
                         self._threads, load_chat_tokenizer, folder
                     )
         return self._tokenizer
+
+    async def _written(
+        self,
+        session: Session,
+        chat: ChatRequest,
+        plan: Plan,
+        replies: AsyncGenerator[GenerateReply, None],
+    ) -> AsyncGenerator[bytes, None]:
+        """The response, and the turn into the session's tree before its last byte."""
+        head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
+        writer = ChatAnswer(head, chat.calls_tools)
+        has_begun = False
+        try:
+            async for reply in replies:
+                if reply.finish_reason is None and (payloads := writer.piece(reply.text)):
+                    has_begun = True
+                    yield as_events(payloads)
+            answer = _answer_of(reply.text, chat)
+            if chat.calls_tools and (begin := unread_call(answer)):
+                self._warn_of_unread_call(begin)
+            turn = _keep(session, plan, reply, answer.message())
+            self._store.num_turns[plan.prompt.drift] += 1
+        except ChatFailure as error:
+            if not has_begun:
+                raise
+            yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
+            return
+        num = len(plan.ids)
+        if chat.is_streamed:
+            yield as_events(writer.last(answer, turn, num, usage=chat.wants_usage)) + _DONE_EVENT
+        else:
+            yield dumps(writer.whole(answer, turn, num))
+
+    def _warn_of_unread_call(self, begin: str) -> None:
+        if begin not in self._unread_calls:  # the model writes the same in every turn
+            self._unread_calls.add(begin)
+            logger.warning(
+                "an answer has a tool call that begins with %r and was not read: only Hermes' and "
+                "Qwen's <tool_call>{JSON}</tool_call> is; such calls stay in the text",
+                begin,
+            )
 
     async def _generate(
         self, session_id: str, body: dict[str, Any], router: Endpoint
@@ -221,35 +267,6 @@ def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> 
     difference = first_difference(ids, tokenised)
     drift = drift_of(difference, is_fork=match.is_fork)
     return Plan(history, ids, Prompt(match.turn.number, new, drift, difference))
-
-
-async def _written(
-    session: Session,
-    chat: ChatRequest,
-    plan: Plan,
-    replies: AsyncGenerator[GenerateReply, None],
-) -> AsyncGenerator[bytes, None]:
-    """The response, and the turn into the session's tree before its last byte."""
-    head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
-    writer = ChatAnswer(head, chat.calls_tools)
-    has_begun = False
-    try:
-        async for reply in replies:
-            if reply.finish_reason is None and (payloads := writer.piece(reply.text)):
-                has_begun = True
-                yield as_events(payloads)
-        answer = _answer_of(reply.text, chat)
-        turn = _keep(session, plan, reply, answer.message())
-    except ChatFailure as error:
-        if not has_begun:
-            raise
-        yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
-        return
-    num = len(plan.ids)
-    if chat.is_streamed:
-        yield as_events(writer.last(answer, turn, num, usage=chat.wants_usage)) + _DONE_EVENT
-    else:
-        yield dumps(writer.whole(answer, turn, num))
 
 
 def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -> Turn:

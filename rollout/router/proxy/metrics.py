@@ -58,6 +58,11 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "router_broken_replies": ("counter", (), "Responses that were begun and not completed."),
     "router_clients_left": ("counter", (), "Requests whose client left."),
     "router_expired": ("counter", (), "Requests that took longer than request_timeout_s."),
+    "router_session_turns": (
+        "counter",
+        ("drift",),
+        "Turns of agents' sessions, by how their prompts differ from a new tokenisation.",
+    ),
     "router_gate_seconds": ("counter", ("state",), "Time that the gate was in a state."),
     "router_request_seconds": (
         "histogram",
@@ -146,6 +151,9 @@ class _RouterCollector(Collector):
             ],
             "router_engine_failures": [
                 ((engine["engine_id"],), (engine["num_failures"],)) for engine in engines
+            ],
+            "router_session_turns": [
+                ((drift.value,), (num,)) for drift, num in self._proxy.chats.num_turns.items()
             ],
             "router_gate_seconds": [
                 ((state,), (spent_s,)) for state, spent_s in gate.seconds_by_state().items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
 from rollout.router.transcripts.kept_sessions import KeptSession, KeptSessions
 
@@ -18,13 +19,21 @@ class Session(KeptSession):
 
 
 class SessionStore(KeptSessions[Session]):
-    """Sessions by id."""
+    """Sessions by id.
+
+    Attributes:
+        num_turns: finished turns of all sessions so far, also of closed ones, by drift.
+    """
 
     bytes_full = (
         "sessions take {num_bytes} of {max_bytes} bytes (router.max_recorded_bytes); "
         "take their samples and close them"
     )
     sessions_full = "{} sessions are open (router.max_sessions); close some"
+
+    def __init__(self, *, max_bytes: int, max_sessions: int, ttl_s: float) -> None:
+        super().__init__(max_bytes=max_bytes, max_sessions=max_sessions, ttl_s=ttl_s)
+        self.num_turns = dict.fromkeys(Drift, 0)
 
     def begin_turn(self, session_id: str, now_s: float) -> Session:
         """The session, which is made if there is none.  ``end_turn`` must follow."""

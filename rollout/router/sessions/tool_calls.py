@@ -1,7 +1,8 @@
 """Tool calls in the text of an answer, in the form of Hermes and Qwen (pure).
 
 A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.  Always true: text that is
-not a call in this form stays in the answer's content.
+not a call in this form stays in the answer's content.  The beginnings of other common forms are
+known only to report them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _BEGIN = "<tool_call>"
+_OTHER_BEGINS = (
+    "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>",  # Llama 3
+    "<function=",  # Qwen 3 Coder
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
+    "<|tool_calls_section_begin|>",  # Kimi
+    "<|channel|>commentary to=",  # gpt-oss
+    "<arg_key>",  # GLM
+)
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -52,6 +62,12 @@ def parse_answer(text: str, new_id: Callable[[], str]) -> Answer:
     if not calls:
         return Answer(text)
     return Answer((content + text[end:]).rstrip(), tuple(calls))
+
+
+def unread_call(answer: Answer) -> str:
+    """The beginning of a call in ``answer`` that was not read; empty if there is none."""
+    begins = (_BEGIN, *_OTHER_BEGINS)
+    return next((begin for begin in begins if begin in answer.content), "")
 
 
 def _function(text: str) -> dict[str, str] | None:

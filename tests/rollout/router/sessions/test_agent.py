@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.branch_samples import branch_samples
@@ -179,6 +180,47 @@ async def test_a_changed_answer_is_a_fork_from_the_turn_before_it(make_agent: Ma
         "\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nmy own words<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+async def test_turns_are_counted_by_drift_in_the_metrics(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    assert await turns_by_drift(agent) == {"clean": 0, "realigned": 0, "forked": 0}
+    history = [USER, answer_of(await agent.ask([USER])), USER]
+    await agent.stream(history)
+    mine = {"role": "assistant", "content": "my own words"}
+    await agent.ask([*history, mine, USER])
+    with pytest.raises(openai.BadRequestError):
+        await agent.ask([USER], n=2)
+    assert await turns_by_drift(agent) == {"clean": 1, "realigned": 1, "forked": 1}
+    async with agent.bench.client.delete("/sessions/s") as response:
+        assert response.status == 200
+    assert await turns_by_drift(agent) == {"clean": 1, "realigned": 1, "forked": 1}
+
+
+async def turns_by_drift(agent: Agent) -> dict[str, float]:
+    async with agent.bench.client.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    return {
+        sample.labels["drift"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "router_session_turns_total"
+    }
+
+
+async def test_a_call_in_another_form_stays_in_the_text_and_is_logged_once(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}}]'
+    monkeypatch.setattr("tests.rollout.router.sessions.test_agent.say", lambda prompt: text)
+    agent = await make_agent()
+    for _ in range(2):
+        reply = await agent.ask([USER], tools=TOOLS)
+        assert reply.choices[0].message.content == text
+        assert not reply.choices[0].message.tool_calls
+        assert reply.choices[0].finish_reason == "stop"
+    (record,) = [record for record in caplog.records if "tool call" in record.message]
+    assert "'[TOOL_CALLS]'" in record.message
 
 
 async def test_tools_are_called_and_their_results_are_not_trained_on(

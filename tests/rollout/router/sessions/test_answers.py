@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
 from rollout.router.sessions.answers import ChatAnswer
-from rollout.router.sessions.tool_calls import Answer, num_certain, parse_answer
+from rollout.router.sessions.tool_calls import Answer, num_certain, parse_answer, unread_call
 from rollout.router.sessions.tree import Generated, Prompt, Turn
 
 STOP = FinishReason("stop", 0)
@@ -41,6 +42,22 @@ def test_a_call_is_separated_from_the_text_around_it() -> None:
 def test_what_is_no_call_stays_in_the_text() -> None:
     for text in ("<tool_call>{}</tool_call>", "<tool_call>{no json}</tool_call>", "<tool_call>{"):
         assert parse_answer(text, lambda: "c") == Answer(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "begin"),
+    [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}}]', "[TOOL_CALLS]"),
+        ("I add. <function=f><parameter=x>1</parameter></function>", "<function="),
+        ("<tool_call>{no json}</tool_call>", "<tool_call>"),
+        (CALL, ""),
+        ("2 + 2 is 4", ""),
+    ],
+)
+def test_a_call_in_another_form_is_noticed_and_stays_in_the_text(text: str, begin: str) -> None:
+    answer = parse_answer(text, lambda: "c")
+    assert unread_call(answer) == begin
+    assert not begin or answer == Answer(text)
 
 
 @settings(max_examples=300, deadline=None)
