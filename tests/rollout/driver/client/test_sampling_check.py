@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from engines.embedded.core.errors import Invalid
 from engines.embedded.generation.sampling_params import parse
 from engines.protocol import SamplingParams
+from engines.sglang_cpu.installation import Installation
 from rollout.core.errors import ConfigError
 from rollout.driver.client.sampling_check import check_sampling
 from rollout.driver.stream.options import BatchPlan
@@ -83,6 +85,36 @@ NOT_EMBEDDED = {
 
 def test_there_is_a_field_for_every_parameter_of_sglang() -> None:
     assert {field.name for field in fields(SamplingParams)} == OF_SGLANG
+
+
+# What SGLang sets itself, and what ours leave out on purpose.
+SET_INSIDE = {
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+    "ebnf_full_assistant",
+}
+LEFT_OUT = {"beam_width", "watermark", "stream_interval"}
+
+
+@pytest.mark.sglang
+def test_the_installed_sglang_has_no_other_parameter() -> None:
+    """By its source: an import of it takes a minute."""
+    site = Installation().require().parents[1] / "lib"
+    (source,) = site.glob("python3*/site-packages/sglang/srt/sampling/sampling_params.py")
+    (found,) = [
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+    ]
+    names = {
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert names == OF_SGLANG | LEFT_OUT | SET_INSIDE
 
 
 def test_what_differs_from_the_default_is_sent_with_sglangs_names() -> None:

@@ -90,6 +90,30 @@ async def test_a_stream_continues_after_its_engine_died(make_bench):
     check(events[-1], failovers=1)
 
 
+@pytest.mark.parametrize("images", ["a.png", ["a.png", "data:image/png;base64," + "A" * 4000]])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_images_go_to_every_engine_of_a_request(make_bench, images, is_streamed):
+    bench = await make_bench(counting(dies_after=7), counting(version="2"), config=ON)
+    asked = ASK | {"image_data": images, "stream": is_streamed}
+    async with bench.client.post("/generate", json=asked) as response:
+        if is_streamed:
+            payload = (await events_of(response))[-1]
+        else:
+            payload = await response.json()
+    check(payload, failovers=1)
+    first, second = (engine.seen[-1].json for engine in bench.engines)
+    assert first["image_data"] == second["image_data"] == images
+    assert second["input_ids"][:4] == [1, 2, 3, 3]  # the prompt with its images, then tokens
+
+
+async def test_images_of_a_batch_pass_as_they_are(make_bench):
+    bench = await make_bench(reply(b"[]"), config=ON)
+    asked = {"input_ids": [[1], [2]], "image_data": [["a.png", "b.png"], None]}
+    assert (await bench.ask(json=asked)).status == 200
+    seen = bench.engines[0].seen[-1].json
+    assert (seen["input_ids"], seen["image_data"]) == ([[1], [2]], [["a.png", "b.png"], None])
+
+
 async def test_a_header_switches_it_on(make_bench):
     bench = await make_bench(counting(dies_after=7), counting())
     got = await bench.ask(json=ASK, headers={"X-Token-Failover": "on"})
