@@ -250,9 +250,10 @@ class RankWork:
             self._folder = JoinedFolders(self._held)
         if self.gpu and self.gpu in plan["gpus"]:
             yield HandleMaker()
-        if plan["group"] != pusher.sender_group.first:
-            pusher.sender_group.close()  # rank 0 has not kept it
-        if pusher.link.rank in plan["senders"][1:]:
+        is_sender = pusher.link.rank in plan["senders"][1:]
+        if not is_sender or plan["group"] != pusher.sender_group.first:
+            pusher.sender_group.close()  # rank 0 has not kept it, or will not
+        if is_sender:
             self._broadcasts = self._broadcast_sender(plan)
             yield self._broadcasts
 
