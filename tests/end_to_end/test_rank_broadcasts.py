@@ -164,6 +164,7 @@ def test_an_engine_that_is_killed_in_a_broadcast_ends_it_on_all_ranks(
     def engine() -> EngineStatus:
         return run["policy"].status().result(30).groups[0].engines[1]
 
+    the_next_push_works(run, ranks, 86)  # with the groups, so that the fault comes soon
     pid = engine().pid
     said = push(ranks, 87, fault={"rank": 1, "number": number, "does": "kills", "pid": pid})
     assert len(errors(said)) == 1, said
