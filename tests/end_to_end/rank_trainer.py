@@ -162,7 +162,7 @@ class Trainer:
     def at_broadcast(
         self, rank: int = -1, task: str = "send", number: int = 0, does: str = "", pid: int = 0
     ) -> Iterator[None]:
-        """A rank does something when it is asked to join the engines, or to send."""
+        """A rank does something before it joins the engines, or sends."""
         carry_out, num_asked = BroadcastSender.carry_out, 0
 
         def acting(sender: BroadcastSender, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class BroadcastSender:
     """Broadcasts one bucket of ``num_senders``.
 
     Args:
-        group: of this rank; joined anew if rank 0 says so.
+        group: of this rank; joined again if rank 0 says so.
         turn: of this rank among the senders; rank 0 has the first.
         timeout_s: for one bucket, and for all engines to join.
         fingerprints: the method of the fingerprints that are taken; empty takes none.
