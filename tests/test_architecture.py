@@ -61,6 +61,7 @@ FOLDERS = (
     "rollout.weights.store",
     "rollout.weights.tensors",
     "rollout.weights.ranks",
+    "rollout.weights.ranks.makers",
     "rollout.weights",
     "rollout.control.engine",
     "rollout.control.group",

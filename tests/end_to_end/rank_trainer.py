@@ -11,12 +11,14 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.ranks.makers.broadcast_sender import BroadcastSender
 from tests.support.megatron_shards import MegatronShards, Sizes
 
 TIED = "lm_head.weight"
@@ -39,7 +42,7 @@ TIMEOUT_S = 4
 
 
 class FarEngine:
-    """A caller for which one engine is on another host.
+    """A caller for which one engine is on another host, or all.
 
     Attributes:
         ways: engine id -> the name of its way in the last push that was sent here.
@@ -75,7 +78,7 @@ class FarEngine:
         return replace(status, groups=groups)
 
     def _moved_engine(self, engine: EngineStatus) -> EngineStatus:
-        if engine.engine_id != self._engine_id:
+        if self._engine_id not in ("all", engine.engine_id):
             return engine
         return replace(engine, endpoint=Endpoint("192.0.2.1", engine.endpoint.port))
 
@@ -83,6 +86,7 @@ class FarEngine:
 class Trainer:
     def __init__(self, run: str, model_path: str) -> None:
         self.ways: dict[str, str] = {}
+        self.sender_group = ""
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (self.num_ranks,))
         manifest = read_checkpoint_manifest(model_path)
@@ -127,15 +131,58 @@ class Trainer:
         self.pusher.config = config.model_copy(update={"weights": weights})
         return self.streamed(seed) if is_streamed else self.push(seed)
 
-    def push_far(self, far: str, own_host: str, seed: int, is_streamed: bool = False) -> Any:
-        """One engine listens on another host, as far as this rank knows."""
-        caller = self.pusher.caller
+    def push_far(
+        self,
+        far: str,
+        own_host: str,
+        seed: int,
+        is_streamed: bool = False,
+        hosts: Sequence[int] = (),
+        fault: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """One engine listens on another host, as far as this rank knows.
+
+        Args:
+            hosts: of each rank the lowest one on its host, if they have several.
+            fault: the arguments of ``at_broadcast``.
+        """
+        caller, hosts_before = self.pusher.caller, self.pusher.hosts
         self.pusher.caller = FarEngine(caller, far, own_host)
+        self.pusher.hosts = list(hosts) or hosts_before
         try:
-            return self.streamed(seed) if is_streamed else self.push(seed)
+            with self.at_broadcast(**(fault or {})):
+                return self.streamed(seed) if is_streamed else self.push(seed)
         finally:
             self.ways = self.pusher.caller.ways
-            self.pusher.caller = caller
+            self.pusher.caller, self.pusher.hosts = caller, hosts_before
+            root = self.pusher.sender_group.root
+            self.sender_group = "" if root is None else root.name
+
+    @contextmanager
+    def at_broadcast(
+        self, rank: int = -1, task: str = "send", number: int = 0, does: str = "", pid: int = 0
+    ) -> Iterator[None]:
+        """A rank does something before it joins the engines, or sends."""
+        carry_out, num_asked = BroadcastSender.carry_out, 0
+
+        def acting(sender: BroadcastSender, asked: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal num_asked
+            is_own = asked["do"] == task and asked.get("sender", self.rank) == self.rank == rank
+            if is_own and num_asked == number:
+                self._act(does, pid)
+            num_asked += is_own
+            return carry_out(sender, asked)
+
+        with patch.object(BroadcastSender, "carry_out", acting):
+            yield
+
+    def _act(self, does: str, pid: int) -> None:
+        if does == "raises":
+            raise ValueError("a bad cable")
+        if does == "sleeps":
+            time.sleep(2 * TIMEOUT_S)
+        else:
+            os.kill(pid or os.getpid(), signal.SIGSTOP if does == "stops" else signal.SIGKILL)
 
     def push_at_once(self, seed: int) -> Any:
         """As to engines for which each load costs."""
@@ -334,6 +381,7 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
             found = {"error": str(error), "type": type(error).__name__}
         found["seconds"] = time.monotonic() - started
         found["ways"] = trainer.ways
+        found["sender_group"] = trainer.sender_group
         found["shm_bytes"] = trainer.pusher.pool.num_bytes()
         print(json.dumps(found), flush=True)
     trainer.pusher.close()

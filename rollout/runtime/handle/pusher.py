@@ -20,6 +20,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool
+from rollout.weights.ranks.makers.broadcast_sender import SenderGroup
 from rollout.weights.ranks.own_gpu import pinned
 from rollout.weights.ranks.rank_link import RankLink
 from rollout.weights.ranks.rank_protocol import AwaitEngines, Offload, PushRound, Step
@@ -52,6 +53,7 @@ class Pusher:
         self.loads = LoadCosts(config)
         self.plans = PushPlanCache()
         self.kept = KeptGroup()
+        self.sender_group = SenderGroup()
         self.tensors: TensorList = ()
         # For each rank, the lowest one that shares its host's memory.
         self.hosts = link.hosts(config.weights.shared_memory_path)
@@ -99,6 +101,7 @@ class Pusher:
             "has_turn": before_kv is not None,
             "node": self.caller.own_node(),
             "gpu": work.gpu,
+            "group": self.sender_group.kept,
         }
         try:
             steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
@@ -142,8 +145,9 @@ class Pusher:
         return PushRound(name, link.rank, link.num_ranks, timeout_s or self.timeout_s, call)
 
     def close(self) -> None:
-        """Free this rank's shared memory, and leave the broadcast group."""
+        """Free this rank's shared memory, and leave the broadcast groups."""
         self.kept.close()
+        self.sender_group.close()
         self.pool.close()
 
     @property

@@ -36,15 +36,17 @@ from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.weight_push import WeightPush, default_contents
 from rollout.weights.ranks.bucket_check import BucketCheck
 from rollout.weights.ranks.bucket_handover import BucketHandover
-from rollout.weights.ranks.bucket_makers import (
+from rollout.weights.ranks.carrier_choice import Chosen, RankPlace, by_value_note, choose_carriers
+from rollout.weights.ranks.makers.broadcast_sender import BroadcastSender
+from rollout.weights.ranks.makers.bucket_makers import (
     BucketMaker,
     HandleMaker,
     SharedMemoryMaker,
     check_same,
     with_content,
 )
-from rollout.weights.ranks.carrier_choice import Chosen, RankPlace, by_value_note, choose_carriers
-from rollout.weights.ranks.folder_makers import CheckpointMaker, JoinedFolders, OneFolder
+from rollout.weights.ranks.makers.folder_makers import CheckpointMaker, JoinedFolders, OneFolder
+from rollout.weights.ranks.makers.store_share import ShareCopier, add_copies
 from rollout.weights.ranks.offered_buckets import (
     OfferedBucket,
     OfferedStream,
@@ -54,8 +56,10 @@ from rollout.weights.ranks.offered_buckets import (
 from rollout.weights.ranks.own_gpu import gpu_with
 from rollout.weights.ranks.push_figures import PushFigures
 from rollout.weights.ranks.rank_protocol import (
+    Answer,
     AwaitEngines,
     Begin,
+    Broadcast,
     Finish,
     Make,
     Offer,
@@ -72,7 +76,6 @@ from rollout.weights.ranks.rank_sources import (
     digest_of,
     make_source,
 )
-from rollout.weights.ranks.store_share import ShareCopier, add_copies
 from rollout.weights.tensors import (
     Dtype,
     NamedTensors,
@@ -121,6 +124,7 @@ class RankWork:
         self._source: PlannedSource | StreamedSource | None = None
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._makers: list[BucketMaker] = []
+        self._broadcasts: BroadcastSender | None = None
         self._pairs: Pairs | None = None
         # What the engines load in one call, when all buckets are written.
         self._folder: OneFolder | None = None
@@ -130,6 +134,7 @@ class RankWork:
         self._version = 0
         self.gpu = gpu_with(named_tensors)
         self._ranks: list[RankPlace] = []
+        self._groups_kept: list[str] = []
         self._chosen: Mapping[str, Chosen] = {}
         self._fingerprints = ""
         self._figures = PushFigures(pusher.link.num_ranks)
@@ -152,6 +157,10 @@ class RankWork:
                 return self._offer(words)
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
+            case Broadcast(task):
+                return {} if self._broadcasts is None else self._broadcasts.carry_out(task)
+            case Answer(words):
+                return self._handover.answer(words)
             case TakeTurn():
                 return self._take_turn()
             case Finish():
@@ -184,6 +193,8 @@ class RankWork:
 
     def keep(self) -> None:
         """After the push: leave this rank's copies to the store; rank 0 says where all are."""
+        if self._broadcasts is not None:
+            self._broadcasts.keep()
         if self._keeps_copies:
             self._held = None
         push = None if self._copied is None else self._copied.push(self._version)
@@ -239,6 +250,25 @@ class RankWork:
             self._folder = JoinedFolders(self._held)
         if self.gpu and self.gpu in plan["gpus"]:
             yield HandleMaker()
+        is_sender = pusher.link.rank in plan["senders"][1:]
+        if not is_sender or plan["group"] != pusher.sender_group.first:
+            pusher.sender_group.close()  # rank 0 has not kept it, or will not
+        if is_sender:
+            self._broadcasts = self._broadcast_sender(plan)
+            yield self._broadcasts
+
+    def _broadcast_sender(self, plan: Word) -> BroadcastSender:
+        pusher = self._pusher
+        rank, senders = pusher.link.rank, plan["senders"]
+        return BroadcastSender(
+            pusher.sender_group,
+            rank=rank,
+            turn=senders.index(rank),
+            num_senders=len(senders),
+            # Rank 0 hears of an engine that is late before it counts this rank as silent.
+            timeout_s=min(self._config.group_timeout_s, gather_timeout_s(pusher.timeout_s)),
+            fingerprints=plan["stream_fingerprints"],
+        )
 
     def _share(self, fingerprints: str) -> SharedMemoryMaker:
         rank, writers = self._pusher.link.rank, self._pusher.writers
@@ -265,6 +295,8 @@ class RankWork:
                 word |= maker.make(index, pairs)
         if self._pusher.link.rank == 0:
             self._pairs = pairs
+            if self._uses(Transport.TENSOR) or self._has_turn_to_broadcast(index):
+                word["sends"] = True
         return with_content(self._figures.with_figures(word, pairs), pairs, is_last)
 
     def _take_turn(self) -> Word:
@@ -296,6 +328,7 @@ class RankWork:
         is_streamed = isinstance(self._source, StreamedSource)
         self._fingerprints = fingerprint_method(config, self._caller)
         self._choose_carriers(status, words)
+        self._groups_kept = [word["group"] for word in words]
         # Only rank 0 joins folders, so only those of its own host.
         only_here = self._is_only(Transport.SHARED_MEMORY) and self._hosts == [0]
         at_once = only_here and pusher.loads.is_at_once(Transport.SHARED_MEMORY)
@@ -310,6 +343,9 @@ class RankWork:
             "at_once": at_once,
             "bucket_bytes": self._bucket_bytes(),
             "fingerprints": self._fingerprints,
+            "stream_fingerprints": self._fingerprints_of_stream,
+            "senders": self._senders,
+            "group": pusher.kept.name,
         }
         if isinstance(self._source, PlannedSource):
             contents = default_contents(self._config.update)
@@ -342,6 +378,14 @@ class RankWork:
             one.host for one in self._chosen.values() if one.transport is Transport.SHARED_MEMORY
         }
         return sorted(hosts)
+
+    @property
+    def _senders(self) -> list[int]:
+        """The ranks that broadcast buckets in turn, the first of each host; rank 0 is one."""
+        return sorted(set(self._pusher.hosts)) if self._uses(Transport.DISTRIBUTED) else []
+
+    def _has_turn_to_broadcast(self, index: int) -> bool:
+        return bool(self._senders) and index % len(self._senders) == 0
 
     def _bucket_bytes(self) -> int:
         most = MOST_BUCKET_BYTES if self._uses(Transport.TENSOR) else sys.maxsize
@@ -425,6 +469,7 @@ class RankWork:
             NcclTerms(pusher.config.why_no_nccl, pusher.config.nccl_cumem),
             self._fingerprints_of_stream,
             is_on_cuda=self._source.is_on_cuda,
+            others=[self._groups_kept[rank] for rank in self._senders[1:]],
         )
 
     def _sender(self) -> PushSender:
@@ -459,7 +504,11 @@ class RankWork:
         if index is not None and self._handover.is_wanted(index, timeout_s):
             self._figures.wanted(time.monotonic())
             return {}
-        if index is not None and not self._handover.is_over:
+        if index is None:
+            self._handover.await_end(timeout_s)
+        if (task := self._handover.take_task()) is not None:
+            return {"broadcast": task}
+        if not self._handover.is_over:
             return None
         try:
             report = self._pending.result(timeout_s)

@@ -135,7 +135,8 @@ async def push_weights(
         reader: name of this group among the readers of the stream.
         on_begin: called before the first engine changes its weights.
         fingerprints: filled with those of the tensors sent, if the trainer computed them.
-        held: engine id -> name of its broadcast group; updated, also if the push fails.
+        held: engine id -> names of its broadcast groups, with blanks between; updated, also if the
+            push fails.
 
     Raises:
         WeightsUnavailable: the trainer does not send the buckets.
@@ -200,12 +201,12 @@ class _PushRun:
     # -- groups -----------------------------------------------------------------------------
 
     async def _check_group(self, engine_id: str) -> None:
-        """Check that an engine replies, and whether it still is in its group."""
+        """Check that an engine replies, and whether it still is in its groups."""
         target, held = self._targets[engine_id], self._held.get(engine_id)
         await target.engine.weight_version()
         if held and target.reports_groups:
             groups = (await target.engine.server_info()).update_groups
-            if groups is not None and held not in groups:
+            if groups is not None and not groups.issuperset(held.split()):
                 del self._held[engine_id]
 
     def _members(self) -> list[BroadcastMember]:
@@ -251,7 +252,7 @@ class _PushRun:
         """Make engines leave their group, and the one that the trainer has closed."""
         leaving: dict[str, Callable[[], Awaitable[Any]]] = {}
         for engine_id in engine_ids:
-            names = {self._held.pop(engine_id, ""), over} - {""}
+            names = {*self._held.pop(engine_id, "").split(), *over.split()}
             if names:
                 leaving[engine_id] = partial(self._leave_all, engine_id, names)
         await self._call("leave", leaving)

@@ -1,15 +1,19 @@
-"""Hands buckets from the trainer's own thread to the thread of a stream.
+"""Hands buckets from the trainer's own thread to the thread of a stream, and tasks the other way.
 
-Gathers are collectives, so they run in the caller's thread; the stream sends in its own.
+Gathers are collectives, so they run in the caller's thread; the stream sends in its own.  What
+other ranks broadcast is a task for the caller's thread, which exchanges the ranks' words.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
+from rollout.core.errors import WeightsUnavailable
+
+Word = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -23,21 +27,39 @@ class BucketHandover(Generic[T]):
         self._changed = threading.Condition()
         self._bucket: T | None = None
         self._num_wanted = 0
+        self._task: Word | None = None
+        self._answer: Sequence[Word] | None = None
         self._is_over = False
         self._over_s = 0.0
 
     # -- the caller's thread ----------------------------------------------------------------
 
     def is_wanted(self, index: int, timeout_s: float) -> bool:
-        """Wait until the stream asks for this bucket; false at the deadline or at its end."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until the stream asks for this bucket; false at the deadline, at its end, or if it
+        has a task."""
+        self._wait(lambda: self._num_wanted > index or self._task is not None, timeout_s)
         with self._changed:
-            while self._num_wanted <= index and not self._is_over:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return False
-                self._changed.wait(remaining_s)
             return self._num_wanted > index and not self._is_over
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until the stream has ended or has a task, at most so long."""
+        self._wait(lambda: self._task is not None, timeout_s)
+
+    def take_task(self) -> Word | None:
+        """What the stream waits for, to be answered; None for nothing."""
+        with self._changed:
+            task, self._task = self._task, None
+            return task
+
+    def answer(self, words: Sequence[Word]) -> None:
+        """What all ranks reported of the task."""
+        with self._changed:
+            self._answer = words
+            self._changed.notify_all()
+
+    def _wait(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: holds() or self._is_over, timeout_s)
 
     @property
     def is_over(self) -> bool:
@@ -70,6 +92,22 @@ class BucketHandover(Generic[T]):
             if bucket is None:
                 raise StopIteration
             return bucket
+
+    def ask(self, task: Word) -> Sequence[Word]:
+        """Have all ranks do this; returns what they report, in their order.
+
+        Raises:
+            WeightsUnavailable: the push has ended.
+        """
+        with self._changed:
+            self._task = task
+            self._changed.notify_all()
+            while self._answer is None and not self._is_over:
+                self._changed.wait()
+            words, self._answer = self._answer, None
+            if words is None:
+                raise WeightsUnavailable("the push has ended")
+            return words
 
     def close(self) -> None:
         """End both sides; the stream calls it too."""

@@ -18,6 +18,8 @@ from rollout.weights.tensors.tensor_sources import Pairs
 
 GATHER, COPY, ENGINE = "gather", "copy", "engine"
 MOST_SPANS = 1024
+# In the word of a rank that sends a bucket to some engines.
+_SENT = frozenset(("path", "handle", "parts", "sends"))
 Word = Mapping[str, Any]
 
 
@@ -102,9 +104,7 @@ class PushFigures:
         figures = [word["figures"] for word in words]
         num_bytes = figures[0]["num_bytes"]
         # A bucket of which no rank has a part is sent by rank 0 alone.
-        senders = {
-            rank for rank, word in enumerate(words) if "path" in word or "handle" in word
-        } or {0}
+        senders = {rank for rank, word in enumerate(words) if word.keys() & _SENT} or {0}
         index = self._rounds[-1].last + 1 if self._rounds else 0
         self._open = _Round(
             index,

@@ -5,6 +5,8 @@
     every rank -> rank 0      its tensors fit the plan                    round 1
     rank 0     -> every rank  go                                          before each bucket
     every rank -> rank 0      what it made of the bucket                  rounds 2, 3, ...
+    rank 0     -> every rank  broadcast, if a rank of another host sends  when the engines wait
+    every rank -> rank 0      what became of its broadcast                a round of its own
     rank 0     -> every rank  turn, if a rank has ``before_kv``           after the last bucket
     every rank -> rank 0      its ``before_kv`` has run                   the last round
     rank 0     -> every rank  done with the report, or stop with an error
@@ -119,11 +121,26 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class AwaitEngines:
     """On rank 0: wait until the engines want a bucket; or, if ``index`` is None, until the push has
-    ended.  The result: None after ``timeout_s``, else a word, which is the report at the end.
+    ended.  The result: None after ``timeout_s``, else a word, which is the report at the end.  A
+    word with ``broadcast`` is for all ranks, and the wait goes on after ``Answer``.
     """
 
     index: int | None
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Join a group with the engines, or send in it, if ``task`` is this rank's; a word results."""
+
+    task: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """On rank 0: what all ranks reported of a broadcast."""
+
+    words: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +169,8 @@ Step = (
     | Make
     | Offer
     | AwaitEngines
+    | Broadcast
+    | Answer
     | TakeTurn
     | Finish
     | Offload
@@ -208,15 +227,15 @@ class PushRound:
         return report
 
     def _offload(self) -> Steps[Mapping[str, Any]]:
-        yield from self._collect(0, {})
+        yield from self._collect({})
         yield Offload()
         return (yield from self._await_engines(None))
 
     def _push(self, ready: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
-        words = yield from self._collect(0, ready)
+        words = yield from self._collect(ready)
         plan = yield Plan(words)
         yield from self._say({**plan, "word": "plan"})
-        yield from self._collect(1, (yield from self._own(Prepare(plan))))
+        yield from self._collect((yield from self._own(Prepare(plan))))
         # Where a generator's tensors are is known with its first bucket.
         made = (yield from self._bucket(0)) if plan.get("is_streamed") else None
         yield Begin()
@@ -230,27 +249,30 @@ class PushRound:
         report: Mapping[str, Any] = yield from self._await_engines(None)
         if plan.get("has_turn"):
             yield from self._say({"word": "turn"})
-            yield from self._collect(index + 2, (yield from self._own(TakeTurn())), "before_kv")
+            yield from self._collect((yield from self._own(TakeTurn())), "before_kv")
             yield Finish()
             report = yield from self._await_engines(None)
         return report
 
     def _bucket(self, index: int) -> Steps[list[Mapping[str, Any]]]:
         """What all ranks made of a bucket."""
-        yield from self._say({"word": "go"})
-        return (yield from self._collect(index + 2, (yield from self._own(Make(index)))))
+        yield from self._say({"word": "go", "index": index})
+        own = yield from self._own(Make(index))
+        return (yield from self._collect(own, f"bucket {index}"))
 
-    def _collect(
-        self, index: int, own: Mapping[str, Any], what: str = ""
-    ) -> Steps[list[Mapping[str, Any]]]:
-        """The words of all ranks in a round.
+    def _broadcast(self, task: Mapping[str, Any]) -> Steps[None]:
+        yield from self._say({"word": "broadcast", "task": task})
+        own = yield from self._own(Broadcast(task))
+        yield Answer((yield from self._collect(own, "a broadcast")))
+
+    def _collect(self, own: Mapping[str, Any], what: str = "") -> Steps[list[Mapping[str, Any]]]:
+        """The words of all ranks in the next round; ``what`` they are about.
 
         It waits for all of them, also after an error: where one rank has died in a collective, the
         others report errors, and only the silent one is the cause.  If a gather of rank 0 was late,
         it waits only for the rest of the time.
         """
-        self._round = index
-        keys = tuple(self._key(index, rank) for rank in range(1, self.num_ranks))
+        keys = tuple(self._key(self._round, rank) for rank in range(1, self.num_ranks))
         if has_waited := own.get("has_waited"):
             yield from self._say({"word": "wait"})
         found: list[Mapping[str, Any] | None] = []
@@ -262,18 +284,22 @@ class PushRound:
         words = [own, *found]
         reported = [error_of(word["error"]) for word in words if word and "error" in word]
         if missing := [rank for rank, word in enumerate(words) if word is None]:
-            raise self._silent(missing, what or self._when(index), reported)
+            raise self._silent(missing, what or f"at the begin of the {self.call}", reported)
         if reported:
             raise reported[0]
         yield Delete(keys)
+        self._round += 1
         return [word for word in words if word is not None]
 
     def _await_engines(self, index: int | None) -> Steps[Mapping[str, Any]]:
         while True:
             word = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
-            if word is not None:
+            if word is None:
+                yield from self._say({"word": "wait"})
+            elif "broadcast" in word:
+                yield from self._broadcast(word["broadcast"])
+            else:
                 return dict(word)
-            yield from self._say({"word": "wait"})
 
     def _say(self, word: Mapping[str, Any]) -> Steps[None]:
         stored = yield Claim(self._said(self._num_said), word)
@@ -306,10 +332,10 @@ class PushRound:
             if word["word"] == "done":
                 report: Mapping[str, Any] = word["report"]
                 return report
-            own = yield from self._own(_asked(word, index))
+            own = yield from self._own(_asked(word))
         raise AssertionError("unreachable")
 
-    def _own(self, step: Prepare | Make | TakeTurn) -> Steps[Mapping[str, Any]]:
+    def _own(self, step: Prepare | Make | Broadcast | TakeTurn) -> Steps[Mapping[str, Any]]:
         """This rank's part of a round; its error is a word too."""
         try:
             word: Mapping[str, Any] = yield step
@@ -350,9 +376,6 @@ class PushRound:
             ranks=(0,),
         )
 
-    def _when(self, index: int) -> str:
-        return f"bucket {index - 2}" if index > 1 else f"at the begin of the {self.call}"
-
     def _silent(
         self, ranks: Sequence[int], what: str, reported: Sequence[RolloutError]
     ) -> RankFailure:
@@ -377,11 +400,16 @@ def gather_timeout_s(timeout_s: float) -> float:
     return timeout_s * (1 - 1 / _SIGNS_OF_LIFE)
 
 
-def _asked(word: Mapping[str, Any], index: int) -> Prepare | Make | TakeTurn:
-    """What rank 0's word number ``index`` asks of another rank."""
-    if word["word"] == "turn":
-        return TakeTurn()
-    return Make(index - 1) if index else Prepare(word)
+def _asked(word: Mapping[str, Any]) -> Prepare | Make | Broadcast | TakeTurn:
+    """What a word of rank 0 asks of another rank."""
+    match word["word"]:
+        case "plan":
+            return Prepare(word)
+        case "go":
+            return Make(word["index"])
+        case "broadcast":
+            return Broadcast(word["task"])
+    return TakeTurn()
 
 
 def error_to_word(error: BaseException, prefix: str = "") -> dict[str, Any]:

@@ -19,8 +19,13 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.format.named import named_pairs
 from rollout.weights.format.stacked_experts import is_stacked, splitter_of
-from rollout.weights.tensors.push_plan import NameMap, PushPlanCache, check_is_tensor
-from rollout.weights.tensors.shard_gather import gathered_whole
+from rollout.weights.tensors.push_plan import (
+    NameMap,
+    PushPlanCache,
+    cast_dtype,
+    check_is_tensor,
+)
+from rollout.weights.tensors.shard_gather import gathered_whole, is_shard
 from rollout.weights.tensors.tensor_sources import (
     NamedTensors,
     Pairs,
@@ -111,6 +116,7 @@ class StreamedSource:
         gather_timeout_s: float | None = None,
     ) -> None:
         self.is_on_cuda = False
+        self._held_bytes = 0  # of whole tensors in the bucket that is made
         self._named = named_tensors
         self._expected = expected
         self._name_map = name_map
@@ -120,14 +126,15 @@ class StreamedSource:
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether it is the last."""
         held: list[tuple[str, torch.Tensor]] = []
-        num_bytes = 0
-        for name, tensor in self._mapped():
-            more = self._num_bytes(name, tensor)
-            if held and num_bytes + more > bucket_bytes:
+        self._held_bytes = 0
+        for name, tensor in self._mapped(bucket_bytes):
+            more = 0 if tensor is None else self._num_bytes(name, tensor)
+            if held and (tensor is None or self._held_bytes + more > bucket_bytes):
                 yield self._taken(held), False
-                num_bytes = 0
-            held.append((name, tensor))
-            num_bytes += more
+                self._held_bytes = 0
+            if tensor is not None:
+                held.append((name, tensor))
+                self._held_bytes += more
             del tensor
         if not held:
             raise WeightMismatch("the source of this push has no tensors")
@@ -143,14 +150,43 @@ class StreamedSource:
     def _num_bytes(self, name: str, tensor: torch.Tensor) -> int:
         """In its own dtype or the model's, whichever takes more: it is cast inside its bucket."""
         known = None if self._expected is None else self._expected.tensors.get(name)
-        return max(tensor.nbytes, 0 if known is None else known.num_bytes)
+        own = tensor.numel() * cast_dtype(tensor, self._dtype).itemsize  # of a shard, as a whole
+        return max(own, 0 if known is None else known.num_bytes)
 
-    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _mapped(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Whole tensors under the checkpoint's names; None after those that fill the bucket.
+
+        Shards wait for one another until they fill it: gathers that are started together cost less.
+        Whole tensors take memory, so they do not wait.
+        """
+        shards: list[tuple[str, Any]] = []
+        waiting_bytes = 0
         for name, tensor in named_pairs(self._named):
-            whole = gathered_whole([tensor], self._dtype, self._gather_timeout_s)[0]
-            del tensor
-            yield from self._renamed(name, whole)
-            del whole
+            more = self._num_bytes(plain_name(name), tensor)
+            is_full = self._held_bytes + waiting_bytes + more > bucket_bytes
+            if shards and (is_full or not is_shard(tensor)):
+                yield from self._gathered(shards)
+                waiting_bytes = 0
+            if is_full:
+                yield "", None
+            shards.append((name, tensor))
+            waiting_bytes += more
+            if not is_shard(tensor):
+                del tensor
+                yield from self._gathered(shards)
+                waiting_bytes = 0
+        yield from self._gathered(shards)
+
+    def _gathered(self, shards: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """These shards as whole tensors, renamed; ``shards`` has none of them any more."""
+        names = [name for name, _ in shards]
+        tensors = [tensor for _, tensor in shards]
+        shards.clear()
+        whole = gathered_whole(tensors, self._dtype, self._gather_timeout_s)
+        tensors.clear()
+        whole.reverse()
+        for name in names:
+            yield from self._renamed(name, whole.pop())
 
     def _renamed(self, name: str, whole: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         if self._name_map is not None:

@@ -1,8 +1,8 @@
 """The trainer's side of a broadcast group: opens the TCP store, joins as rank 0, sends.
 
-Always true: the store runs in this process, as long as the group exists.  It is closed at the
-deadline, which ends the wait of engines for others that did not join.  A late broadcast ends the
-group, which ends the wait of its receivers.
+Always true: the store runs in this process, or in that of the trainer's rank 0, as long as the
+group exists.  It is closed at the deadline, which ends the wait of engines for others that did not
+join.  A late broadcast ends the group, which ends the wait of its receivers.
 """
 
 from __future__ import annotations
@@ -57,19 +57,36 @@ class BroadcastRoot:
     def terms(self, num_ranks: int) -> Mapping[str, Any]:
         """Open the TCP store; returns the address for the engines, which have so many ranks."""
         self._world_size = num_ranks + 1
-        self._store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-            self._host,
-            0,
-            self._world_size,
-            is_master=True,
-            timeout=timedelta(seconds=self._join_timeout_s),
-            wait_for_workers=False,
-        )
+        self._store = self._store_at(self._host, 0, is_master=True)
         return {
             "master_address": self._host,
             "master_port": self._store.port,
             "world_size": self._world_size,
         }
+
+    def join_at(self, terms: Mapping[str, Any]) -> None:
+        """``join`` through the store of another process, which returned these terms.
+
+        Raises:
+            WeightsUnavailable: as ``join``, or the store is not there.
+        """
+        self._world_size = terms["world_size"]
+        address, port = terms["master_address"], terms["master_port"]
+        try:
+            self._store = self._store_at(address, port, is_master=False)
+        except RuntimeError as error:
+            raise WeightsUnavailable(f"group {self.name}: {address}:{port}: {error}") from error
+        self.join()
+
+    def _store_at(self, host: str, port: int, *, is_master: bool) -> Any:
+        return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            self._world_size,
+            is_master=is_master,
+            timeout=timedelta(seconds=self._join_timeout_s),
+            wait_for_workers=False,
+        )
 
     def join(self) -> None:
         """Returns when all have joined.

@@ -16,9 +16,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -48,16 +49,36 @@ _MOST_IDLE_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group that all ranks have joined.
+    """A group that all ranks have joined, and those in which other ranks of the trainer send.
 
     Attributes:
         members: the engines of all its ranks but the trainer's.
+        num_senders: ranks of the trainer that send, each in a group of its own.
         idle_since: when its last push ended.
     """
 
     root: BroadcastRoot
     members: Sequence[BroadcastMember]
+    num_senders: int = 1
     idle_since: float = 0.0
+
+    @property
+    def names(self) -> str:
+        """Of all groups, with blanks between."""
+        return " ".join(group_name(self.root.name, sender) for sender in range(self.num_senders))
+
+    @property
+    def takes_flat(self) -> bool:
+        return all(member.takes_flat for member in self.members)
+
+
+def group_name(first: str, sender: int) -> str:
+    """Name of the group in which this one of the trainer's senders sends.
+
+    Args:
+        first: name of the first sender's group.
+    """
+    return f"{first}.{sender}" if sender else first
 
 
 class KeptGroup:
@@ -124,6 +145,8 @@ class BroadcastPush:
         is_on_cuda: whether the tensors are on a GPU.
         host: address of this machine for the engines.
         kept: keeps the group for the next push; None closes it.
+        others: of each other rank of the trainer that sends, the name that ``KeptGroup`` would have
+            for the groups that it has kept.
         fingerprints: the method of the fingerprints that are taken; empty takes none.
 
     Raises:
@@ -140,6 +163,7 @@ class BroadcastPush:
         fingerprints: str = BYTES,
         *,
         is_on_cuda: bool,
+        others: Sequence[str] = (),
     ) -> None:
         self._version = version
         self._settings = settings
@@ -147,7 +171,10 @@ class BroadcastPush:
         self._kept = kept
         self._fingerprints = fingerprints
         self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
+        self._others = others
         self._group: _Group | None = None
+        # For the other senders, if they must join new groups.
+        self.terms_of_others: Mapping[str, Any] = {}
         self._must_join = True
         self._backend = _backend(settings, nccl or NcclTerms(), is_on_cuda=is_on_cuda)
 
@@ -157,7 +184,7 @@ class BroadcastPush:
         keeps = self._kept is not None and can_be_kept(members)
         if before is not None and self._can_go_on(before, members):
             self._group, self._must_join = before, False
-            return {"group_name": before.root.name, "is_new": False, "keeps": keeps, "over": ""}
+            return {"group_name": before.names, "is_new": False, "keeps": keeps, "over": ""}
         if before is not None:
             before.root.close()
         timeout_s = self._settings.group_timeout_s
@@ -169,23 +196,24 @@ class BroadcastPush:
             send_timeout_s=timeout_s,
         )
         where = root.terms(sum(member.num_ranks for member in members))
-        self._group = _Group(root, tuple(members))
-        return {
-            **where,
-            "group_name": root.name,
-            "backend": self._backend,
-            "is_new": True,
-            "keeps": keeps,
-            "over": "" if before is None else before.root.name,
-        }
+        group = self._group = _Group(root, tuple(members), 1 + len(self._others))
+        terms = {**where, "backend": self._backend, "keeps": keeps}
+        if self._others:
+            cumem = os.environ.get(NCCL_CUMEM)
+            more = {"first": root.name, "takes_flat": group.takes_flat, "cumem": cumem}
+            self.terms_of_others = {**terms, **more}
+        over = "" if before is None else before.names
+        return {**terms, "group_name": group.names, "is_new": True, "over": over}
 
     def _can_go_on(self, group: _Group, members: Sequence[BroadcastMember]) -> bool:
         assert self._kept is not None
         return (
             group.root.is_there
             and group.root.backend == self._backend
+            and group.num_senders == 1 + len(self._others)
+            and all(name == group.root.name for name in self._others)
             and self._kept.is_fresh(group)
-            and is_same_group(group.root.name, group.members, members)
+            and is_same_group(group.names, group.members, members)
         )
 
     def buckets(self, weights: BucketsOfTensors) -> Iterator[StreamedBucket]:
@@ -207,9 +235,18 @@ class BroadcastPush:
         """One bucket, in parts if it is large; ``is_last`` is that of its last part."""
         assert self._group is not None
         root = self._group.root
-        if all(member.takes_flat for member in self._group.members) and is_worth_flattening(pairs):
-            return self._flat(root, pairs, is_last)
-        return iter([self._one_by_one(root, pairs, is_last)])
+        parts = broadcast_parts(
+            pairs,
+            root,
+            repeat(self._flattener),
+            takes_flat=self._group.takes_flat,
+            method=self._fingerprints,
+        )
+        del pairs
+        for part in parts:
+            send = partial(root.send, part.tensors)
+            yield StreamedBucket(part.payload, is_last and part.is_last, part.fingerprints, send)
+            del part, send
 
     def ended(self, is_kept: bool) -> None:
         """The push has ended. ``is_kept``: all engines got it and stay in the group."""
@@ -222,20 +259,49 @@ class BroadcastPush:
         else:
             group.root.close()
 
-    def _flat(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> Iterator[StreamedBucket]:
-        device = pairs.tensors[0].device if self._backend == "nccl" else torch.device("cpu")
-        parts = split_bucket(pairs, device)
-        del pairs
-        while parts:
-            flat = self._flattener.flatten(parts.pop(0), device, method=self._fingerprints)
-            payload = {**flat.description, "group_name": root.name, "load_format": FLATTENED_BUCKET}
-            send = partial(root.send, [flat.tensor])
-            yield StreamedBucket(payload, is_last and not parts, flat.fingerprints, send)
 
-    def _one_by_one(self, root: BroadcastRoot, pairs: Pairs, is_last: bool) -> StreamedBucket:
-        found = fingerprints_of(pairs, self._fingerprints)
+@dataclass(frozen=True, slots=True)
+class BroadcastPart:
+    """What goes to the engines in one request, and one broadcast or several.
+
+    Attributes:
+        payload: the arguments of the request.
+    """
+
+    payload: Mapping[str, Any]
+    fingerprints: Mapping[str, str]
+    tensors: Sequence[torch.Tensor]
+    is_last: bool = True
+
+
+def broadcast_parts(
+    pairs: Pairs,
+    root: BroadcastRoot,
+    flatteners: Iterable[Flattener],
+    *,
+    takes_flat: bool,
+    method: str,
+) -> Iterator[BroadcastPart]:
+    """The parts of a bucket, made one by one; ``is_last`` of the last one of the bucket.
+
+    Args:
+        flatteners: one for each part.  A part is valid until its flattener takes another one.
+        takes_flat: the engines accept many tensors in one broadcast.
+        method: of the fingerprints; empty takes none.
+    """
+    if not (takes_flat and is_worth_flattening(pairs)):
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
-        return StreamedBucket(payload, is_last, found, partial(root.send, pairs.tensors))
+        yield BroadcastPart(payload, fingerprints_of(pairs, method), pairs.tensors)
+        return
+    device = pairs.tensors[0].device if root.backend == "nccl" else torch.device("cpu")
+    parts = split_bucket(pairs, device)
+    del pairs
+    for flattener in flatteners:
+        flat = flattener.flatten(parts.pop(0), device, method=method)
+        payload = {**flat.description, "group_name": root.name, "load_format": FLATTENED_BUCKET}
+        yield BroadcastPart(payload, flat.fingerprints, [flat.tensor], not parts)
+        if not parts:
+            return
 
 
 def _backend(settings: WeightsConfig, nccl: NcclTerms, *, is_on_cuda: bool) -> str:

@@ -20,7 +20,7 @@ class BroadcastMember:
     Attributes:
         process: identifies its processes; empty if unknown.  An attached engine's is unknown:
             its owner may have restarted it behind the same address.
-        held: the group that it is a member of; empty for none.
+        held: the groups that it is a member of, as the terms named them; empty for none.
         takes_flat: it accepts many tensors in one broadcast.
     """
 

@@ -190,6 +190,9 @@ class ByBroadcast(Carrier):
     """``init_weights_update_group`` and ``update_weights_from_distributed``: one broadcast from the
     trainer to all ranks of all engines, gloo on CPU, NCCL on GPU.
 
+    Engines receive from rank 0 of a group.  If several ranks of the trainer send, each has a group
+    of its own with all engines, and ``group_name`` in the terms has all names, with blanks between.
+
     Always true: an engine gets the request to join only when the trainer's store is open and every
     engine of the push has answered a query.  An engine that waits for another one waits until the
     deadline: then the trainer closes its store (``tensors.broadcast_root``).  SGLang itself would
@@ -210,14 +213,15 @@ class ByBroadcast(Carrier):
     joins = True
 
     async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
-        await target.engine.init_weights_update_group(
-            master_address=terms["master_address"],
-            master_port=terms["master_port"],
-            rank_offset=terms["rank_offset"],
-            world_size=terms["world_size"],
-            group_name=terms["group_name"],
-            backend=terms["backend"],
-        )
+        for name in terms["group_name"].split():
+            await target.engine.init_weights_update_group(
+                master_address=terms["master_address"],
+                master_port=terms["master_port"],
+                rank_offset=terms["rank_offset"],
+                world_size=terms["world_size"],
+                group_name=name,
+                backend=terms["backend"],
+            )
 
     async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
         await target.engine.update_weights_from_distributed(

@@ -17,8 +17,10 @@ import pytest
 
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.weights.ranks.rank_protocol import (
+    Answer,
     AwaitEngines,
     Begin,
+    Broadcast,
     Claim,
     Delete,
     Finish,
@@ -82,6 +84,10 @@ class World:
     failed_turn: bool = False
     has_finished: bool = False
     is_streamed: bool = False
+    # In a broadcast of a rank other than 0: joined at the begin, then of every other bucket.
+    is_broadcast: bool = True
+    tasks: list[str] = field(default_factory=list)
+    num_answered: int = 0
     call: str = "push"
     order: list[str] = field(default_factory=list)
     words: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +150,7 @@ class World:
             if fault.kind == "late":
                 self._later(fault.late_s, rank, lambda: self._begin(rank, step))
                 return
-            if fault.kind == "raises" and isinstance(step, Prepare | TakeTurn):
+            if fault.kind == "raises" and isinstance(step, Prepare | Broadcast | TakeTurn):
                 self.failed_turn = isinstance(step, TakeTurn)
                 self._later(0.1, rank, ValueError("a bad name map"))
                 return
@@ -213,6 +219,7 @@ class World:
                 self._later(0.1, rank, self._engines_say("begin"))
             case Begin():
                 self.order.append("begin")
+                self.tasks += ["join"] if self.is_broadcast else []
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(words):
                 assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
@@ -222,7 +229,17 @@ class World:
                 assert [word["made_by"] for word in words] == list(range(self.num_ranks))
                 assert index == len(self.applied_s)
                 self.applied_s.append(self.now + self.apply_s)
+                self.tasks += [f"send {index}"] if self.is_broadcast and index % 2 else []
                 self._later(0.0, rank, self._engines_say(f"offer {index}"))
+            case AwaitEngines() if self.tasks:
+                self._later(0.1, rank, {"broadcast": {"do": self.tasks.pop(0)}})
+            case Broadcast(task):
+                self.order.append(f"{task['do']} on {rank.number}")
+                self._later(0.2, rank, {"made_by": rank.number})
+            case Answer(words):
+                assert [word["made_by"] for word in words] == list(range(self.num_ranks))
+                self.num_answered += 1
+                self._later(0.0, rank, None)
             case AwaitEngines(index, timeout_s):
                 said = self._engines_say("end" if index is None else f"await {index}")
                 done = {None: self.applied_s[-1:], 0: [], 1: []}.get(
@@ -321,6 +338,19 @@ def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_stream
     check(world, within_s=20)
     before = world.order[: world.order.index("begin")]
     assert before == (["bucket 0"] * 2 if is_streamed else [])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_ranks_hear_of_each_broadcast_of_one(num_ranks: int) -> None:
+    world = undisturbed(num_ranks)
+    check(world, within_s=20)
+    assert world.num_answered == 2
+    ranks = range(num_ranks)
+    assert world.order.index("join on 0") < world.order.index("bucket 0")
+    asked = [one for one in world.order if " on " in one]
+    assert sorted(asked) == sorted(
+        [f"{do} on {rank}" for do in ("join", "send 1") for rank in ranks]
+    )
 
 
 def faults(kind: str, late_s: float = 0.0, call: str = "push") -> list[Fault]:
@@ -453,7 +483,7 @@ def test_a_rank_that_has_failed_stops_a_silent_rank_0_with_its_own_error() -> No
     assert isinstance(steps.send([{"word": "plan"}]), Prepare)
     assert isinstance(steps.send({}), Put)
     assert isinstance(steps.send(None), Get)
-    assert isinstance(steps.send([{"word": "go"}]), Make)
+    assert isinstance(steps.send([{"word": "go", "index": 0}]), Make)
     assert isinstance(steps.throw(ValueError("no weights")), Put)
     assert isinstance(steps.send(None), Get)
     claim = steps.send([None])

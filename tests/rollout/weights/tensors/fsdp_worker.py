@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout.core.errors import WeightMismatch
-from rollout.weights.ranks.rank_sources import PlannedSource
+from rollout.weights.ranks import rank_sources
+from rollout.weights.ranks.rank_sources import PlannedSource, StreamedSource
 from rollout.weights.tensors import PushPlanCache, bytes_fingerprint, make_push
+from rollout.weights.tensors.shard_gather import gathered_whole
 
 BUCKET_BYTES = 3000
 
@@ -72,7 +75,22 @@ def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> No
         found |= {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
         num_buckets += 1
         del pairs
+    streamed = Counting()
+    generated = StreamedSource(iter(shards.items()), expected=None, name_map=streamed, dtype=None)
+    num_gathers = 0
+    streamed_found: dict[str, str] = {}
+    with patch.object(rank_sources, "gathered_whole", wraps=gathered_whole) as gathers:
+        for pairs, _ in generated.buckets(BUCKET_BYTES):
+            streamed_found |= {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
+            del pairs
+        num_gathers = gathers.call_count
     report = {
+        "streamed": {
+            "gathers": num_gathers,
+            "most": streamed.most,
+            "alive": streamed.alive,
+            "equal": streamed_found == found,
+        },
         "buckets": num_buckets,
         "most": counting.most,
         "alive": counting.alive,

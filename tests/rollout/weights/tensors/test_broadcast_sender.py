@@ -98,6 +98,26 @@ def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) ->
     assert kept.name == name
 
 
+def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(kept: KeptGroup) -> None:
+    def terms(others: list[str], held: str = "") -> Mapping[str, Any]:
+        settings = WeightsConfig(group_timeout_s=10)
+        push = BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False, others=others)
+        found = push.terms(holding(held))
+        assert bool(push.terms_of_others) is bool(found["is_new"] and others)
+        push.join()
+        push.ended(is_kept=True)
+        return found
+
+    names = terms(["", ""])["group_name"]
+    first = kept.name
+    assert names == f"{first} {first}.1 {first}.2"
+    assert not terms([first, first], names)["is_new"]
+    after = terms([first, ""], names)
+    assert (after["is_new"], after["over"]) == (True, names)
+    first = kept.name
+    assert terms([first], after["group_name"])["is_new"], "another number of senders"
+
+
 @pytest.mark.parametrize(
     "now",
     [

@@ -47,6 +47,15 @@ def test_shards_are_gathered_whole_with_one_bucket_of_them_alive(tmp_path: Path)
         assert report["alive"] == 0
 
 
+def test_shards_of_a_generator_are_gathered_together_bucket_by_bucket(tmp_path: Path) -> None:
+    for report in gather_by_ranks(tmp_path):
+        streamed = report["streamed"]
+        assert streamed["equal"]
+        assert streamed["gathers"] == report["buckets"], "one for each bucket, not for each tensor"
+        assert streamed["most"] <= 3000
+        assert streamed["alive"] == 0
+
+
 def test_shards_of_one_rank_are_pushed_by_it_alone(tmp_path: Path) -> None:
     (report,) = gather_by_ranks(tmp_path, "cpu", "1", num_ranks=1)
     assert report["equal"]

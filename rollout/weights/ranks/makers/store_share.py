@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.push.copied_push import CopiedPush
-from rollout.weights.ranks.bucket_makers import SharedMemoryMaker
+from rollout.weights.ranks.makers.bucket_makers import SharedMemoryMaker
 from rollout.weights.tensors.tensor_sources import Pairs
 
 Word = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""What a rank makes of each bucket of a push."""

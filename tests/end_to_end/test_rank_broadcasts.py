@@ -1,0 +1,196 @@
+"""The first rank of each of a trainer's hosts broadcasts its share of the buckets.
+
+The ranks are on several hosts as far as they know, and so are the engines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout import DeploymentHandle, launch
+from rollout.core.types import EngineStatus
+from tests.support.processes import wait_until
+from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
+
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(300)]
+
+RANK_TIMEOUT_S = 4
+# Of three ranks, the last two share a host.
+HOSTS = [0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    health = {"probe_interval_s": 0.5, "backoff_s": 0.1, "max_restarts": 100}
+    policy = tiny_policy(tmp_path_factory.mktemp("run"), num_engines=2, health=health)
+    with launch(policy) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def ranks(run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Three ranks that outlive the faults of all tests."""
+    found = Ranks(run, tmp_path_factory.mktemp("ranks"), 3)
+    yield found
+    found.end()
+
+
+def push(ranks: Ranks, seed: int, far: str = "main-1", **more: Any) -> list[dict[str, Any]]:
+    """A push to engines one of which is on another host than all ranks, or all are."""
+    return ranks.do("push_far", far=far, own_host="127.0.0.2", seed=seed, hosts=HOSTS, **more)
+
+
+def serves(run: DeploymentHandle) -> bool:
+    status = run["policy"].status().result(30)
+    engines = status.groups[0].engines
+    return all(engine.pid and not engine.fence_reason for engine in engines)
+
+
+def the_next_push_works(run: DeploymentHandle, ranks: Ranks, seed: int) -> None:
+    assert wait_until(lambda: serves(run), 60)
+    said = push(ranks, seed)
+    assert [one.get("version") for one in said] == [run["policy"].weight_version] * 3, said
+    served_seed(run, seed)
+
+
+def groups_of_engines(run: DeploymentHandle) -> list[list[str]]:
+    """The groups that each engine is in."""
+    found = []
+    for engine in run["policy"].status().result(30).groups[0].engines:
+        with urllib.request.urlopen(f"{engine.endpoint.url}/server_info", timeout=30) as reply:
+            found.append(json.load(reply)["weights_update_groups"])
+    return found
+
+
+def bytes_sent(said: list[dict[str, Any]]) -> list[int]:
+    """Of each rank."""
+    stages = [stage for stage in said[0]["stages"] if stage["stage"] == "copy"]
+    return [stage["num_bytes"] for stage in sorted(stages, key=lambda one: one["rank"])]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_first_ranks_of_hosts_broadcast_in_turn(
+    run: DeploymentHandle, ranks: Ranks, is_streamed: bool
+) -> None:
+    before = run["policy"].weight_version
+    said = push(ranks, 70, far="all", is_streamed=is_streamed)
+    assert [one.get("version") for one in said] == [before + 1] * 3, said
+    assert set(said[0]["ways"].values()) == {"distributed"}
+    served_seed(run, 70)
+    first, second, third = bytes_sent(said)
+    assert third == 0
+    assert abs(first - second) <= BUCKET_BYTES, "each has half, but for one bucket"
+
+
+def test_broadcasts_and_files_reach_engines_in_one_push(
+    run: DeploymentHandle, ranks: Ranks
+) -> None:
+    said = push(ranks, 71)
+    assert said[0]["ways"] == {"main-0": "shared_memory 0", "main-1": "distributed"}
+    served_seed(run, 71)
+
+
+def test_the_groups_are_kept_from_push_to_push(run: DeploymentHandle, ranks: Ranks) -> None:
+    the_next_push_works(run, ranks, 72)
+    before = groups_of_engines(run)
+    assert [len(names) for names in before] == [0, 2]
+    the_next_push_works(run, ranks, 73)
+    assert groups_of_engines(run) == before
+    # From one host, there is one group.
+    said = ranks.do("push_far", far="main-1", own_host="127.0.0.2", seed=74)
+    assert said[0].get("version"), said
+    served_seed(run, 74)
+    assert [len(names) for names in groups_of_engines(run)] == [0, 1]
+    assert {one["sender_group"] for one in said} == {""}
+
+
+@pytest.mark.parametrize("task", ["join", "send"])
+def test_a_sender_that_raises_anywhere_is_named_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, task: str
+) -> None:
+    for number in itertools.count():
+        fault = {"rank": 1, "task": task, "number": number, "does": "raises"}
+        said = push(ranks, 80, fault=fault)
+        if "version" in said[0]:
+            break  # it was not asked so often
+        assert len(errors(said)) == 1, said
+        assert "rank 1: ValueError: a bad cable" in said[0]["error"]
+        assert max(one["seconds"] for one in said) < 2 * RANK_TIMEOUT_S
+        assert wait_until(lambda: groups_of_engines(run) == [[], []], 10)
+        assert {one["sender_group"] for one in said} == {""}
+        the_next_push_works(run, ranks, 81)
+        if task == "join":  # the kept groups would be used
+            ranks.do("push_far", far="main-1", own_host="127.0.0.2", seed=82)
+    assert number >= (2 if task == "send" else 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_late_sender_ends_the_push_of_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, number: int
+) -> None:
+    said = push(ranks, 83, fault={"rank": 1, "number": number, "does": "sleeps"})
+    assert len(errors(said)) == 1, said
+    assert "rank 1 did not report a broadcast" in said[0]["error"]
+    assert max(said[rank]["seconds"] for rank in (0, 2)) < 3 * RANK_TIMEOUT_S
+    the_next_push_works(run, ranks, 84)
+
+
+def test_a_frozen_sender_ends_the_push_of_the_others(run: DeploymentHandle, ranks: Ranks) -> None:
+    frozen = psutil.Process(ranks.processes[1].pid)
+    thaw = threading.Timer(3 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
+    thaw.start()
+    said = push(ranks, 85, fault={"rank": 1, "does": "stops"})
+    thaw.join()
+    assert len(errors(said)) == 1, said
+    assert "rank 1 did not report a broadcast" in said[0]["error"]
+    assert max(said[rank]["seconds"] for rank in (0, 2)) < 2.5 * RANK_TIMEOUT_S
+    the_next_push_works(run, ranks, 86)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_is_killed_in_a_broadcast_ends_it_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, number: int
+) -> None:
+    def engine() -> EngineStatus:
+        return run["policy"].status().result(30).groups[0].engines[1]
+
+    the_next_push_works(run, ranks, 86)  # with the groups, so that the fault comes soon
+    pid = engine().pid
+    said = push(ranks, 87, fault={"rank": 1, "number": number, "does": "kills", "pid": pid})
+    assert len(errors(said)) == 1, said
+    assert "rank 1: broadcast in" in said[0]["error"]
+    assert max(one["seconds"] for one in said) < 3 * RANK_TIMEOUT_S
+    assert wait_until(lambda: engine().pid not in (None, pid) and engine().is_stale, 150)
+    the_next_push_works(run, ranks, 88)
+
+
+@pytest.mark.parametrize(("task", "number"), [("join", 0), ("send", 0), ("send", 1)])
+def test_a_sender_that_is_killed_ends_the_push_on_the_others(
+    run: DeploymentHandle, tmp_path: Path, task: str, number: int
+) -> None:
+    """The trainer begins again with new processes, and the engines take their push."""
+    (tmp_path / "killed").mkdir()
+    ranks = Ranks(run, tmp_path / "killed", 3)
+    try:
+        said = push(ranks, 89, fault={"rank": 1, "task": task, "number": number, "does": "dies"})
+        assert len(errors([said[0], said[2]])) == 1, said
+        assert "rank 1 " in said[0]["error"]
+        assert max(said[rank]["seconds"] for rank in (0, 2)) < 3 * RANK_TIMEOUT_S
+    finally:
+        ranks.end()
+    (tmp_path / "next").mkdir()
+    ranks = Ranks(run, tmp_path / "next", 3)
+    try:
+        the_next_push_works(run, ranks, 90)
+    finally:
+        ranks.end()
