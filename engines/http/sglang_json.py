@@ -174,9 +174,15 @@ def _tags(answer: Any, key: str) -> frozenset[str] | None:
 
 def read_loads(answer: Any) -> Loads:
     ranks = answer["loads"]
+    num_running = sum(rank["num_running_reqs"] for rank in ranks)
+    tokens_per_s = sum(rank.get("gen_throughput") or 0.0 for rank in ranks)
+    counts = [rank.get("num_output_tokens") for rank in ranks]
     return Loads(
-        num_running_reqs=sum(rank["num_running_reqs"] for rank in ranks),
+        num_running_reqs=num_running,
         num_waiting_reqs=sum(rank["num_waiting_reqs"] for rank in ranks),
+        # Without its metrics, SGLang always reports 0.
+        tokens_per_s=tokens_per_s if tokens_per_s or not num_running else None,
+        num_output_tokens=None if None in counts else sum(counts),
         raw=answer,
     )
 

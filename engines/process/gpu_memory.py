@@ -1,4 +1,4 @@
-"""Memory of this machine's GPUs, read with NVML.
+"""Memory and use of this machine's GPUs, read with NVML.
 
 NVML needs no CUDA context, so reading takes no memory on the GPU.  It reports what all programs
 use together: per-process figures are those of the host's pids, which a container cannot match.
@@ -100,7 +100,17 @@ def _find(nvml: Any, gpu_id: GpuId) -> Any:
 def _read(nvml: Any, handle: Any) -> GpuMemory:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     uuid = nvml.nvmlDeviceGetUUID(handle)
-    return GpuMemory(uuid, memory.used, memory.total, _holders(nvml, handle))
+    return GpuMemory(
+        uuid, memory.used, memory.total, _holders(nvml, handle), _busy_percent(nvml, handle)
+    )
+
+
+def _busy_percent(nvml: Any, handle: Any) -> int | None:
+    """None if the driver does not measure it, as for MIG slices."""
+    try:
+        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:
+        return None
 
 
 def _holders(nvml: Any, handle: Any) -> dict[str, int]:

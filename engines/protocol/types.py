@@ -67,18 +67,21 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Memory of one GPU.
+    """Memory and use of one GPU.
 
     Attributes:
         uuid: of the GPU or of its MIG slice, as NVML gives it.
         used_bytes: by all programs together.
         holders: programs that use it, as far as the driver names them, with their bytes.
+        busy_percent: of the driver's last sample period, how long a kernel of any program ran;
+            None if the driver does not measure it, as for MIG slices.
     """
 
     uuid: str
     used_bytes: int
     total_bytes: int
     holders: Mapping[str, int] = field(default_factory=dict)
+    busy_percent: int | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -270,10 +273,18 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Reply of ``/v1/loads``, summed over data-parallel ranks.  Stale while SGLang is paused."""
+    """Reply of ``/v1/loads``, summed over data-parallel ranks.  Stale while SGLang is paused.
+
+    Attributes:
+        tokens_per_s: generated now; None where the engine does not measure it, as SGLang without
+            ``enable-metrics``.
+        num_output_tokens: generated since it started; None where it does not count them.
+    """
 
     num_running_reqs: int
     num_waiting_reqs: int
+    tokens_per_s: float | None = None
+    num_output_tokens: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

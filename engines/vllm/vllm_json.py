@@ -30,6 +30,7 @@ from engines.vllm.routes import REQUEST_PREFIX
 EMPTY_CHECKSUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of no bytes: what ``/weight_checker`` reports of a weight that is stored elsewhere."""
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
+_OUTPUT_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _RENAMED = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -206,11 +207,16 @@ def read_spans(spans: Iterable[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
 
 
 def read_loads(metrics: str) -> Loads:
-    """Requests in the engine, of all data-parallel ranks, from its metrics."""
+    """Requests in the engine and its tokens, of all data-parallel ranks, from its metrics."""
     found = {"running": 0, "waiting": 0}
     for kind, number in _GAUGE.findall(metrics):
         found[kind] += int(float(number))
-    return Loads(num_running_reqs=found["running"], num_waiting_reqs=found["waiting"])
+    counts = [int(float(number)) for number in _OUTPUT_TOKENS.findall(metrics)]
+    return Loads(
+        num_running_reqs=found["running"],
+        num_waiting_reqs=found["waiting"],
+        num_output_tokens=sum(counts) if counts else None,
+    )
 
 
 def read_checksums(answer: Any) -> WeightsReport:

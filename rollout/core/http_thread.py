@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# While it makes routes, FastAPI changes the warning filters of the process: two threads that do so
+# at once would keep each other's.
+_MAKING = threading.Lock()
+
 
 class HttpThread:
     """Starts, calls and stops one server.
@@ -149,7 +153,8 @@ class HttpThread:
 
     async def _serve(self, listener: socket.socket, make: Callable[[], HttpServer]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = make()
+        with _MAKING:
+            self._server = make()
         self._server.on_started = lambda: self._started.set_result(None)
         await self._server.serve(sockets=[listener])
 

@@ -24,10 +24,12 @@ class NvmlDouble:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def add(self, index: int, uuid: str, total_bytes: int) -> None:
+    def add(self, index: int, uuid: str, total_bytes: int, busy_percent: int | None = None) -> None:
         gpu = self.folder / f"{index}_{uuid}"
         gpu.mkdir()
         (gpu / "total").write_text(str(total_bytes))
+        if busy_percent is not None:
+            (gpu / "busy").write_text(str(busy_percent))
 
     def used_bytes(self, index: int = 0) -> int:
         """What NVML says is in use on a GPU."""

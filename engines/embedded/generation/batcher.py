@@ -50,10 +50,12 @@ class BatchStep:
     Attributes:
         weight_version: the version that produces new tokens.
         touched: generations that ended, and streamed ones that grew, since the last report.
+        num_output_tokens: all that were generated so far.
     """
 
     weight_version: str
     touched: list[Generation] = field(default_factory=list)
+    num_output_tokens: int = 0
 
 
 @dataclass(repr=False)
@@ -81,6 +83,7 @@ class BatchState(RequestState):
         self.generated_tokens.append(token_id)
         self.tokens_to_process = [token_id]
         is_last = self.generation.add(token_id, logprob or 0.0, self.step_report.weight_version)
+        self.step_report.num_output_tokens += 1
         if is_last:
             self.status = RequestStatus.FINISHED
         if is_last or self.generation.is_streamed:
@@ -181,6 +184,11 @@ class Batcher(ContinuousBatchingManager):
     @property
     def num_waiting(self) -> int:
         return len(self.batch_processor.scheduler.waiting_requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """All tokens that it has generated."""
+        return self._step_report.num_output_tokens
 
     def admit(self, generation: Generation) -> None:
         if self.failure is not None:

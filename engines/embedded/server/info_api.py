@@ -101,6 +101,7 @@ async def loads(engine: EmbeddedEngine, request: Request) -> Response:
         "dp_rank": 0,
         "num_running_reqs": batcher.num_running,
         "num_waiting_reqs": batcher.num_waiting,
+        "num_output_tokens": batcher.num_output_tokens,
         "num_used_tokens": used,
         "num_total_tokens": used,
         "max_total_num_tokens": limit,

@@ -57,6 +57,7 @@ class FakeEngine(FakeEngineState):
 
     Attributes, besides those of ``FakeEngineState`` and ``CallHandler``:
         num_held: requests that arrived in a pause and got no answer yet.
+        num_output_tokens: generated so far.
         num_closed: how often a client of it was closed.
     """
 
@@ -78,6 +79,7 @@ class FakeEngine(FakeEngineState):
         super().__init__(engine_id, **state)
         self.endpoint = endpoint
         self.num_held = 0
+        self.num_output_tokens = 0
         self.num_closed = 0
         self._token_s = token_s
         self._drain_s = drain_s
@@ -218,7 +220,11 @@ class FakeEngine(FakeEngineState):
     # What calls do
 
     def _loads(self) -> Loads:
-        return Loads(num_running_reqs=len(self.in_flight), num_waiting_reqs=self.num_held)
+        return Loads(
+            num_running_reqs=len(self.in_flight),
+            num_waiting_reqs=self.num_held,
+            num_output_tokens=self.num_output_tokens,
+        )
 
     def _abort(self, prefix: str) -> None:
         for rid, request in self.in_flight.items():
@@ -283,6 +289,7 @@ class FakeEngine(FakeEngineState):
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
             request.add_token(self._version, self._vocab_size, shift)
+            self.num_output_tokens += 1
 
 
 def _request_of(

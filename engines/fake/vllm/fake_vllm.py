@@ -369,6 +369,7 @@ class FakeVllm(FakeEngine):
             running, waiting = len(self.in_flight), self.num_held
             gauges = {"running": running, "waiting": waiting}
             lines = [f"vllm:num_requests_{name} {value}.0" for name, value in gauges.items()]
+            lines.append(f"vllm:generation_tokens_total {self.num_output_tokens}.0")
             return {TEXT: "\n".join(lines)}
 
     async def _tokenize(self, arguments: Arguments) -> Json:

@@ -588,6 +588,17 @@ async def test_loads_count_what_runs(bench: Bench) -> None:
     await loads_are(bench, 0)
 
 
+@not_for("sglang")  # which only has tokens per second, and those with its metrics
+async def test_loads_count_the_tokens_that_were_generated(bench: Bench) -> None:
+    before = (await bench.engine.loads()).num_output_tokens or 0
+    eight = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    await bench.engine.generate(input_ids=PROMPT, sampling_params=eight)
+    deadline = time.monotonic() + 40  # vLLM publishes its metrics after it has replied
+    while (await bench.engine.loads()).num_output_tokens != before + 8:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
 async def loads_are(bench: Bench, num_running: int) -> None:
     deadline = time.monotonic() + 40  # SGLang publishes them now and then
     while (await bench.engine.loads()).num_running_reqs != num_running:

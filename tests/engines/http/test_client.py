@@ -349,6 +349,21 @@ async def test_loads_are_summed_over_ranks():
     async with asking({"loads": [rank, rank]}) as (client, _):
         loads = await client.loads()
     assert (loads.num_running_reqs, loads.num_waiting_reqs) == (4, 6)
+    assert (loads.tokens_per_s, loads.num_output_tokens) == (None, None)
+
+
+async def test_throughput_and_tokens_of_loads_are_summed_over_ranks():
+    rank = {"num_running_reqs": 2, "num_waiting_reqs": 0}
+    rank |= {"gen_throughput": 10.5, "num_output_tokens": 7}
+    async with asking({"loads": [rank, rank]}) as (client, _):
+        loads = await client.loads()
+    assert (loads.tokens_per_s, loads.num_output_tokens) == (21.0, 14)
+
+
+async def test_an_engine_without_requests_generates_no_tokens():
+    rank = {"num_running_reqs": 0, "num_waiting_reqs": 0, "gen_throughput": 0.0}
+    async with asking({"loads": [rank]}) as (client, _):
+        assert (await client.loads()).tokens_per_s == 0
 
 
 async def test_a_weights_report_holds_the_digests_of_every_rank():

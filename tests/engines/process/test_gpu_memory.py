@@ -29,7 +29,7 @@ GIB = 1 << 30
 def nvml(tmp_path: Path) -> Iterator[NvmlDouble]:
     with nvml_double(tmp_path / "gpus") as double:
         double.add(0, "GPU-aaa", 80 * GIB)
-        double.add(1, "GPU-bbb", 80 * GIB)
+        double.add(1, "GPU-bbb", 80 * GIB, busy_percent=63)
         double.add(2, "MIG-ccc", 10 * GIB)
         yield double
 
@@ -43,6 +43,12 @@ def test_gpus_are_found_by_index_and_by_uuid_in_the_order_given(nvml: NvmlDouble
         ("MIG-ccc", 0, 10 * GIB),
         ("GPU-aaa", 0, 80 * GIB),
     ]
+
+
+def test_the_use_of_a_gpu_is_measured_where_the_driver_does(nvml: NvmlDouble) -> None:
+    found = gpu_memory([1, "MIG-ccc"])
+    assert found is not None
+    assert [gpu.busy_percent for gpu in found] == [63, None]
 
 
 def test_all_gpus_of_a_machine_are_found_or_the_reason_is_given(

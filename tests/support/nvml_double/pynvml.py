@@ -1,7 +1,8 @@
 """A double of ``pynvml`` (nvidia-ml-py): GPUs described by a folder instead of a driver.
 
 The folder is named by ``NVML_DOUBLE``.  Each GPU is a folder in it, named ``<index>_<uuid>``, with
-a file ``total`` and one file of bytes for each process that holds memory, named by its pid.
+a file ``total``, one file of bytes for each process that holds memory, named by its pid, and one
+``busy`` with a percentage if its use is measured.
 A process that has ended holds nothing, as on a real GPU.  Names and errors are those of pynvml.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NVML_ERROR_INVALID_ARGUMENT = 2
+NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NOT_FOUND = 6
 NVML_ERROR_LIBRARY_NOT_FOUND = 12
 
@@ -24,6 +26,7 @@ class NVMLError(Exception):
     def __str__(self) -> str:
         return {
             NVML_ERROR_INVALID_ARGUMENT: "Invalid Argument",
+            NVML_ERROR_NOT_SUPPORTED: "Not Supported",
             NVML_ERROR_NOT_FOUND: "Not Found",
             NVML_ERROR_LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
         }[self.value]
@@ -34,6 +37,12 @@ class Memory:
     total: int
     free: int
     used: int
+
+
+@dataclass(frozen=True)
+class Utilization:
+    gpu: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,13 @@ def nvmlDeviceGetMemoryInfo(handle: Path) -> Memory:
     total = int((handle / "total").read_text())
     used = sum(process.usedGpuMemory or 0 for process in _processes(handle))
     return Memory(total, total - used, used)
+
+
+def nvmlDeviceGetUtilizationRates(handle: Path) -> Utilization:
+    try:
+        return Utilization(int((handle / "busy").read_text()), 0)
+    except FileNotFoundError:
+        raise NVMLError(NVML_ERROR_NOT_SUPPORTED) from None
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: Path) -> list[Process]:
