@@ -19,6 +19,12 @@ tensors of them without a copy:
     response_lengths     [N]            [N]      int64
     rewards              [N]            [N]      float32  NaN if a sample has none
     group_index          [N]            [N]      int64    index of the sample's group in the batch
+    routed_experts       [N, T, E]      [S, E]   int32    of each token that was computed; -1 for
+                                                          the last one, padding and samples
+                                                          without; no key if no sample has any
+
+E is layers x experts per token, layer by layer, as the engines report them; ``array.reshape(*array.
+shape[:-1], num_layers, -1)`` separates both.
 """
 
 from __future__ import annotations
@@ -43,7 +49,8 @@ def padded(
         pad_to_multiple: T is rounded up to a multiple of this.
 
     Raises:
-        ValueError: there are no samples, or ``pad_to_multiple`` is below 1.
+        ValueError: there are no samples, ``pad_to_multiple`` is below 1, or routed experts do not
+            fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
     if pad_to_multiple < 1:
@@ -54,7 +61,7 @@ def padded(
     batch: dict[str, Array] = {
         "token_ids": np.full(shape, pad_id, np.int64),
         "attention_mask": np.zeros(shape, np.int64),
-        **_token_arrays(shape),
+        **_token_arrays(shape, samples),
     }
     for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         batch["attention_mask"][row, :length] = 1
@@ -66,7 +73,7 @@ def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
     """Samples end to end, without padding.
 
     Raises:
-        ValueError: there are no samples.
+        ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
     lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
@@ -76,7 +83,7 @@ def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
         "token_ids": np.zeros(total, np.int64),
         "position_ids": np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
         "cu_seqlens": ends,
-        **_token_arrays((total,)),
+        **_token_arrays((total,), samples),
     }
     for start, sample in zip(ends[:-1].tolist(), samples, strict=True):
         _fill(batch, (start,), sample)
@@ -118,12 +125,42 @@ def _checked_samples(groups: Sequence[SampleGroup]) -> list[Sample]:
     return samples
 
 
-def _token_arrays(shape: tuple[int, ...]) -> dict[str, Array]:
-    return {
+def _token_arrays(shape: tuple[int, ...], samples: Sequence[Sample]) -> dict[str, Array]:
+    arrays: dict[str, Array] = {
         "loss_mask": np.zeros(shape, np.float32),
         "behaviour_logprobs": np.zeros(shape, np.float32),
         "weight_versions": np.full(shape, -1, np.int64),
     }
+    if width := _experts_per_token(samples):
+        arrays["routed_experts"] = np.full((*shape, width), -1, np.int32)
+    return arrays
+
+
+def _experts_per_token(samples: Sequence[Sample]) -> int:
+    """Of all layers together; 0 if no sample has routed experts."""
+    found: dict[float, int] = {}
+    for index, sample in enumerate(samples):
+        if sample.routed_experts:
+            found.setdefault(len(sample.routed_experts) / 4 / _num_computed(sample), index)
+    widths = list(found)
+    if len(widths) > 1 or any(not width.is_integer() for width in widths):
+        number, index = found.popitem()
+        sample = samples[index]
+        raise ValueError(
+            f"sample {index} has {len(sample.routed_experts or b'')} bytes of routed experts for "
+            f"{_num_computed(sample)} computed tokens: {number:g} experts per token"
+            + (f", not {widths[0]:g} as sample {found[widths[0]]}" if found else "")
+        )
+    return int(widths[0]) if widths else 0
+
+
+def _num_computed(sample: Sample) -> int:
+    """Tokens before the last one of the policy, which was sampled and not computed."""
+    ends = [span.end for span in sample.weight_versions[-1:]] or [
+        index + 1 for index, flag in enumerate(sample.mask) if flag
+    ]
+    num = len(sample.prompt_ids) + max(ends, default=len(sample.output_ids)) - 1
+    return max(1, num)
 
 
 def _fill(batch: dict[str, Array], at: tuple[int, ...], sample: Sample) -> None:
@@ -142,6 +179,9 @@ def _fill(batch: dict[str, Array], at: tuple[int, ...], sample: Sample) -> None:
         number = version_number(span.version)
         if number is not None:
             part("weight_versions", output + span.start, span.end - span.start)[:] = number
+    if sample.routed_experts:
+        experts = np.frombuffer(sample.routed_experts, np.int32).reshape(_num_computed(sample), -1)
+        part("routed_experts", start, len(experts))[:] = experts
 
 
 def _sample_arrays(groups: Sequence[SampleGroup], samples: list[Sample]) -> dict[str, Array]:
