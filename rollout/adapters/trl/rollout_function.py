@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.adapters.trl.requests import check_complete, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
+from rollout.core.arguments import check_number, check_positive
 from rollout.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,15 +35,27 @@ class RolloutFunction:
     Args:
         policy: of this process; every rank of the trainer has one, see ``rollout.connect``.
         group: the ranks that train, a process group of torch.distributed; None for all.
-        rank_timeout_s: a push fails on all ranks if one is silent for so long.
+        rank_timeout_s: a push fails on all ranks if one is silent for so many seconds.
+        request_timeout_s: seconds for each completion.
+
+    Raises:
+        ConfigError: a timeout is not a number above 0.
     """
 
     def __init__(
-        self, policy: ServerHandle, *, group: Any = None, rank_timeout_s: float = 30.0
+        self,
+        policy: ServerHandle,
+        *,
+        group: Any = None,
+        rank_timeout_s: float = 30.0,
+        request_timeout_s: float = 600.0,
     ) -> None:
+        check_number("rank_timeout_s", rank_timeout_s, least=1)
+        check_positive("request_timeout_s", request_timeout_s)
         self._policy = policy
         self._group = group
         self._rank_timeout_s = rank_timeout_s
+        self._request_timeout_s = request_timeout_s
         self._pusher: Pusher | None = None
         # The trainer's state and step whose weights the engines serve, and their version.
         self._served: tuple[Any, int] | None = None
@@ -55,17 +68,19 @@ class RolloutFunction:
             ConfigError: the trainer uses what cannot be sampled here.
             WeightMismatch: a token was sampled with other weights than the trainer's.
             GenerationFailed: a completion is missing or was aborted.
-            RankFailure: a rank failed in the push, or is silent.
+            RankFailure: a rank failed in the push, or is silent there or after its samples.
         """
         if why := _why_not(trainer):
             raise ConfigError(why)
         prompt_ids = _tokenised(prompts, trainer)
         self.sync_weights(trainer)
         sampling = sampling_of(trainer.args, trainer.eos_token_ids)
-        replies = self._policy.generate(prompt_ids, sampling).result()
+        replies = self._policy.generate(
+            prompt_ids, sampling, timeout_s=self._request_timeout_s
+        ).result()
+        self._give_memory()  # the other ranks wait for it, so an error of the replies comes after
         check_complete(replies)
         check_versions(replies, self._version)
-        self._give_memory(trainer)
         _correct_importance(self, trainer)
         return {
             "prompt_ids": prompt_ids,
@@ -100,16 +115,14 @@ class RolloutFunction:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give_memory(self, trainer: Any) -> None:
-        """Let the trainer have the memory of engines that share it."""
+    def _give_memory(self) -> None:
+        """Let the trainer have the memory of engines that share it; every rank calls it."""
         groups = self._policy.status().result().groups
-        if not any(group.needs_offload for group in groups):
+        if self._pusher is None or not any(group.needs_offload for group in groups):
             return
-        trainer.accelerator.wait_for_everyone()  # no rank needs the engines any more
         self._served = None
-        if trainer.accelerator.is_main_process:
-            self._policy.give_memory().result()
-        trainer.accelerator.wait_for_everyone()  # their memory is free
+        # Another rank may still sample for as long as one completion may take.
+        self._pusher.give_memory(rank_timeout_s=self._rank_timeout_s + self._request_timeout_s)
 
 
 def _why_not(trainer: Any) -> str:
