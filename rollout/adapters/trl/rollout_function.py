@@ -11,10 +11,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollout.adapters.trl.requests import check_complete, check_versions, sampling_of
+from rollout.adapters.trl.requests import check_complete, check_policy, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
-from rollout.core.arguments import check_number, check_positive
-from rollout.core.errors import ConfigError
+from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from rollout.runtime.handle import ServerHandle
@@ -39,7 +39,7 @@ class RolloutFunction:
         request_timeout_s: seconds for each completion.
 
     Raises:
-        ConfigError: a timeout is not a number above 0.
+        ConfigError: ``policy`` is no handle of a server, or a timeout is no number over 0.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class RolloutFunction:
         rank_timeout_s: float = 30.0,
         request_timeout_s: float = 600.0,
     ) -> None:
+        check_policy(policy)
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         check_positive("request_timeout_s", request_timeout_s)
         self._policy = policy
@@ -60,9 +61,14 @@ class RolloutFunction:
         # The trainer's state and step whose weights the engines serve, and their version.
         self._served: tuple[Any, int] | None = None
         self._version = 0
+        self._is_closed = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Completions of this rank's prompts; every rank calls it.
+
+        Args:
+            prompts: texts or lists of messages.
+            trainer: the ``GRPOTrainer``.
 
         Raises:
             ConfigError: the trainer uses what cannot be sampled here.
@@ -70,6 +76,7 @@ class RolloutFunction:
             GenerationFailed: a completion is missing or was aborted.
             RankFailure: a rank failed in the push, or is silent there or after its samples.
         """
+        self._check(trainer)
         if why := _why_not(trainer):
             raise ConfigError(why)
         prompt_ids = _tokenised(prompts, trainer)
@@ -89,7 +96,18 @@ class RolloutFunction:
         }
 
     def sync_weights(self, trainer: Any) -> None:
-        """Push the trainer's weights, unless the engines serve them; every rank calls it."""
+        """Push the trainer's weights, unless the engines serve them; every rank calls it.
+
+        Args:
+            trainer: the ``GRPOTrainer``.
+
+        Raises:
+            ConfigError: it is none, or its kind of model cannot be pushed.
+            WeightMismatch: the weights do not fit the engines' model.
+            RankFailure: a rank failed, or is silent.
+            RolloutError: this is closed.
+        """
+        self._check(trainer)
         now = trainer.state, trainer.state.global_step
         # A new state is another trainer, or another call of ``train``, which counts from 0.
         if self._served is not None and self._served[0] is now[0] and self._served[1] == now[1]:
@@ -104,10 +122,17 @@ class RolloutFunction:
         self._served = now
 
     def close(self) -> None:
-        """Free this rank's shared memory."""
+        """Free this rank's shared memory; for good."""
+        self._is_closed = True
         if self._pusher is not None:
             self._pusher.close()
             self._pusher = None
+
+    def _check(self, trainer: Any) -> None:
+        if self._is_closed:
+            raise RolloutError("this RolloutFunction is closed; make another one")
+        if not hasattr(trainer, "state") or not hasattr(trainer, "accelerator"):
+            raise wrong("trainer", trainer, "a GRPOTrainer")
 
     def __enter__(self) -> RolloutFunction:
         return self

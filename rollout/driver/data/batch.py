@@ -29,12 +29,14 @@ shape[:-1], num_layers, -1)`` separates both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.core.arguments import check_number
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples, version_number
 
 Array = NDArray[Any]
@@ -46,15 +48,17 @@ def padded(
     """Samples side by side, padded on the right.
 
     Args:
+        groups: a list, as the driver returns it.
+        pad_id: token id for padding.
         pad_to_multiple: T is rounded up to a multiple of this.
 
     Raises:
-        ValueError: there are no samples, ``pad_to_multiple`` is below 1, or routed experts do not
-            fit the tokens of their sample.
+        ConfigError: an argument is wrong.
+        ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
-    if pad_to_multiple < 1:
-        raise ValueError(f"pad_to_multiple = {pad_to_multiple}: must be at least 1")
+    check_number("pad_id", pad_id, least=-math.inf, whole=True)
+    check_number("pad_to_multiple", pad_to_multiple, least=1, whole=True)
     lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
     width = -(-max(lengths) // pad_to_multiple) * pad_to_multiple
     shape = (len(samples), width)
@@ -72,7 +76,11 @@ def padded(
 def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
     """Samples end to end, without padding.
 
+    Args:
+        groups: a list, as the driver returns it.
+
     Raises:
+        ConfigError: these are no groups.
         ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
@@ -97,6 +105,13 @@ def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
     ``truncated`` (0 or 1), ``sample_indices`` (int, from 0), ``group_indices`` (int),
     ``loss_masks`` (list of int over the response), ``rollout_log_probs`` (list of float over the
     response), ``weight_versions`` (list of [version, start, end] over the response), ``metadata``.
+    Routed experts are not among them.
+
+    Args:
+        groups: a list, as the driver returns it.
+
+    Raises:
+        ConfigError: these are no groups.
     """
     samples = list(all_samples(groups))
     return {

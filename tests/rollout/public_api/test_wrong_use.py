@@ -205,7 +205,7 @@ ROLLOUTS: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["text"]}, r"prompts\[0\] = 'text'"),
     ({"prompts": [rollout.Prompt("text")]}, r"prompts\[0\].ids = 'text'"),  # type: ignore
     ({"prompts": [rollout.Prompt((1.5,))]}, r"each an int"),  # type: ignore
-    ({"prompts": [rollout.Prompt(())]}, "prompt 0 has no tokens"),
+    ({"prompts": [rollout.Prompt(())]}, r"prompts\[0\] has no tokens"),
     ({"group_size": 0}, "group_size = 0"),
     ({"group_size": "8"}, "group_size = '8'"),
     ({"sampling": {}}, "sampling = {}: must be SamplingParams, not a dict"),
