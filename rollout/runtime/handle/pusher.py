@@ -61,6 +61,10 @@ class Pusher:
         self._num_rounds = 0
         self._words_left: list[tuple[str, ...]] = []
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"Pusher(rank {self.link.rank} of {self.link.num_ranks}{state})"
+
     def push(
         self,
         named_tensors: NamedTensors,
