@@ -14,6 +14,7 @@ from typing import Any, Literal
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import CONNECT_FILE
+from rollout.core.arguments import check_kind, wrong
 from rollout.core.errors import (
     ActorLost,
     ConfigError,
@@ -66,6 +67,7 @@ def launch(
     A server with engines on the GPUs of an earlier server is offloaded instead.
 
     Args:
+        config: what to start; see the configuration reference.
         backend: ``local`` runs everything in this process and its children; ``ray`` runs the
             same code as actors on the cluster of ``config.cluster``.
         placement_group: an existing Ray placement group to run the engines in, instead of a new
@@ -121,11 +123,15 @@ def connect(
         namespace: Ray's, as in ``cluster.namespace``.
 
     Raises:
-        ConfigError: there is no such run, or it refuses the key.
+        ConfigError: there is no such run, it refuses the key, or an argument is no text.
         ActorLost: the launching process has ended.
     """
     from rollout.runtime.connect import connect_local
 
+    if not isinstance(run, str | Path) or not str(run):
+        raise wrong("run", run, "the run's folder or its id")
+    for name, value in (("address", address), ("key", key), ("namespace", namespace)):
+        check_kind(name, value, str, "a text")
     if backend not in (None, "local", "ray"):
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
     if backend == "ray" and key:

@@ -145,6 +145,9 @@ class RolloutConfig(ConfigSection):
     def from_dict(cls, values: Mapping[str, Any]) -> RolloutConfig:
         """A config from nested mappings.
 
+        Args:
+            values: as in a file; see the configuration reference.
+
         Raises:
             ConfigError: all wrong settings, each with its path and what would be accepted.
         """
@@ -155,7 +158,11 @@ class RolloutConfig(ConfigSection):
 
     @classmethod
     def examined(cls, values: Any) -> tuple[RolloutConfig | None, list[Mistake]]:
-        """The config without its wrong settings, if it can do without them, and all mistakes."""
+        """The config without its wrong settings, if it can do without them, and all mistakes.
+
+        Args:
+            values: as for ``from_dict``; nothing is raised.
+        """
         if isinstance(values, Mapping):
             return examine(cls, values)
         kind = "empty" if values is None else f"a {type(values).__name__}"
@@ -165,6 +172,9 @@ class RolloutConfig(ConfigSection):
     @classmethod
     def from_file(cls, path: str | Path) -> RolloutConfig:
         """A config from a YAML, JSON or TOML file.
+
+        Args:
+            path: of the file, ending in ``.yaml``, ``.yml``, ``.json`` or ``.toml``.
 
         Raises:
             ConfigError: the file is missing, cannot be parsed, or holds wrong settings.

@@ -71,7 +71,16 @@ class ConfigError(RolloutError, ValueError):
 
     @classmethod
     def of(cls, mistakes: Sequence[Mistake]) -> ConfigError:
-        """One error for all of these; there is at least one."""
+        """One error for all of these.
+
+        Args:
+            mistakes: at least one.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not mistakes:
+            raise ValueError("ConfigError.of needs at least one mistake")
         first, lines = mistakes[0], [mistake.message for mistake in mistakes]
         if len(lines) > 1:
             lines.insert(0, f"{len(lines)} settings are wrong:")

@@ -7,6 +7,7 @@ the new one.  Both warn, and are for one release.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -70,5 +71,7 @@ def renamed(old: str, method: Callable[P, T]) -> Callable[P, T]:
         warn_of_name(old, method.__name__)
         return method(*args, **kwargs)
 
-    call.__doc__ = f"The old name of ``{method.__name__}``."
+    names = ", ".join(list(inspect.signature(method).parameters)[1:])
+    taken = f"Args:\n    {names}: see there.\n\n" if names else ""
+    call.__doc__ = f"The old name of ``{method.__name__}``.\n\n{taken}Raises:\n    As it does.\n"
     return call

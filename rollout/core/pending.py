@@ -10,13 +10,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from engines.protocol.plain_text import describe
+from rollout.core.arguments import check_number, wrong
 from rollout.core.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,15 @@ class Pending(Generic[T]):
     def result(self, timeout_s: float | None = None) -> T:
         """The result of the call, or its error.
 
+        Args:
+            timeout_s: seconds to wait; None for no limit.
+
         Raises:
+            ConfigError: ``timeout_s`` is no such number.
             TimeoutError: the call did not end within ``timeout_s``; it continues.
             RolloutError: this is the event loop that runs the call, which would wait for itself.
         """
+        _check_timeout(timeout_s)
         self._check_thread()
         self._is_read = True
         try:
@@ -82,7 +88,16 @@ class Pending(Generic[T]):
             raise self._translate(error) from None
 
     def then(self, act: Callable[[], None]) -> Pending[T]:
-        """The same call, followed by ``act``, which runs however the call ended."""
+        """The same call, followed by ``act``, which runs however the call ended.
+
+        Args:
+            act: without arguments; its own error is logged.
+
+        Raises:
+            ConfigError: it is no function.
+        """
+        if not callable(act):
+            raise wrong("act", act, f"a function, not a {type(act).__name__}")
         after: Future[T] = Future()
 
         def pass_on(before: Future[T]) -> None:
@@ -138,6 +153,11 @@ class Pending(Generic[T]):
             raise self._translate(error) from None
 
 
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, least=0)
+
+
 def _log_error(future: Future[Any]) -> None:
     """Log the error of a call whose ``Pending`` was dropped."""
     if not future.cancelled() and (error := future.exception()):
@@ -180,6 +200,7 @@ class PendingWithTurn(Pending[T]):
         first._future.add_done_callback(self._stop_after_failure)
 
     def result(self, timeout_s: float | None = None) -> T:
+        _check_timeout(timeout_s)
         self._is_read = True
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._go_on(self._first.result(timeout_s))
@@ -223,10 +244,15 @@ class PendingWithTurn(Pending[T]):
 
 
 class LoopThread:
-    """An event loop in a new thread, for callers without a loop."""
+    """An event loop in a new thread, for callers without a loop.
+
+    Always true: a call that was submitted ends, with an error if the loop is closed before.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._is_closing = False
+        self._submit_lock = threading.Lock()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -241,29 +267,38 @@ class LoopThread:
         Raises:
             RolloutError: the loop is closed.
         """
-        if self.loop.is_closed():
-            if asyncio.iscoroutine(awaitable):
-                awaitable.close()
-            raise RolloutError(f"{self._name} is closed: no call is possible after stop or close")
-        future = asyncio.run_coroutine_threadsafe(_as_coroutine(awaitable), self.loop)
-        return Pending(future, loop=self.loop)
+        with self._submit_lock:
+            if not self._is_closing:
+                future = asyncio.run_coroutine_threadsafe(self._run_one(awaitable), self.loop)
+                return Pending(future, loop=self.loop)
+        if asyncio.iscoroutine(awaitable):
+            awaitable.close()
+        raise RolloutError(f"{self._name} is closed: no call is possible after stop or close")
+
+    async def _run_one(self, awaitable: Awaitable[T]) -> T:
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise
+            raise RolloutError(f"{self._name} was closed while this call was under way") from None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closing
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel all tasks and end the thread."""
-        if self.loop.is_closed():
-            return
+        with self._submit_lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
         asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(timeout_s)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self.loop.close()
-
-
-def _as_coroutine(awaitable: Awaitable[T]) -> Coroutine[Any, Any, T]:
-    async def wait() -> T:
-        return await awaitable
-
-    return wait()
 
 
 async def _cancel_all() -> None:

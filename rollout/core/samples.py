@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from rollout.core.arguments import check_kind
 
 
 class SampleStatus(StrEnum):
@@ -85,7 +86,11 @@ class Sample:
         self.check()
 
     def check(self) -> None:
-        """Check the invariants after code has changed the sample; raises as its creation does."""
+        """Check the invariants after code has changed the sample.
+
+        Raises:
+            ValueError: the lengths disagree, or spans do not fit the output.
+        """
         length = len(self.output_ids)
         if length != len(self.output_logprobs):
             raise ValueError(
@@ -138,7 +143,17 @@ class Sample:
         ]
 
     def fail(self, error: str, traceback: str = "") -> None:
-        """Mark the sample as failed; its tokens are kept, its reward is removed."""
+        """Mark the sample as failed; its tokens are kept, its reward is removed.
+
+        Args:
+            error: why, for its ``error``.
+            traceback: of the exception behind it.
+
+        Raises:
+            ConfigError: these are no texts.
+        """
+        check_kind("error", error, str, "a text")
+        check_kind("traceback", traceback, str, "a text")
         self.status = SampleStatus.FAILED
         self.error = error
         self.traceback = traceback
@@ -146,7 +161,15 @@ class Sample:
 
 
 def version_number(version: str) -> int | None:
-    """A weight version as a number; None if it is not a number."""
+    """A weight version as a number; None if it is not a number.
+
+    Args:
+        version: as an engine reports it.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    check_kind("version", version, str, "a text")
     return int(version) if version.isascii() and version.isdigit() else None
 
 
@@ -156,11 +179,20 @@ class SampleGroup:
 
     Attributes:
         prompt_index: index of the prompt in the given list, or since the start of the source.
+        samples: a list.
+
+    Raises:
+        ConfigError: ``samples`` is another thing.
     """
 
     prompt_index: int
     samples: list[Sample]
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_kind("samples", self.samples, list, "a list of Sample")
+        for index, sample in enumerate(self.samples):
+            check_kind(f"samples[{index}]", sample, Sample, "a Sample")
 
     @property
     def rewards(self) -> list[float]:
@@ -181,5 +213,15 @@ class SampleGroup:
 
 
 def all_samples(groups: Sequence[SampleGroup]) -> Iterator[Sample]:
-    """The samples of several groups, in order."""
+    """The samples of several groups, in order.
+
+    Args:
+        groups: a list.
+
+    Raises:
+        ConfigError: these are no groups.
+    """
+    check_kind("groups", groups, Sequence, "a list of SampleGroup")
+    for index, group in enumerate(groups):
+        check_kind(f"groups[{index}]", group, SampleGroup, "a SampleGroup")
     return (sample for group in groups for sample in group.samples)

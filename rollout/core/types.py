@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
+from rollout.core.arguments import check_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,12 @@ class PhaseReport:
 
     @property
     def freed_bytes(self) -> int:
+        """Memory that its engines released."""
         return sum(engine.freed_bytes for engine in self.engines)
 
     @property
     def failures(self) -> tuple[EngineReport, ...]:
+        """Reports of the engines that failed."""
         return tuple(engine for engine in self.engines if engine.failure)
 
 
@@ -156,7 +159,7 @@ class PushStage:
 
     @property
     def gib_per_s(self) -> float:
-        """0 if nothing was measured."""
+        """Bytes per second in GiB; 0 if nothing was measured."""
         return self.num_bytes / 2**30 / self.elapsed_s if self.elapsed_s else 0.0
 
 
@@ -178,7 +181,15 @@ class StepReport:
     push_stages: tuple[PushStage, ...] = ()
 
     def merged(self, later: StepReport) -> StepReport:
-        """This report followed by ``later``; seconds of the same command are added."""
+        """This report followed by ``later``; seconds of the same command are added.
+
+        Args:
+            later: the next one.
+
+        Raises:
+            ConfigError: it is no report.
+        """
+        check_kind("later", later, StepReport, "a StepReport")
         seconds = dict(self.phase_s)
         for command, elapsed in later.phase_s.items():
             seconds[command] = seconds.get(command, 0.0) + elapsed

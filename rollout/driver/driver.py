@@ -28,7 +28,7 @@ from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.limiter import Limiter, next_limit
 from rollout.driver.client.retry import RetryPolicy
-from rollout.driver.data.prompt import Prompt, PromptSource
+from rollout.driver.data.prompt import Prompt, PromptSource, check_prompt
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import LIMIT, LogprobReport, compare_logprobs
@@ -98,6 +98,12 @@ class RolloutDriver:
             check_callable(name, function)
         if client is None:
             _check_connection(url, key, control_key)
+        if lora_path is not None:
+            check_kind("lora_path", lora_path, str, "a text or None")
+        policy = RetryPolicy() if retry_policy is None else retry_policy
+        check_kind("retry_policy", policy, RetryPolicy, "a RetryPolicy")
+        if clock is None:
+            clock = _clock_of_loop()
         given = Hooks() if hooks is None else hooks
         check_kind("hooks", given, Hooks, "Hooks")
         self._hooks = given if reward is None else replace(given, reward=reward)
@@ -114,16 +120,17 @@ class RolloutDriver:
             key=key,
             control_key=control_key,
         )
-        limiter = Limiter(max_in_flight, clock=clock or asyncio.get_running_loop().time)
-        self._engines = Completer(client, limiter, retry_policy or RetryPolicy())
+        self._engines = Completer(client, Limiter(max_in_flight, clock=clock), policy)
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
         self._load_task: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def close(self) -> None:
-        """Abort all requests in flight and close the connections."""
+        """Abort all requests in flight and close the connections; for good."""
+        self._is_closed = True
         if self._load_task is not None:
             self._load_task.cancel()
             await asyncio.wait([self._load_task])
@@ -157,9 +164,12 @@ class RolloutDriver:
         """The groups of one step.
 
         Args:
-            rollout_id: the step; kept in each sample's metadata.
+            rollout_id: the step, from 0; kept in each sample's metadata.
             prompts: a list, of which every prompt is returned as a group; or a source, of which the
                 next ``num_groups`` are taken.  The driver keeps the source's unfinished groups.
+            group_size: samples for each prompt.
+            sampling: for each sample.
+            num_groups: groups to take from a source; not used with a list.
             options: see ``RolloutOptions``.
             weight_version: the policy's, if the caller knows it; used to find stale samples.
             on_sample: called as each sample ends.
@@ -168,8 +178,9 @@ class RolloutDriver:
         Raises:
             ConfigError: no prompt, an empty prompt, or a wrong setting.
             RolloutError: too many samples failed, or filters dropped too many groups; finished
-                groups of a source stay for the next call.
+                groups of a source stay for the next call.  Or the driver is closed.
         """
+        self._check_open()
         options = self._options if options is None else options
         _check_rollout(rollout_id, options, on_sample=on_sample, on_progress=on_progress)
         if weight_version is not None:
@@ -204,10 +215,16 @@ class RolloutDriver:
     async def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
         """Evaluate every data set; all tokens come from one weight version.
 
+        Args:
+            rollout_id: the step, from 0.
+            datasets: by the name that their metrics get.
+
         Raises:
             ConfigError: a data set has wrong settings.
-            RolloutError: the weight version changed during every try.
+            RolloutError: the weight version changed during every try, or the driver is closed.
         """
+        self._check_open()
+        check_number("rollout_id", rollout_id, least=0, whole=True)
         check_kind("datasets", datasets, Mapping, "EvalDataset by name")
         for name, dataset in datasets.items():
             check_kind(f"datasets[{name!r}]", dataset, EvalDataset, "an EvalDataset")
@@ -238,7 +255,9 @@ class RolloutDriver:
         Raises:
             ConfigError: rows or tokens do not fit the groups, or a wrong setting.
             LogprobMismatch: with ``raise``, after the figures are sent.
+            RolloutError: the driver is closed.
         """
+        self._check_open()
         if on_mismatch not in ("warn", "raise"):
             raise wrong("on_mismatch", on_mismatch, "'warn' or 'raise'")
         report = await asyncio.to_thread(
@@ -260,12 +279,22 @@ class RolloutDriver:
         return self._engines.weight_version
 
     def set_weight_version(self, version: int) -> None:
-        """Set the policy's version; one that is older than the known version is ignored."""
+        """Set the policy's version; one that is older than the known version is ignored.
+
+        Args:
+            version: from 0.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
         check_number("weight_version", version, least=0, whole=True)
         self._engines.note_version(version)
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
         """The state of source and unfinished groups, as JSON for ``restore``.
+
+        Args:
+            source: one that ``rollout`` was called with.
 
         Raises:
             ConfigError: nothing was rolled out from this source.
@@ -274,6 +303,9 @@ class RolloutDriver:
 
     def stream_of(self, source: PromptSource) -> Stream:
         """The stream of a source.
+
+        Args:
+            source: one that ``rollout`` was called with.
 
         Raises:
             ConfigError: nothing was rolled out from this source.
@@ -294,11 +326,25 @@ class RolloutDriver:
     ) -> None:
         """Continue ``source`` from ``state``.
 
+        Args:
+            source: the same prompts as those of ``state``; nothing was taken from it.
+            state: what ``state_of`` returned.
+            num_groups, group_size, sampling, options: see ``rollout``.
+
         Raises:
             ConfigError: the state does not fit the source or the group size.
+            RolloutError: the driver is closed.
         """
+        self._check_open()
+        _check_source("source", source)
+        options = self._options if options is None else options
+        check_kind("options", options, RolloutOptions, "RolloutOptions")
         batch = BatchPlan(num_groups, group_size, sampling)
-        self._stream(source, batch, options or self._options).load_state_dict(state)
+        self._stream(source, batch, options).load_state_dict(state)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RolloutError("this driver is closed: no call is possible after close")
 
     def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
         stream = self._streams.get(id(source))
@@ -339,10 +385,7 @@ class RolloutDriver:
             raise ConfigError("rollout needs at least one prompt")
         most = self._max_prompt_tokens
         for index, prompt in enumerate(prompts):
-            check_kind(f"prompts[{index}]", prompt, Prompt, "a Prompt(ids)")
-            _check_ids(f"prompts[{index}].ids", prompt.ids)
-            if not prompt.ids:
-                raise ConfigError(f"prompt {index} has no tokens")
+            check_prompt(f"prompts[{index}]", prompt)
             if most is not None and len(prompt.ids) > most:
                 raise ConfigError(
                     f"prompt {index} has {len(prompt.ids)} tokens, at most {most} fit",
@@ -368,14 +411,22 @@ def _check_rollout(rollout_id: Any, options: Any, **callbacks: Any) -> None:
 
 
 def _check_prompts(prompts: Any) -> None:
-    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
-    if not is_list and not hasattr(prompts, "take"):
-        raise wrong("prompts", prompts, "a list of Prompt, or a source such as PromptData")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+        _check_source("prompts", prompts, "a list of Prompt, or ")
 
 
-def _check_ids(name: str, ids: Any) -> None:
-    if isinstance(ids, str) or not all(type(one) is int for one in ids):
-        raise wrong(name, ids, "token ids, each an int")
+def _check_source(name: str, source: Any, others: str = "") -> None:
+    if not all(hasattr(source, method) for method in ("take", "state_dict", "load_state_dict")):
+        raise wrong(name, source, f"{others}a source such as PromptData")
+
+
+def _clock_of_loop() -> Callable[[], float]:
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        raise RolloutError(
+            "a RolloutDriver needs a running event loop: make it in a coroutine, or use Driver"
+        ) from None
 
 
 def _check_connection(url: str, *keys: str) -> None:
@@ -411,7 +462,14 @@ class Driver:
         sampling: SamplingParams,
         **more: Any,
     ) -> Pending[list[SampleGroup]]:
-        """``RolloutDriver.rollout``, started at once."""
+        """``RolloutDriver.rollout``, started at once.
+
+        Args:
+            rollout_id, prompts, group_size, sampling, more: see there.
+
+        Raises:
+            RolloutError: the driver is closed.  All others come from ``result()`` or ``await``.
+        """
         return self._loop.submit(
             self._driver.rollout(
                 rollout_id, prompts, group_size=group_size, sampling=sampling, **more
@@ -419,33 +477,68 @@ class Driver:
         )
 
     def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> Pending[EvalResult]:
-        """``RolloutDriver.evaluate``, started at once."""
+        """``RolloutDriver.evaluate``, started at once.
+
+        Args:
+            rollout_id, datasets: see there.
+
+        Raises:
+            RolloutError: the driver is closed.  All others come from ``result()`` or ``await``.
+        """
         return self._loop.submit(self._driver.evaluate(rollout_id, datasets))
 
     def check_logprobs(
         self, groups: Sequence[SampleGroup], trainer_logprobs: Any, **more: Any
     ) -> LogprobReport:
-        """``RolloutDriver.check_logprobs``; returns the report itself."""
+        """``RolloutDriver.check_logprobs``; returns the report itself.
+
+        Args:
+            groups, trainer_logprobs, more: see there.
+
+        Raises:
+            As there.
+        """
         return self._loop.submit(
             self._driver.check_logprobs(groups, trainer_logprobs, **more)
         ).result()
 
     def set_weight_version(self, version: int) -> None:
-        """``RolloutDriver.set_weight_version``."""
+        """``RolloutDriver.set_weight_version``.
+
+        Args:
+            version: see there.
+
+        Raises:
+            As there; RolloutError if the driver is closed.
+        """
         self._run_on_loop(lambda: self._driver.set_weight_version(version))
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
-        """``RolloutDriver.state_of``."""
+        """``RolloutDriver.state_of``.
+
+        Args:
+            source: see there.
+
+        Raises:
+            As there; RolloutError if the driver is closed.
+        """
         state: dict[str, Any] = self._run_on_loop(lambda: self._driver.state_of(source))
         return state
 
     def restore(self, source: PromptSource, state: Mapping[str, Any], **batch: Any) -> None:
-        """``RolloutDriver.restore``."""
+        """``RolloutDriver.restore``.
+
+        Args:
+            source, state, batch: see there.
+
+        Raises:
+            As there.
+        """
         self._run_on_loop(lambda: self._driver.restore(source, state, **batch))
 
     def close(self) -> None:
-        """Abort all requests in flight and close the connections."""
-        if self._loop.loop.is_closed():
+        """Abort all requests in flight and close the connections; again, it does nothing."""
+        if self._loop.is_closed:
             return
         try:
             self._loop.submit(self._driver.close()).result()

@@ -16,7 +16,7 @@ from rollout.core.arguments import check_callable, check_kind, check_number
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import Completer
-from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt import Prompt, check_prompt
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.stream.hooks import Hooks, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_rollout_sampling
@@ -31,13 +31,16 @@ class EvalDataset:
     """A data set and how it is evaluated.
 
     Attributes:
+        prompts: a list.
+        sampling: for each sample; by default greedy.
         num_samples: samples per prompt.
         reward: instead of the driver's.
         ks: the k of pass@k; None: powers of two up to ``num_samples``.
         right_from: a sample is right when its reward is at least this.
 
     Raises:
-        ConfigError: ``num_samples`` is less than 1, or a k is not in 1..``num_samples``.
+        ConfigError: a value is of another type, ``num_samples`` is less than 1, or a k is not in
+            1..``num_samples``.
     """
 
     prompts: Sequence[Prompt]
@@ -51,9 +54,15 @@ class EvalDataset:
         check_number("num_samples", self.num_samples, least=1, whole=True)
         check_rollout_sampling(self.sampling)
         check_callable("reward", self.reward)
+        check_number("right_from", self.right_from, least=-math.inf)
+        check_kind("prompts", self.prompts, Sequence, "a list of Prompt")
         for index, prompt in enumerate(self.prompts):
-            check_kind(f"prompts[{index}]", prompt, Prompt, "a Prompt(ids)")
-        wrong = [k for k in self.ks or () if not 1 <= k <= self.num_samples]
+            check_prompt(f"prompts[{index}]", prompt)
+        ks = () if self.ks is None else self.ks
+        check_kind("ks", ks, Sequence, "a tuple of whole numbers")
+        for index, k in enumerate(ks):
+            check_number(f"ks[{index}]", k, least=1, whole=True)
+        wrong = [k for k in ks if k > self.num_samples]
         if wrong:
             raise ConfigError(
                 f"pass@{wrong[0]} needs as many samples; num_samples is {self.num_samples}",
@@ -78,13 +87,32 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """When to evaluate: before the first training step, and every ``every`` steps."""
+    """When to evaluate: before the first training step, and every ``every`` steps.
+
+    Attributes:
+        every: steps; 0 for never.
+        before_first: also before the first one.
+
+    Raises:
+        ConfigError: ``every`` is no whole number, at least 0.
+    """
 
     every: int
     before_first: bool = True
 
+    def __post_init__(self) -> None:
+        check_number("every", self.every, least=0, whole=True)
+
     def is_due(self, num_trained: int) -> bool:
-        """Whether to evaluate after ``num_trained`` training steps."""
+        """Whether to evaluate after ``num_trained`` training steps.
+
+        Args:
+            num_trained: from 0.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        check_number("num_trained", num_trained, least=0, whole=True)
         if num_trained == 0:
             return self.before_first
         return self.every > 0 and num_trained % self.every == 0

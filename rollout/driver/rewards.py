@@ -7,6 +7,7 @@ answer, the reward raises, so the sample counts as failed and not as wrong.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import string
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from rollout.core.arguments import check_kind, check_number, wrong
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import Sample
 from rollout.driver.stream.hooks import Reward
@@ -27,19 +29,43 @@ _STANDALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 
 
 def normalized(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces: SQuAD's normalisation."""
+    """Lower case, no punctuation, no articles, single spaces: SQuAD's normalisation.
+
+    Args:
+        text: of a sample or an answer.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    check_kind("text", text, str, "a text")
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(key: str = "answer") -> Reward:
-    """Whether the text equals an answer after normalisation."""
+    """Whether the text equals an answer after normalisation.
+
+    Args:
+        key: of the answer, or the list of answers, in a sample's metadata.
+
+    Raises:
+        ConfigError: ``key`` is no text.
+    """
+    check_kind("key", key, str, "a text")
     return lambda sample: float(
         any(normalized(sample.text) == normalized(answer) for answer in _answers(sample, key))
     )
 
 
 def f1(key: str = "answer") -> Reward:
-    """Harmonic mean of precision and recall over words, for the best answer."""
+    """Harmonic mean of precision and recall over words, for the best answer.
+
+    Args:
+        key: see ``exact_match``.
+
+    Raises:
+        ConfigError: ``key`` is no text.
+    """
+    check_kind("key", key, str, "a text")
     return lambda sample: max(_f1(sample.text, answer) for answer in _answers(sample, key))
 
 
@@ -56,14 +82,28 @@ def multiple_choice(key: str = "answer") -> Reward:
 
     The chosen letter is the last in ``\boxed{}``, else the last after "answer is" and the like,
     else the last standalone capital.
+
+    Args:
+        key: see ``exact_match``.
+
+    Raises:
+        ConfigError: ``key`` is no text.
     """
+    check_kind("key", key, str, "a text")
     return lambda sample: float(
         chosen_letter(sample.text) in {answer.strip().upper() for answer in _answers(sample, key)}
     )
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a text chooses; empty if there is none."""
+    """The letter that a text chooses; empty if there is none.
+
+    Args:
+        text: of a sample.
+
+    Raises:
+        ConfigError: it is no text.
+    """
     inside = boxed(text)
     if inside:
         found = re.search(r"[A-Za-z]", inside.replace(r"\text", ""))
@@ -76,7 +116,15 @@ def chosen_letter(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none."""
+    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none.
+
+    Args:
+        text: of a sample.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    check_kind("text", text, str, "a text")
     start = text.rfind(_BOXED)
     if start < 0:
         return ""
@@ -91,9 +139,13 @@ def boxed(text: str) -> str:
 def math(key: str = "answer") -> Reward:
     """Whether the text's last mathematical expression equals the answer, by ``math-verify``.
 
+    Args:
+        key: see ``exact_match``.
+
     Raises:
-        ConfigError: math-verify is not installed.
+        ConfigError: math-verify is not installed, or ``key`` is no text.
     """
+    check_kind("key", key, str, "a text")
     with optional_import("data", "rewards.math needs math-verify, which is not installed"):
         from math_verify import parse, verify
 
@@ -115,7 +167,16 @@ def _as_math(answer: str) -> str:
 
 
 def in_thread(reward: Callable[[Sample], float]) -> Reward:
-    """Call a slow synchronous reward in a thread, so that it does not block the driver."""
+    """Call a slow synchronous reward in a thread, so that it does not block the driver.
+
+    Args:
+        reward: a plain function.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not callable(reward) or inspect.iscoroutinefunction(reward):
+        raise wrong("reward", reward, "a plain function of a sample")
     return lambda sample: asyncio.to_thread(reward, sample)
 
 
@@ -127,10 +188,17 @@ class RemoteReward:
     call ``close``.
 
     Args:
+        url: http or https.
         max_at_once: calls at the same time; more wait.
+
+    Raises:
+        ConfigError: one of them is wrong.
     """
 
     def __init__(self, url: str, *, max_at_once: int = 64) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise wrong("url", url, "an http or https address")
+        check_number("max_at_once", max_at_once, least=1, whole=True)
         self._url = url
         self._max_at_once = max_at_once
         self._session: aiohttp.ClientSession | None = None
@@ -138,10 +206,15 @@ class RemoteReward:
     async def __call__(self, sample: Sample) -> float:
         """The reward.
 
+        Args:
+            sample: with its text.
+
         Raises:
+            ConfigError: it is no sample.
             ValueError: the response has no reward.
             aiohttp.ClientError: there is no response, or it is an HTTP error.
         """
+        check_kind("sample", sample, Sample, "a Sample")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._max_at_once)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -159,6 +232,7 @@ class RemoteReward:
         return float(reply["reward"])
 
     async def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -171,6 +245,7 @@ class RemoteReward:
 
 
 def _answers(sample: Sample, key: str) -> Sequence[str]:
+    check_kind("sample", sample, Sample, "a Sample")
     if key not in sample.metadata:
         raise KeyError(f"metadata has no {key!r}; it has {', '.join(sample.metadata) or 'nothing'}")
     value: Any = sample.metadata[key]

@@ -12,6 +12,7 @@ import pytest
 
 import rollout
 from engines.embedded.tiny_model import make_tiny_model
+from rollout.driver import padded
 from rollout.runtime.handle import ServerHandle
 from tests.end_to_end.test_samples import busy_engines
 
@@ -49,6 +50,10 @@ def test_experts_are_the_same_when_their_engine_is_killed_and_reach_the_driver(
     row = 4 * NUM_LAYERS * PER_TOKEN
     for sample in group:
         assert sample.routed_experts == whole.routed_experts[: row * (3 + 20 - 1)]
+    batch = padded([group])["routed_experts"]
+    assert batch.shape == (2, 3 + 20, NUM_LAYERS * PER_TOKEN)
+    assert batch[1, :-1].tobytes() == whole.routed_experts[: row * (3 + 20 - 1)]
+    assert (batch[:, -1] == -1).all()
     check_session(policy)
     stream = iter(policy.stream(PROMPT, GREEDY, routed_experts=True))
     assert any(len(part.output_ids) > 20 for part in stream)

@@ -7,7 +7,14 @@ from typing import Any
 
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.types import VersionSpan
+from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, GenerationFailed, WeightMismatch
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ConfigError unless it generates, as the handle of a server does."""
+    if not hasattr(policy, "generate"):
+        raise wrong("policy", policy, "the handle of a server, such as deployment['policy']")
 
 
 def sampling_of(args: Any, end_ids: Sequence[int]) -> SamplingParams:

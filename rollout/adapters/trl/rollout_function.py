@@ -11,9 +11,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollout.adapters.trl.requests import check_complete, check_versions, sampling_of
+from rollout.adapters.trl.requests import check_complete, check_policy, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
-from rollout.core.errors import ConfigError
+from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from rollout.runtime.handle import ServerHandle
@@ -34,38 +35,59 @@ class RolloutFunction:
     Args:
         policy: of this process; every rank of the trainer has one, see ``rollout.connect``.
         group: the ranks that train, a process group of torch.distributed; None for all.
-        rank_timeout_s: a push fails on all ranks if one is silent for so long.
+        rank_timeout_s: a push fails on all ranks if one is silent for so many seconds.
+        request_timeout_s: seconds for each completion.
+
+    Raises:
+        ConfigError: ``policy`` is no handle of a server, or a timeout is no number over 0.
     """
 
     def __init__(
-        self, policy: ServerHandle, *, group: Any = None, rank_timeout_s: float = 30.0
+        self,
+        policy: ServerHandle,
+        *,
+        group: Any = None,
+        rank_timeout_s: float = 30.0,
+        request_timeout_s: float = 600.0,
     ) -> None:
+        check_policy(policy)
+        check_number("rank_timeout_s", rank_timeout_s, least=1)
+        check_positive("request_timeout_s", request_timeout_s)
         self._policy = policy
         self._group = group
         self._rank_timeout_s = rank_timeout_s
+        self._request_timeout_s = request_timeout_s
         self._pusher: Pusher | None = None
         # The trainer's state and step whose weights the engines serve, and their version.
         self._served: tuple[Any, int] | None = None
         self._version = 0
+        self._is_closed = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Completions of this rank's prompts; every rank calls it.
+
+        Args:
+            prompts: texts or lists of messages.
+            trainer: the ``GRPOTrainer``.
 
         Raises:
             ConfigError: the trainer uses what cannot be sampled here.
             WeightMismatch: a token was sampled with other weights than the trainer's.
             GenerationFailed: a completion is missing or was aborted.
-            RankFailure: a rank failed in the push, or is silent.
+            RankFailure: a rank failed in the push, or is silent there or after its samples.
         """
+        self._check(trainer)
         if why := _why_not(trainer):
             raise ConfigError(why)
         prompt_ids = _tokenised(prompts, trainer)
         self.sync_weights(trainer)
         sampling = sampling_of(trainer.args, trainer.eos_token_ids)
-        replies = self._policy.generate(prompt_ids, sampling).result()
+        replies = self._policy.generate(
+            prompt_ids, sampling, timeout_s=self._request_timeout_s
+        ).result()
+        self._give_memory()  # the other ranks wait for it, so an error of the replies comes after
         check_complete(replies)
         check_versions(replies, self._version)
-        self._give_memory(trainer)
         _correct_importance(self, trainer)
         return {
             "prompt_ids": prompt_ids,
@@ -74,7 +96,18 @@ class RolloutFunction:
         }
 
     def sync_weights(self, trainer: Any) -> None:
-        """Push the trainer's weights, unless the engines serve them; every rank calls it."""
+        """Push the trainer's weights, unless the engines serve them; every rank calls it.
+
+        Args:
+            trainer: the ``GRPOTrainer``.
+
+        Raises:
+            ConfigError: it is none, or its kind of model cannot be pushed.
+            WeightMismatch: the weights do not fit the engines' model.
+            RankFailure: a rank failed, or is silent.
+            RolloutError: this is closed.
+        """
+        self._check(trainer)
         now = trainer.state, trainer.state.global_step
         # A new state is another trainer, or another call of ``train``, which counts from 0.
         if self._served is not None and self._served[0] is now[0] and self._served[1] == now[1]:
@@ -89,10 +122,17 @@ class RolloutFunction:
         self._served = now
 
     def close(self) -> None:
-        """Free this rank's shared memory."""
+        """Free this rank's shared memory; for good."""
+        self._is_closed = True
         if self._pusher is not None:
             self._pusher.close()
             self._pusher = None
+
+    def _check(self, trainer: Any) -> None:
+        if self._is_closed:
+            raise RolloutError("this RolloutFunction is closed; make another one")
+        if not hasattr(trainer, "state") or not hasattr(trainer, "accelerator"):
+            raise wrong("trainer", trainer, "a GRPOTrainer")
 
     def __enter__(self) -> RolloutFunction:
         return self
@@ -100,16 +140,14 @@ class RolloutFunction:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give_memory(self, trainer: Any) -> None:
-        """Let the trainer have the memory of engines that share it."""
+    def _give_memory(self) -> None:
+        """Let the trainer have the memory of engines that share it; every rank calls it."""
         groups = self._policy.status().result().groups
-        if not any(group.needs_offload for group in groups):
+        if self._pusher is None or not any(group.needs_offload for group in groups):
             return
-        trainer.accelerator.wait_for_everyone()  # no rank needs the engines any more
         self._served = None
-        if trainer.accelerator.is_main_process:
-            self._policy.give_memory().result()
-        trainer.accelerator.wait_for_everyone()  # their memory is free
+        # Another rank may still sample for as long as one completion may take.
+        self._pusher.give_memory(rank_timeout_s=self._rank_timeout_s + self._request_timeout_s)
 
 
 def _why_not(trainer: Any) -> str:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engines.protocol import GenerateReply
-from rollout.adapters.trl.requests import check_complete, sampling_of, spans_of
+from rollout.adapters.trl.requests import check_complete, check_policy, sampling_of, spans_of
 from rollout.adapters.trl.scores import score
-from rollout.core.errors import RolloutError, WeightMismatch
+from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.errors import LifecycleError, RolloutError, WeightMismatch
 
 if TYPE_CHECKING:
     from rollout.runtime.handle import ServerHandle
@@ -44,6 +45,9 @@ class RolloutWorker:
         processing_class: the tokenizer.
         args: the ``AsyncGRPOConfig`` of the trainer.
         end_ids: tokens that end a completion, besides those of the checkpoint.
+
+    Raises:
+        ConfigError: an argument is of another kind, or a setting of ``args`` cannot be sampled.
     """
 
     def __init__(
@@ -56,6 +60,16 @@ class RolloutWorker:
         *,
         end_ids: Sequence[int] = (),
     ) -> None:
+        check_policy(policy)
+        if not callable(reward_funcs) and not isinstance(reward_funcs, Sequence):
+            raise wrong("reward_funcs", reward_funcs, "a function or a list of functions")
+        for index, function in enumerate([] if callable(reward_funcs) else reward_funcs):
+            if not callable(function):
+                raise wrong(f"reward_funcs[{index}]", function, "a function")
+        if not hasattr(dataset, "__iter__"):
+            raise wrong("dataset", dataset, "rows with a prompt")
+        if not hasattr(args, "max_inflight_tasks"):
+            raise wrong("args", args, "an AsyncGRPOConfig")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._policy = policy
@@ -75,7 +89,13 @@ class RolloutWorker:
     # -- the protocol -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Begin to sample.
+
+        Raises:
+            LifecycleError: it has begun.
+        """
+        if self._thread is not None:
+            raise LifecycleError("the rollout worker has been started", command="start")
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trl-rollouts", daemon=True)
         self._thread.start()
@@ -94,15 +114,28 @@ class RolloutWorker:
         self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer calls it after each push."""
+        """The trainer calls it after each push.
+
+        Args:
+            model_version: the trainer's number, from 0.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        check_number("model_version", model_version, least=0, whole=True)
         self._model_version, self._server_version = model_version, self._policy.weight_version
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if the thread has failed, or was not active for so long.
 
+        Args:
+            stale_after_s: seconds.
+
         Raises:
             RolloutError: it was not active.
+            ConfigError: ``stale_after_s`` is not over 0.
         """
+        check_positive("stale_after_s", stale_after_s)
         if self._error is not None:
             raise self._error
         silent_s = time.monotonic() - self._alive_at

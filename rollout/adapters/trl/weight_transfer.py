@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rollout.adapters.trl.requests import check_policy
 from rollout.core.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -17,24 +18,48 @@ class WeightTransfer:
 
     TRL calls it on its main process alone, which gathers the weights of all ranks while it iterates
     over them.  Requests wait at the gate from ``pause`` until the new weights are verified.
+
+    Args:
+        policy: the handle of the server.
+
+    Raises:
+        ConfigError: it is none.
     """
 
     def __init__(self, policy: ServerHandle) -> None:
+        check_policy(policy)
         self._policy = policy
         self._pusher: Pusher | None = None
 
     def init_weight_transfer(self) -> None:
-        """Prepare for pushes from this process."""
+        """Prepare for pushes from this process.
+
+        Raises:
+            LifecycleError: that was done before, and ``destroy`` was not called.
+        """
+        if self._pusher is not None:
+            raise LifecycleError(
+                "init_weight_transfer was called before; call destroy first",
+                command="init_weight_transfer",
+            )
         self._pusher = self._policy.pusher(_own_group())
 
     def pause(self) -> None:
-        """Close the gate; the engines stop."""
+        """Close the gate; the engines stop.
+
+        Raises:
+            LifecycleError: the engines' memory is released.
+        """
         self._policy.pause_generation().result()
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Push new weights, bucket by bucket, and serve them.
 
+        Args:
+            iterator: names and whole tensors.
+
         Raises:
+            LifecycleError: ``init_weight_transfer`` was not called.
             WeightMismatch: they do not fit the model.
         """
         if self._pusher is None:
@@ -57,7 +82,7 @@ class WeightTransfer:
             )
 
     def destroy(self) -> None:
-        """Free the shared memory of pushes."""
+        """Free the shared memory of pushes; again, it does nothing."""
         if self._pusher is not None:
             self._pusher.close()
             self._pusher = None

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from rollout.core.arguments import wrong
-from rollout.core.errors import GenerationFailed
+from rollout.core.errors import GenerationFailed, RolloutError
 from rollout.core.pending import Pending
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
@@ -53,6 +53,7 @@ class AgentSession:
         control = control_key or key
         self._headers = {"authorization": f"Bearer {control}"} if control else {}
         self._submit = submit
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"AgentSession({self.base_url!r})"
@@ -65,7 +66,13 @@ class AgentSession:
         messages would change), ``prompt_ids`` behind its parent's, ``output_ids``,
         ``output_logprobs``, ``weight_versions``, ``finish_reason``, ``text`` and, as base64,
         ``routed_experts`` behind its parent's (None unless requested).
+
+        Raises:
+            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+                refuses.
+            RolloutError: this session is closed.
         """
+        self._check_open()
         return self._submit(self._turns())
 
     def samples(self) -> Pending[list[Sample]]:
@@ -75,8 +82,11 @@ class AgentSession:
         tokens.  ``metadata`` has the numbers of the branch's turns and the ``drift`` of each.
 
         Raises:
-            GenerationFailed: the router cannot be reached, or refuses.
+            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+                refuses.
+            RolloutError: this session is closed.
         """
+        self._check_open()
 
         async def samples() -> list[Sample]:
             return branch_samples(self.session_id, await self._turns())
@@ -84,7 +94,13 @@ class AgentSession:
         return self._submit(samples())
 
     def close(self) -> Pending[None]:
-        """Delete the session at the router; nothing if it has none."""
+        """Delete the session at the router; nothing if it has none.
+
+        Raises:
+            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+                refuses.
+        """
+        self._is_closed = True
 
         async def close() -> None:
             await self._request("DELETE", self._url)
@@ -102,6 +118,13 @@ class AgentSession:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RolloutError(
+                f"session {self.session_id} is closed, and its turns are deleted: read turns and "
+                "samples before"
+            )
 
     async def _turns(self) -> list[dict[str, Any]]:
         reply = await self._request("GET", f"{self._url}/turns")

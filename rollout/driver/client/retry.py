@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout.core.arguments import check_number
 from rollout.driver.client.generation_client import FailureKind, GenerationError
 
 _FIRST_WAIT_S = 0.1
@@ -22,11 +23,19 @@ class RetryPolicy:
         max_lost: lost engines and connections; one more fails the sample.
         unavailable_s: seconds without a break in which requests may be turned away (429, 503).
         max_empty_aborts: aborts in a row without a single token.
+
+    Raises:
+        ConfigError: a value is no number, or below 0.
     """
 
     max_lost: int = 5
     unavailable_s: float = 600.0
     max_empty_aborts: int = 30
+
+    def __post_init__(self) -> None:
+        check_number("max_lost", self.max_lost, least=0, whole=True)
+        check_number("unavailable_s", self.unavailable_s, least=0)
+        check_number("max_empty_aborts", self.max_empty_aborts, least=0, whole=True)
 
 
 @dataclass(slots=True)

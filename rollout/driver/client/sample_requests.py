@@ -82,6 +82,12 @@ def make_requests(
     Raises:
         ConfigError: an argument is wrong; it is named with its index in the batch.
     """
+    known = SampleOptions.__annotations__
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(
+            f"{unknown[0]} is no option of a request; known: {', '.join(known)}",
+            setting=unknown[0],
+        )
     sampling = sampling or SamplingParams()
     check_sampling(sampling, least_tokens=0)
     timeout_s = options.get("timeout_s", _TIMEOUT_S)

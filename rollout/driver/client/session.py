@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from engines.protocol import SamplingParams
+from rollout.core.arguments import check_ids, check_kind
 from rollout.core.errors import GenerationAborted, RolloutError
 from rollout.core.samples import Sample, SampleStatus
+from rollout.driver.client.sampling_check import check_sampling
 
 
 class Session:
@@ -47,8 +49,11 @@ class Session:
 
         Raises:
             GenerationAborted: the rollout ends now.  Not a failure: do not catch it.
+            ConfigError: ``sampling`` is wrong.
             RolloutError: the turn failed.
         """
+        if sampling is not None:
+            check_sampling(sampling)
         base = len(self.sample.output_ids)
         chosen = sampling or self.sampling
         turn = replace(chosen, max_new_tokens=min(chosen.max_new_tokens, self.num_left))
@@ -60,7 +65,17 @@ class Session:
         return self.sample.output_ids[base:]
 
     def observe(self, ids: Sequence[int], text: str = "") -> None:
-        """Append tokens of the environment."""
+        """Append tokens of the environment.
+
+        Args:
+            ids: token ids, shape ``[length]``.
+            text: what they say, for the sample's ``text``.
+
+        Raises:
+            ConfigError: these are no token ids, or no text.
+        """
+        check_ids("ids", ids)
+        check_kind("text", text, str, "a text")
         self.sample.output_ids.extend(ids)
         self.sample.output_logprobs.extend([0.0] * len(ids))
         self.sample.mask.extend([0] * len(ids))

@@ -19,16 +19,24 @@ tensors of them without a copy:
     response_lengths     [N]            [N]      int64
     rewards              [N]            [N]      float32  NaN if a sample has none
     group_index          [N]            [N]      int64    index of the sample's group in the batch
+    routed_experts       [N, T, E]      [S, E]   int32    of each token that was computed; -1 for
+                                                          the last one, padding and samples
+                                                          without; no key if no sample has any
+
+E is layers x experts per token, layer by layer, as the engines report them; ``array.reshape(*array.
+shape[:-1], num_layers, -1)`` separates both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.core.arguments import check_number
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples, version_number
 
 Array = NDArray[Any]
@@ -40,21 +48,24 @@ def padded(
     """Samples side by side, padded on the right.
 
     Args:
+        groups: a list, as the driver returns it.
+        pad_id: token id for padding.
         pad_to_multiple: T is rounded up to a multiple of this.
 
     Raises:
-        ValueError: there are no samples, or ``pad_to_multiple`` is below 1.
+        ConfigError: an argument is wrong.
+        ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
-    if pad_to_multiple < 1:
-        raise ValueError(f"pad_to_multiple = {pad_to_multiple}: must be at least 1")
+    check_number("pad_id", pad_id, least=-math.inf, whole=True)
+    check_number("pad_to_multiple", pad_to_multiple, least=1, whole=True)
     lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
     width = -(-max(lengths) // pad_to_multiple) * pad_to_multiple
     shape = (len(samples), width)
     batch: dict[str, Array] = {
         "token_ids": np.full(shape, pad_id, np.int64),
         "attention_mask": np.zeros(shape, np.int64),
-        **_token_arrays(shape),
+        **_token_arrays(shape, samples),
     }
     for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         batch["attention_mask"][row, :length] = 1
@@ -65,8 +76,12 @@ def padded(
 def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
     """Samples end to end, without padding.
 
+    Args:
+        groups: a list, as the driver returns it.
+
     Raises:
-        ValueError: there are no samples.
+        ConfigError: these are no groups.
+        ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
     lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
@@ -76,7 +91,7 @@ def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
         "token_ids": np.zeros(total, np.int64),
         "position_ids": np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
         "cu_seqlens": ends,
-        **_token_arrays((total,)),
+        **_token_arrays((total,), samples),
     }
     for start, sample in zip(ends[:-1].tolist(), samples, strict=True):
         _fill(batch, (start,), sample)
@@ -90,6 +105,13 @@ def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
     ``truncated`` (0 or 1), ``sample_indices`` (int, from 0), ``group_indices`` (int),
     ``loss_masks`` (list of int over the response), ``rollout_log_probs`` (list of float over the
     response), ``weight_versions`` (list of [version, start, end] over the response), ``metadata``.
+    Routed experts are not among them.
+
+    Args:
+        groups: a list, as the driver returns it.
+
+    Raises:
+        ConfigError: these are no groups.
     """
     samples = list(all_samples(groups))
     return {
@@ -118,12 +140,42 @@ def _checked_samples(groups: Sequence[SampleGroup]) -> list[Sample]:
     return samples
 
 
-def _token_arrays(shape: tuple[int, ...]) -> dict[str, Array]:
-    return {
+def _token_arrays(shape: tuple[int, ...], samples: Sequence[Sample]) -> dict[str, Array]:
+    arrays: dict[str, Array] = {
         "loss_mask": np.zeros(shape, np.float32),
         "behaviour_logprobs": np.zeros(shape, np.float32),
         "weight_versions": np.full(shape, -1, np.int64),
     }
+    if width := _experts_per_token(samples):
+        arrays["routed_experts"] = np.full((*shape, width), -1, np.int32)
+    return arrays
+
+
+def _experts_per_token(samples: Sequence[Sample]) -> int:
+    """Of all layers together; 0 if no sample has routed experts."""
+    found: dict[float, int] = {}
+    for index, sample in enumerate(samples):
+        if sample.routed_experts:
+            found.setdefault(len(sample.routed_experts) / 4 / _num_computed(sample), index)
+    widths = list(found)
+    if len(widths) > 1 or any(not width.is_integer() for width in widths):
+        number, index = found.popitem()
+        sample = samples[index]
+        raise ValueError(
+            f"sample {index} has {len(sample.routed_experts or b'')} bytes of routed experts for "
+            f"{_num_computed(sample)} computed tokens: {number:g} experts per token"
+            + (f", not {widths[0]:g} as sample {found[widths[0]]}" if found else "")
+        )
+    return int(widths[0]) if widths else 0
+
+
+def _num_computed(sample: Sample) -> int:
+    """Tokens before the last one of the policy, which was sampled and not computed."""
+    ends = [span.end for span in sample.weight_versions[-1:]] or [
+        index + 1 for index, flag in enumerate(sample.mask) if flag
+    ]
+    num = len(sample.prompt_ids) + max(ends, default=len(sample.output_ids)) - 1
+    return max(1, num)
 
 
 def _fill(batch: dict[str, Array], at: tuple[int, ...], sample: Sample) -> None:
@@ -142,6 +194,9 @@ def _fill(batch: dict[str, Array], at: tuple[int, ...], sample: Sample) -> None:
         number = version_number(span.version)
         if number is not None:
             part("weight_versions", output + span.start, span.end - span.start)[:] = number
+    if sample.routed_experts:
+        experts = np.frombuffer(sample.routed_experts, np.int32).reshape(_num_computed(sample), -1)
+        part("routed_experts", start, len(experts))[:] = experts
 
 
 def _sample_arrays(groups: Sequence[SampleGroup], samples: list[Sample]) -> dict[str, Array]:

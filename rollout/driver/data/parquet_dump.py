@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from rollout.core.arguments import check_number, check_path
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus, all_samples
 
 _READ_ROWS = 1024
 # Columns with the name and the value of a sample's field.
@@ -48,21 +49,37 @@ def from_arrow(table: Any) -> list[SampleGroup]:
 def save_groups(path: Path | str, rollout_id: int, groups: Sequence[SampleGroup]) -> None:
     """Write one rollout.
 
+    Args:
+        path: of the new file.
+        rollout_id: the step, from 0.
+        groups: of the step.
+
     Raises:
-        ConfigError: metadata of a sample is not JSON, or pyarrow is missing.
+        ConfigError: an argument is wrong, metadata of a sample is not JSON, the file cannot be
+            written, or pyarrow is missing.
     """
+    check_path("path", path)
+    check_number("rollout_id", rollout_id, least=0, whole=True)
+    all_samples(groups)  # which checks them
     table = to_arrow(rollout_id, groups)
     from pyarrow import parquet
 
-    parquet.write_table(table, path)
+    try:
+        parquet.write_table(table, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", value=str(path)) from None
 
 
 def load_groups(path: Path | str) -> list[SampleGroup]:
     """All groups of a file, in order.
 
+    Args:
+        path: of a file that ``save_groups`` wrote.
+
     Raises:
         ConfigError: there is no such file, it is no dump, or pyarrow is missing.
     """
+    check_path("path", path)
     return list(_groups(_rows(path)))
 
 
@@ -72,11 +89,15 @@ class Replay:
     Args:
         paths: files with one or more rollouts; a directory means its ``*.parquet`` files, sorted
             by name.
+
+    Raises:
+        ConfigError: there is no such file, or it is no dump.
     """
 
     def __init__(self, *paths: Path | str) -> None:
         self._rollouts: dict[int, list[SampleGroup]] = {}
         for path in paths:
+            check_path("paths", path)
             for file in _files(Path(path)):
                 rows = _rows(file)
                 for rollout_id, part in groupby(rows, key=lambda row: int(row["rollout_id"])):
@@ -84,10 +105,14 @@ class Replay:
 
     @property
     def rollout_ids(self) -> list[int]:
+        """Of all rollouts in the files, ascending."""
         return sorted(self._rollouts)
 
     def rollout(self, rollout_id: int) -> list[SampleGroup]:
         """The groups of this rollout.
+
+        Args:
+            rollout_id: one of ``rollout_ids``.
 
         Raises:
             RolloutError: the dumps do not have it.

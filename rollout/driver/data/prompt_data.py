@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout.core.arguments import check_callable, check_kind, check_number, check_path, wrong
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
 from rollout.driver.data.prompt import Prompt
@@ -64,7 +65,7 @@ class PromptData:
         num_skipped: prompts that were skipped because of their length.
 
     Raises:
-        ConfigError: there are no rows.
+        ConfigError: there are no rows, or a setting is wrong.
     """
 
     def __init__(
@@ -78,6 +79,15 @@ class PromptData:
         max_prompt_tokens: int | None = None,
         skip_too_long: bool = False,
     ) -> None:
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise wrong(
+                "rows", rows, "a list of mappings, or a data set with len and rows by number"
+            )
+        check_callable("encode", encode)
+        check_kind("prompt_key", prompt_key, str, "a text")
+        for name, number in (("num_epochs", num_epochs), ("max_prompt_tokens", max_prompt_tokens)):
+            if number is not None:
+                check_number(name, number, least=0, whole=True)
         if len(rows) == 0:
             raise ConfigError("the data set has no rows", setting="rows")
         self.num_skipped = 0
@@ -125,6 +135,7 @@ class PromptData:
         return self._epoch + (self._position >= len(self._rows))
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the source is, as JSON for ``load_state_dict``."""
         return {
             "epoch": self._epoch,
             "place": self._position,
@@ -135,11 +146,21 @@ class PromptData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
+        Args:
+            state: what ``state_dict`` returned.
+
         Raises:
-            ConfigError: it was written with other data.
+            ConfigError: it was written with other data, or is no such state.
         """
+        check_kind("state", state, Mapping, "what state_dict returned")
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ConfigError(
+                f"this is no state of a PromptData: it has no {', '.join(missing)}", setting="state"
+            )
         _check_same("rows", state["num_rows"], len(self._rows))
         _check_same("seed", state["seed"], self._seed)
+        for name in ("epoch", "place"):
+            check_number(f"state[{name!r}]", state[name], least=0, whole=True)
         self._epoch, self._position = state["epoch"], state["place"]
         self._order = self._order_of(self._epoch)
 
@@ -195,6 +216,7 @@ class JsonLines:
     """Rows of a JSONL file.  Only their offsets are in memory."""
 
     def __init__(self, path: Path | str) -> None:
+        check_path("path", path)
         self._path = Path(path)
         self._offsets: list[int] = []
         offset = 0
@@ -226,7 +248,11 @@ class JsonLines:
 
 
 def jsonl(path: Path | str, **settings: Any) -> PromptData:
-    """Prompts of a JSONL file, one object per line; settings as for ``PromptData``.
+    """Prompts of a JSONL file, one object per line.
+
+    Args:
+        path: of the file.
+        settings: as for ``PromptData``.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no JSON object; the error names it.
@@ -235,7 +261,11 @@ def jsonl(path: Path | str, **settings: Any) -> PromptData:
 
 
 def parquet(path: Path | str, **settings: Any) -> PromptData:
-    """Prompts of a Parquet file; settings as for ``PromptData``.
+    """Prompts of a Parquet file.
+
+    Args:
+        path: of the file.
+        settings: as for ``PromptData``.
 
     Raises:
         ConfigError: the file cannot be read, or pyarrow is missing.
@@ -243,6 +273,7 @@ def parquet(path: Path | str, **settings: Any) -> PromptData:
     with optional_import("data", "Parquet needs pyarrow, which is not installed"):
         import pyarrow
         from pyarrow import parquet as reader
+    check_path("path", path)
     try:
         table = reader.read_table(path)
     except (OSError, pyarrow.ArrowInvalid) as error:

@@ -56,6 +56,12 @@ class LogprobReport:
         E. L. Ionides, "Truncated Importance Sampling" (2008); for rollout engines F. Yao et al.,
         "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
         A gap that is NaN gives the weight 0.
+
+        Args:
+            cap: the largest weight, over 0.
+
+        Raises:
+            ConfigError: ``cap`` is not over 0.
         """
         check_positive("cap", cap)
         return [
@@ -248,7 +254,7 @@ def _floats(index: int, row: Any) -> list[float]:
     """Arrays and tensors have ``tolist``."""
     try:
         return list(map(float, row.tolist() if hasattr(row, "tolist") else row))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"trainer_logprobs[{index}] is not a row of numbers: {error}",
             setting=f"trainer_logprobs[{index}]",

@@ -13,7 +13,13 @@ logits.  A trainer has them, so it computes whichever is wanted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from engines.protocol import SamplingParams
+from rollout.core.arguments import check_kind, wrong
+from rollout.driver.client.sampling_check import check_sampling
 
 
 def token_logprobs(
@@ -36,7 +42,12 @@ def token_logprobs(
 
     Returns:
         Float32, the shape of ``token_ids``; minus infinity for a token that is cut off.
+
+    Raises:
+        ConfigError: shapes or types do not fit, or a sampling parameter is out of its range.
     """
+    _check_shapes(logits, token_ids)
+    check_sampling(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
@@ -50,3 +61,16 @@ def token_logprobs(
     is_kept = kept.gather(-1, order.argsort(-1).gather(-1, token_ids.unsqueeze(-1))).squeeze(-1)
     mass = (ordered * kept).sum(-1).log()
     return torch.where(is_kept, chosen - mass, -torch.inf)
+
+
+def _check_shapes(logits: Any, token_ids: Any) -> None:
+    check_kind("logits", logits, torch.Tensor, "a tensor")
+    check_kind("token_ids", token_ids, torch.Tensor, "a tensor")
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise wrong("token_ids.dtype", token_ids.dtype, "int64")
+    if logits.shape[:-1] != token_ids.shape:
+        raise wrong(
+            "token_ids.shape",
+            list(token_ids.shape),
+            f"{list(logits.shape[:-1])}, that of the logits without the vocabulary",
+        )

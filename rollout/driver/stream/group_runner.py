@@ -26,7 +26,7 @@ from rollout.driver.stream.hooks import (
     keeps_sample,
     why_dropped,
 )
-from rollout.driver.stream.options import BatchPlan, RolloutOptions, WhenStale
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, WhenStale, is_stale
 from rollout.driver.stream.step_metrics import StepStats
 from rollout.driver.stream.work_queue import WorkItem
 
@@ -162,7 +162,7 @@ class GroupRunner:
         return True
 
     def _is_stale(self, sample: Sample) -> bool:
-        return self.options.is_stale(sample, self._engines.weight_version)
+        return is_stale(self.options, sample, self._engines.weight_version)
 
 
 def seed_of(seed: int, serial: int, index: int, num_tries: int) -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.core.arguments import check_callable, check_number, check_positive
+from rollout.core.arguments import check_callable, check_kind, check_number, check_positive
 from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.session import Session
@@ -42,6 +42,9 @@ class Hooks:
         sample_filter: False removes a sample from its group.
         group_filter: False, or the reason as text, drops a group; True or "" keeps it.
         post_process: may change the rewards of a batch when it is full.
+
+    Raises:
+        ConfigError: a value is no function, or a number out of range.
     """
 
     generate: Generate | None = None
@@ -72,7 +75,15 @@ _FUNCTIONS = (
 
 
 def drop_zero_std(group: SampleGroup) -> str:
-    """A group filter: with equal rewards, every group-relative advantage is zero."""
+    """A group filter: with equal rewards, every group-relative advantage is zero.
+
+    Args:
+        group: with its rewards.
+
+    Raises:
+        ConfigError: it is no group.
+    """
+    check_kind("group", group, SampleGroup, "a SampleGroup")
     return "zero_std" if group.has_zero_std else ""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.arguments import check_kind, check_number, check_positive, wrong
 from rollout.core.samples import Sample
 from rollout.driver.client.sampling_check import check_sampling
 
@@ -54,6 +54,9 @@ class RolloutOptions:
             the finished samples stay for the next call.
         abort_timeout_s: seconds in which aborted requests must end.
         pin: the only weight version that a token may have.
+
+    Raises:
+        ConfigError: a value is not one of these; it is named.
     """
 
     mode: Mode | str = Mode.SYNC
@@ -73,6 +76,7 @@ class RolloutOptions:
             if value not in list(kind):
                 raise wrong(name, value, f"one of {', '.join(kind)}")
             object.__setattr__(self, name, kind(value))
+        check_kind("partial", self.partial, bool, "True or False")
         check_number("over_sampling", self.over_sampling, least=1)
         check_number("max_redone", self.max_redone, least=0, whole=True)
         for name in ("max_version_lag", "max_rejected", "pin"):
@@ -83,33 +87,35 @@ class RolloutOptions:
             raise wrong("max_failed_share", self.max_failed_share, "a share between 0 and 1")
         check_positive("abort_timeout_s", self.abort_timeout_s)
 
-    def capacity(self, num_groups: int, *, is_requested: bool) -> int:
-        """How many groups may be running or ready.
 
-        Args:
-            num_groups: groups of one batch.
-            is_requested: a call waits for a batch now.
-        """
-        batch = math.ceil(num_groups * self.over_sampling)
-        if self.mode is Mode.SYNC:
-            return batch if is_requested else 0
-        if self.mode is Mode.ONE_AHEAD:
-            return batch
-        # A group that waits for more batches than this would be stale before its delivery.
-        return batch + num_groups * max(1, self.max_version_lag or 1)
+def capacity(options: RolloutOptions, num_groups: int, *, is_requested: bool) -> int:
+    """How many groups may be running or ready.
 
-    def is_stale(self, sample: Sample, current: int | None) -> bool:
-        """Whether a token of ``sample`` has a weight version that is not allowed.
+    Args:
+        num_groups: groups of one batch.
+        is_requested: a call waits for a batch now.
+    """
+    batch = math.ceil(num_groups * options.over_sampling)
+    if options.mode is Mode.SYNC:
+        return batch if is_requested else 0
+    if options.mode is Mode.ONE_AHEAD:
+        return batch
+    # A group that waits for more batches than this would be stale before its delivery.
+    return batch + num_groups * max(1, options.max_version_lag or 1)
 
-        Args:
-            current: weight version of the policy now; None while it is unknown.
-        """
-        versions = sample.versions
-        if self.pin is not None and any(version != self.pin for version in versions):
-            return True
-        if not versions or self.max_version_lag is None or current is None:
-            return False
-        return min(versions) < current - self.max_version_lag
+
+def is_stale(options: RolloutOptions, sample: Sample, current: int | None) -> bool:
+    """Whether a token of ``sample`` has a weight version that is not allowed.
+
+    Args:
+        current: weight version of the policy now; None while it is unknown.
+    """
+    versions = sample.versions
+    if options.pin is not None and any(version != options.pin for version in versions):
+        return True
+    if not versions or options.max_version_lag is None or current is None:
+        return False
+    return min(versions) < current - options.max_version_lag
 
 
 @dataclass(frozen=True, slots=True)

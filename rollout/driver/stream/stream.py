@@ -6,7 +6,7 @@ Always true:
 - interrupted groups go before new ones, and no prompt is taken before its group can begin;
 - groups are delivered in the order in which their prompts left the source.
 
-The three modes differ only in ``RolloutOptions.capacity``, and in whether a full batch stops the
+The three modes differ only in ``options.capacity``, and in whether a full batch stops the
 rest.
 """
 
@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from rollout.core.arguments import check_kind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
-from rollout.driver.data.prompt import PromptSource
+from rollout.driver.data.prompt import PromptSource, check_prompt
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.delivery import BatchTimer, check_failures, check_rejections
 from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
 from rollout.driver.stream.hooks import Hooks, OnSample, post_process
-from rollout.driver.stream.options import BatchPlan, Mode, RolloutOptions
+from rollout.driver.stream.options import BatchPlan, Mode, RolloutOptions, capacity
 from rollout.driver.stream.step_metrics import Progress, StepStats
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
@@ -156,8 +157,16 @@ class Stream:
         """Continue from ``state``; only before the first batch.
 
         Raises:
-            ConfigError: it has groups larger than ``group_size``, or a batch was already begun.
+            ConfigError: it has groups larger than ``group_size``, it is no such state, or a batch
+                was already begun.
         """
+        check_kind("state", state, Mapping, "what state_of returned")
+        if missing := sorted({"source", "works", "next_serial", "audit"} - state.keys()):
+            raise ConfigError(
+                f"this is no state of a stream: it has no {', '.join(missing)}; give what state_of "
+                "returned",
+                setting="state",
+            )
         if self._queue.num_taken or self._tasks:
             raise ConfigError("a stream can be restored only before its first batch")
         queue = WorkQueue.of_state(state, self._runner.batch.group_size)
@@ -169,11 +178,11 @@ class Stream:
 
     def _top_up(self) -> None:
         """Begin groups while there is capacity.  ``batch`` raises an error of the source."""
-        capacity = self._runner.options.capacity(
-            self._runner.batch.num_groups, is_requested=self._is_requested
+        most = capacity(
+            self._runner.options, self._runner.batch.num_groups, is_requested=self._is_requested
         )
         limit = self._engines.limiter.limit
-        while not self._scope.is_stopping and self._queue.may_begin(limit, capacity):
+        while not self._scope.is_stopping and self._queue.may_begin(limit, most):
             item = self._next()
             if item is None:
                 return
@@ -189,6 +198,8 @@ class Stream:
             return None
         try:
             prompt = self._source.take()
+            if prompt is not None:
+                check_prompt(f"prompt {self._queue.num_taken} of the source", prompt)
         except Exception as error:
             self._error = error
             self._changed.set()

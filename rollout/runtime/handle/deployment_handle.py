@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import ConfigError, LifecycleError, RolloutError
 from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
@@ -76,7 +76,12 @@ class DeploymentHandle(RunHandle):
 
         Args:
             wait: until they have started; else ``ready`` ends then, or has the error.
+
+        Raises:
+            LifecycleError: it was called before, as ``launch`` does.
         """
+        if self._starting is not None:
+            raise LifecycleError("this deployment was started by launch", command="started")
         for root in {server.weights.shared_memory_path for server in self.config.servers.values()}:
             remove_leftovers(Path(root))
         starting = self._starting = self._loop.submit(self._deployment.start())
@@ -90,7 +95,11 @@ class DeploymentHandle(RunHandle):
         return self
 
     def ready(self) -> Pending[dict[str, ServerStatus]]:
-        """The launch: it ends when all servers have started, or with the error that stopped all."""
+        """The launch: it ends when all servers have started, or with the error that stopped all.
+
+        Raises:
+            PhaseFailed: from ``result()`` or ``await``: an engine did not start.
+        """
         return self._ready
 
     def _finish_start(self, starting: Pending[dict[str, ServerStatus]]) -> None:
@@ -103,7 +112,11 @@ class DeploymentHandle(RunHandle):
             self._started.set_exception(error)
 
     def give_memory(self) -> Pending[dict[str, StepReport]]:
-        """Free the engines' memory of all servers as one transaction, whatever their phases."""
+        """Free the engines' memory of all servers as one transaction, whatever their phases.
+
+        Raises:
+            PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free.
+        """
         return self._loop.submit(self._deployment.give_memory())
 
     def serve_weights(
@@ -117,11 +130,13 @@ class DeploymentHandle(RunHandle):
         Servers that are not named serve the weights that they hold.
 
         Args:
+            weights: by server name, each as for ``ServerHandle.serve_weights``.
             before_kv: called when the weights of all servers are verified; see
                 ``ServerHandle.serve_weights``.
 
         Raises:
             ConfigError: there is no server of that name; nothing was sent.
+            WeightMismatch: tensors do not fit their model; nothing was sent.
         """
         if not isinstance(weights, Mapping):
             raise ConfigError(
@@ -141,6 +156,10 @@ class DeploymentHandle(RunHandle):
 
         Args:
             before_kv: see ``serve_weights``.
+
+        Raises:
+            ConfigError: ``before_kv`` is no plain function.
+            LifecycleError: from ``result()`` or ``await``: weights were discarded.
         """
         check_before_kv(before_kv)
         return self._serve({}, before_kv)
@@ -168,7 +187,14 @@ class DeploymentHandle(RunHandle):
         *,
         before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:
-        """The old name of ``serve_weights``, and without weights of ``serve``."""
+        """The old name of ``serve_weights``, and without weights of ``serve``.
+
+        Args:
+            weights, before_kv: see there.
+
+        Raises:
+            As they do.
+        """
         warn_of_name("onload", "serve_weights(weights), or serve() without weights")
         if weights is None:
             return self.serve(before_kv=before_kv)
@@ -177,7 +203,11 @@ class DeploymentHandle(RunHandle):
     offload = renamed("offload", give_memory)
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
-        """Status of every server."""
+        """Status of every server.
+
+        Raises:
+            RolloutError: the deployment is closed.
+        """
         return self._loop.submit(self._deployment.status())
 
     def stop(self) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.core.errors import ConfigError, LifecycleError
 from rollout.core.pending import Pending
-from rollout.core.types import StepReport
+from rollout.core.types import ServerStatus, StepReport
+from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class OffloadWindow:
     Always true: if the block raises, nothing is onloaded.  The engines stay offloaded, the gate
     stays closed, and the error is raised.  Afterwards ``report`` holds the figures of both
     transitions.
+
+    Args:
+        check_reach: called with the server's status before anything is offloaded.
     """
 
     def __init__(
@@ -54,37 +58,65 @@ class OffloadWindow:
         weights: Callable[[], NamedTensors] | None,
         version: int | None,
         before_kv: BeforeKv | None = None,
+        *,
+        check_reach: Callable[[ServerStatus], None] | None = None,
     ) -> None:
         self._server = server
+        self._check_reach = check_reach
         self._before_kv = before_kv
         self._weights = weights
         self._version = version
         self._push: WeightPush | None = None
+        self._is_open = False
         self.report = StepReport()
 
     def push(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
         """Copy these tensors now; they are sent when the block ends.
 
+        Args:
+            named_tensors, version: see ``ServerHandle.serve_weights``.
+
         Raises:
             WeightMismatch: they do not fit the model.
-            LifecycleError: the block has already pushed.
+            LifecycleError: the block has already pushed, has ended or did not begin.
         """
         self._push = self._server.make_push(named_tensors, self._version_of_first(version))
 
     def push_adapter(
         self, named_tensors: NamedTensors, config: Mapping[str, Any], *, version: int | None = None
     ) -> None:
-        """``push`` of a LoRA adapter (``update: lora``); see ``ServerHandle.make_adapter_push``."""
+        """``push`` of a LoRA adapter (``update: lora``); see ``ServerHandle.make_adapter_push``.
+
+        Args:
+            named_tensors, config, version: see there.
+
+        Raises:
+            WeightMismatch, LifecycleError: as ``push``.
+        """
         chosen = self._version_of_first(version)
         self._push = self._server.make_adapter_push(named_tensors, config, chosen)
 
     def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
-        """``push`` of all base weights, or of base and adapter merged (``update: lora``)."""
+        """``push`` of all base weights, or of base and adapter merged (``update: lora``).
+
+        Args:
+            named_tensors, version: see ``ServerHandle.serve_weights``.
+
+        Raises:
+            WeightMismatch, LifecycleError: as ``push``.
+        """
         self._push = self._server.make_base_push(named_tensors, self._version_of_first(version))
 
     def _version_of_first(self, version: int | None) -> int | None:
+        chosen = self._version if version is None else checked_version(version)
+        if not self._is_open:
+            raise LifecycleError(
+                "this offload window is not open, so its push would never be sent: push inside "
+                "`with server.offloaded() as window:`, or use serve_weights",
+                command="push",
+            )
         self._check_first()
-        return self._version if version is None else version
+        return chosen
 
     def _check_first(self) -> None:
         if self._push is not None:
@@ -101,21 +133,31 @@ class OffloadWindow:
         return self._server.serve_weights(self._push, before_kv=self._before_kv)
 
     def __enter__(self) -> OffloadWindow:
-        if self._server.pushes_near:
-            self._server.check_reach(self._server.status().result())
+        self._check_closed()
+        if self._check_reach is not None:
+            self._check_reach(self._server.status().result())
         self.report = self._server.give_memory().result()
+        self._is_open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._is_open = False
         if kind is None:
             self.report = self.report.merged(self._finish().result())
 
     async def __aenter__(self) -> OffloadWindow:
-        if self._server.pushes_near:
-            self._server.check_reach(await self._server.status())
+        self._check_closed()
+        if self._check_reach is not None:
+            self._check_reach(await self._server.status())
         self.report = await self._server.give_memory()
+        self._is_open = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._is_open = False
         if kind is None:
             self.report = self.report.merged(await self._finish())
+
+    def _check_closed(self) -> None:
+        if self._is_open:
+            raise LifecycleError("this offload window is open already", command="offloaded")

@@ -48,6 +48,12 @@ def _torch() -> AbstractContextManager[None]:
     return optional_import("embedded", "pushing weights needs torch, which is not installed")
 
 
+def check_name_map(name_map: object) -> None:
+    """Raise WeightMismatch unless it is None or can be called."""
+    if name_map is not None and not callable(name_map):
+        raise WeightMismatch(f"name_map is a function, not a {type(name_map).__name__}")
+
+
 class PushBuilder:
     """Builds the pushes of one server, and tracks the open ones."""
 
@@ -85,8 +91,7 @@ class PushBuilder:
         """
         with _torch():
             from rollout.weights.tensors import TrainerWeights
-        if name_map is not None and not callable(name_map):
-            raise WeightMismatch(f"name_map is a function, not a {type(name_map).__name__}")
+        check_name_map(name_map)
         expected = self._expected_manifest()
         weights = TrainerWeights(
             named_tensors,

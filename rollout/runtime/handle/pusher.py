@@ -9,11 +9,13 @@ from pydantic import TypeAdapter
 
 from rollout.config import ServerConfig
 from rollout.control.server.server import RolloutServer
-from rollout.core.arguments import check_number
+from rollout.core.arguments import check_kind, check_number
+from rollout.core.errors import RolloutError
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
+from rollout.runtime.handle.push_builder import check_name_map
 from rollout.runtime.handle.rank_work import RankWork
 from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest
@@ -57,8 +59,13 @@ class Pusher:
         self.tensors: TensorList = ()
         # For each rank, the lowest one that shares its host's memory.
         self.hosts = link.hosts(config.weights.shared_memory_path)
+        self._is_closed = False
         self._num_rounds = 0
         self._words_left: list[tuple[str, ...]] = []
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"Pusher(rank {self.link.rank} of {self.link.num_ranks}{state})"
 
     def push(
         self,
@@ -88,10 +95,16 @@ class Pusher:
                 after the push, while they serve.
 
         Raises:
+            ConfigError: an argument is wrong; the other ranks find this one silent.
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
             RankFailure: a rank failed, or is silent.
+            RolloutError: the pusher is closed.
         """
+        self._check_open()
         check_before_kv(before_kv)
+        check_name_map(name_map)
+        if dtype is not None:
+            check_kind("dtype", dtype, Dtype, "a torch.dtype such as torch.bfloat16")
         link, turn = self.link, self._round("push")
         work = RankWork(self, named_tensors, name_map, dtype, before_kv)
         chosen = None if version is None else checked_version(version)
@@ -124,8 +137,11 @@ class Pusher:
                 it if the ranks generate samples, which takes some longer than others.
 
         Raises:
+            ConfigError: ``rank_timeout_s`` is wrong.
             RankFailure: a rank is silent; nothing was offloaded, unless that is rank 0.
+            RolloutError: the pusher is closed.
         """
+        self._check_open()
         if rank_timeout_s is not None:
             check_number("rank_timeout_s", rank_timeout_s, least=1)
         link, turn = self.link, self._round("offload", rank_timeout_s)
@@ -145,7 +161,8 @@ class Pusher:
         return PushRound(name, link.rank, link.num_ranks, timeout_s or self.timeout_s, call)
 
     def close(self) -> None:
-        """Free this rank's shared memory, and leave the broadcast groups."""
+        """Free this rank's shared memory, and leave the broadcast groups; for good."""
+        self._is_closed = True
         self.kept.close()
         self.sender_group.close()
         self.pool.close()
@@ -166,6 +183,10 @@ class Pusher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RolloutError("this pusher is closed; policy.pusher() makes another, on all ranks")
 
     def _forget(self, turn: PushRound) -> None:
         """Delete the words of earlier calls."""

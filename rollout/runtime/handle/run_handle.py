@@ -14,8 +14,17 @@ class RunHandle(Mapping[str, ServerHandle]):
         self._servers = dict(servers)
 
     def __getitem__(self, name: str) -> ServerHandle:
+        """The server of that name.
+
+        Args:
+            name: as in ``servers`` of the configuration.
+
+        Raises:
+            KeyError: there is none; the error names those that there are.
+        """
         if name not in self._servers:
-            raise KeyError(f"no server {name!r}; this run has {', '.join(self._servers)}")
+            known = ", ".join(self._servers) or "no server"
+            raise KeyError(f"no server {name!r}; this run has {known}")
         return self._servers[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
-from rollout.core.arguments import check_number
+from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import ConfigError, WeightMismatch
 from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.optional_deps import optional_import
@@ -57,14 +57,22 @@ class ServerHandle:
 
     @property
     def url(self) -> str:
-        """Base URL of the router: ``/generate``, ``/v1/...`` go here."""
+        """Base URL of the router: ``/generate``, ``/v1/...`` go here.
+
+        Raises:
+            RolloutError: the deployment is closed.
+        """
         if not self._url:
             self._url = self.status().result().router_url
         return self._url
 
     @property
     def weight_version(self) -> int:
-        """The version that the server has published last."""
+        """The version that the server has published last.
+
+        Raises:
+            RolloutError: the deployment is closed.
+        """
         return self.status().result().weight_version
 
     def __repr__(self) -> str:
@@ -194,6 +202,7 @@ class ServerHandle:
         Args:
             named_tensors: the weights of ``model_path``, as the trainer holds them.
             version: the version of this push; by default one more than the last.
+            name_map: see ``serve_weights``.
 
         Raises:
             LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
@@ -207,7 +216,14 @@ class ServerHandle:
     ) -> Pending[StepReport] | None:
         """With ``update: lora``, at the start: push the trainer's base weights.
 
+        Args:
+            named_tensors: by checkpoint name, with the checkpoint's shapes.
+            version: the new weight version; by default one more than the last.
+
         Returns None and sends nothing if the engines loaded the same weights from ``model_path``.
+
+        Raises:
+            WeightMismatch: they do not fit the model; nothing was sent.
         """
         chosen = self._next(version)
         pairs = list(named_pairs(named_tensors))
@@ -226,6 +242,7 @@ class ServerHandle:
 
         Args:
             weights: called when the block ends, for the tensors to push.
+            version: of the push; by default one more than the last.
             before_kv: called after the weights are verified; see ``serve_weights``.
 
         Raises:
@@ -240,26 +257,45 @@ class ServerHandle:
         if not self._has_pusher:  # whose push would end the window
             check_window(self._config.weights, is_copy=weights is None)
         chosen = None if version is None else checked_version(version)
-        return OffloadWindow(self, weights, chosen, before_kv)
+        check_reach = self._check_reach if self._pushes_near else None
+        return OffloadWindow(self, weights, chosen, before_kv, check_reach=check_reach)
 
     # -- one phase at a time ----------------------------------------------------------------
     # Each runs one command of the lifecycle, and is refused in every other phase.  Use them to do
     # something between two phases; ``give_memory`` and ``serve_weights`` run all that are needed.
 
     def pause_generation(self) -> Pending[StepReport]:
-        """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests."""
+        """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests.
+
+        Raises:
+            LifecycleError: from ``result()`` or ``await``, here and in the next six: the command
+                is not legal in this phase; the error names those that are.
+            PhaseFailed: too few engines are left.
+        """
         return self._caller.call(RolloutServer.pause_generation)
 
     def flush_cache(self) -> Pending[StepReport]:
-        """Wait until no request is in flight, and drop the prefix caches."""
+        """Wait until no request is in flight, and drop the prefix caches.
+
+        Raises:
+            LifecycleError: generation is not paused.
+        """
         return self._caller.call(RolloutServer.flush_cache)
 
     def release_memory_occupation(self) -> Pending[StepReport]:
-        """Release the memory of the groups that offload; ``freed_bytes`` is measured."""
+        """Release the memory of the groups that offload; ``freed_bytes`` is measured.
+
+        Raises:
+            LifecycleError: the caches are not flushed.
+        """
         return self._caller.call(RolloutServer.release_memory_occupation)
 
     def onload_weights(self) -> Pending[StepReport]:
-        """Resume the memory of the weights; what it holds is not trusted yet."""
+        """Resume the memory of the weights; what it holds is not trusted yet.
+
+        Raises:
+            LifecycleError: the memory is not released.
+        """
         return self._caller.call(RolloutServer.onload_weights)
 
     def update_weights(
@@ -271,21 +307,40 @@ class ServerHandle:
     ) -> Pending[StepReport]:
         """Push new weights to engines that are flushed, or whose weights are onloaded.
 
-        Takes the arguments of ``serve_weights``.  The engines neither verify them nor serve.
+        The engines neither verify them nor serve.
+
+        Args:
+            named_tensors, version, name_map: see ``serve_weights``.
+
+        Raises:
+            WeightMismatch: as ``serve_weights``.
+            LifecycleError: from ``result()`` or ``await``: the engines cannot take weights now.
         """
         push = self._made(named_tensors, version, name_map)
         return self._sent(RolloutServer.update_weights, push)
 
     def verify(self) -> Pending[StepReport]:
-        """Check that every engine holds the weights that were pushed last."""
+        """Check that every engine holds the weights that were pushed last.
+
+        Raises:
+            LifecycleError: they have no weights.
+        """
         return self._caller.call(RolloutServer.verify)
 
     def onload_kv(self) -> Pending[StepReport]:
-        """Resume the memory of KV caches and CUDA graphs."""
+        """Resume the memory of KV caches and CUDA graphs.
+
+        Raises:
+            LifecycleError: the weights are not verified.
+        """
         return self._caller.call(RolloutServer.onload_kv)
 
     def continue_generation(self) -> Pending[StepReport]:
-        """Generate again, and open the gate."""
+        """Generate again, and open the gate.
+
+        Raises:
+            LifecycleError: the engines lack verified weights or KV caches.
+        """
         return self._caller.call(RolloutServer.continue_generation)
 
     # -- old names --------------------------------------------------------------------------
@@ -293,7 +348,14 @@ class ServerHandle:
     def onload(
         self, named_tensors: NamedTensors | WeightPush | None = None, **more: Any
     ) -> Pending[StepReport]:
-        """The old name of ``serve_weights``, and without tensors of ``serve``."""
+        """The old name of ``serve_weights``, and without tensors of ``serve``.
+
+        Args:
+            named_tensors, more: see there.
+
+        Raises:
+            As they do.
+        """
         warn_of_name("onload", "serve_weights(weights), or serve() without weights")
         if named_tensors is None:
             return self.serve(before_kv=more.get("before_kv"))
@@ -302,7 +364,14 @@ class ServerHandle:
     def onload_push(
         self, push: WeightPush | None, before_kv: BeforeKv | None = None
     ) -> Pending[StepReport]:
-        """The old name of ``serve_weights``, and without a push of ``serve``."""
+        """The old name of ``serve_weights``, and without a push of ``serve``.
+
+        Args:
+            push, before_kv: see there.
+
+        Raises:
+            As they do.
+        """
         warn_of_name("onload_push", "serve_weights(push), or serve() without a push")
         if push is None:
             return self.serve(before_kv=before_kv)
@@ -317,16 +386,33 @@ class ServerHandle:
         """Remove an engine while the others serve: drain, free and measure its memory, end it.
 
         Args:
+            engine_id: as in ``status``.
             keep_process: it only sleeps, with its memory released; ``add_engine`` wakes it.
+
+        Raises:
+            LifecycleError: from ``result()`` or ``await``: there is no such engine, or too few
+                would remain.
         """
+        check_kind("keep_process", keep_process, bool, "True or False")
         return self._caller.call(RolloutServer.remove_engine, engine_id, keep_process)
 
     def add_engine(self, engine_id: str) -> Pending[EngineStatus]:
-        """Start or wake a removed engine; it serves after its weights are verified."""
+        """Start or wake a removed engine; it serves after its weights are verified.
+
+        Args:
+            engine_id: one of the group's ``vacant_slots`` in ``status``.
+
+        Raises:
+            LifecycleError: from ``result()`` or ``await``: no engine of that id was removed.
+        """
         return self._caller.call(RolloutServer.add_engine, engine_id)
 
     def status(self) -> Pending[ServerStatus]:
-        """Phase, engines, versions, gate; works also while a command runs."""
+        """Phase, engines, versions, gate; works also while a command runs.
+
+        Raises:
+            RolloutError: the deployment is closed.
+        """
         return self._caller.call(RolloutServer.status)
 
     # -- samples ----------------------------------------------------------------------------
@@ -389,6 +475,9 @@ class ServerHandle:
     ) -> ReplyStream:
         """``generate`` of one prompt, with the reply as it comes.
 
+        Args:
+            token_ids, sampling, request_id, options: see ``generate``.
+
         Raises:
             ConfigError: an argument is wrong, or there are several prompts; nothing was sent.
         """
@@ -403,6 +492,9 @@ class ServerHandle:
         Args:
             session_id: letters, digits and ``._-``; by default random.  The same id continues the
                 same session, from any process.
+
+        Raises:
+            ConfigError: the id has other characters.
         """
         return self._sample_client().session(self.url, session_id)
 
@@ -411,6 +503,9 @@ class ServerHandle:
 
         Each then has its reply: the tokens so far and the finish reason ``abort``.  An id that is
         not under way is no error.
+
+        Args:
+            request_id: that of the call.
 
         Raises:
             ConfigError: the id is empty.
@@ -438,6 +533,9 @@ class ServerHandle:
     ) -> WeightPush:
         """Copy tensors into a push; the trainer may free them afterwards.
 
+        Args:
+            named_tensors, version, name_map: see ``serve_weights``.
+
         Raises:
             WeightMismatch: they do not fit the model.
         """
@@ -446,13 +544,27 @@ class ServerHandle:
         )
 
     def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
-        """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``."""
+        """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``.
+
+        Args:
+            named_tensors, version: see ``serve_weights``.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
         return self._push_builder.full(
             named_tensors, self._next(version), may_stream=False, contents=WeightUpdate.FULL
         )
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
-        """Whether any tensor differs from the weights at ``model_path``."""
+        """Whether any tensor differs from the weights at ``model_path``.
+
+        Args:
+            named_tensors: by checkpoint name, with the checkpoint's shapes.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
         return self._push_builder.base_differs(named_tensors)
 
     def make_adapter_push(
@@ -466,6 +578,7 @@ class ServerHandle:
         Args:
             named_tensors: with PEFT's names.
             config: PEFT's ``adapter_config.json``: at least ``r`` and ``lora_alpha``.
+            version: the new weight version; by default one more than the last.
 
         Raises:
             WeightMismatch: it does not fit the model.
@@ -475,7 +588,14 @@ class ServerHandle:
     def prepare(
         self, named_tensors: NamedTensors | WeightPush, version: int | None = None
     ) -> WeightPush:
-        """A new or existing push, shipped: ready for the server."""
+        """A new or existing push, shipped: ready for the server.
+
+        Args:
+            named_tensors, version: see ``serve_weights``.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
         if isinstance(named_tensors, WeightPush):
             return self._shipped(named_tensors)
         return self._shipped(self.make_push(named_tensors, version))
@@ -486,7 +606,10 @@ class ServerHandle:
         Args:
             group: a process group of torch.distributed; None for all ranks, or for a single
                 process without torch.distributed.
-            rank_timeout_s: a push fails on all ranks if one is silent for so long.
+            rank_timeout_s: a push fails on all ranks if one is silent for so many seconds.
+
+        Raises:
+            ConfigError: an argument is wrong, or torch is not installed.
         """
         with optional_import("embedded", "pushing weights needs torch, which is not installed"):
             from rollout.runtime.handle.pusher import Pusher
@@ -497,19 +620,27 @@ class ServerHandle:
         return Pusher(self._config, self._caller, link, timeout_s=rank_timeout_s)
 
     @property
-    def pushes_near(self) -> bool:
+    def _pushes_near(self) -> bool:
         """Whether pushes of this handle reach engines on this host alone."""
         weights = self._config.weights
         is_frozen = weights.update is WeightUpdate.FROZEN
         return weights.transport in NEAR_ONLY and not is_frozen and not self._has_pusher
 
-    def check_reach(self, status: ServerStatus) -> None:
+    def _check_reach(self, status: ServerStatus) -> None:
         """Raise ConfigError if the transport cannot reach an engine from this process."""
         remote = remote_engines(status, self._caller)
         choose_transport(self._config.weights.transport, remote, "")
 
     def end_push(self, push: WeightPush) -> None:
-        """Free the resources of a push in this process.  Calls that send it do so themselves."""
+        """Free the resources of a push in this process.  Calls that send it do so themselves.
+
+        Args:
+            push: what ``make_push`` and the like returned.
+
+        Raises:
+            ConfigError: it is no push.
+        """
+        check_kind("push", push, WeightPush, "what make_push returned")
         self._push_builder.end(push.version)
 
     def close(self) -> None:

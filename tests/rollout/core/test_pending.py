@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 
 import pytest
 
@@ -184,3 +185,34 @@ def test_a_call_without_an_object_ref_says_so() -> None:
     assert Pending(Future(), object_ref="ref").then(lambda: None).object_ref == "ref"
     with pytest.raises(RolloutError, match="no single call of a Ray actor; use result"):
         _ = Pending(Future()).object_ref
+
+
+def test_a_call_under_way_ends_with_an_error_when_its_loop_is_closed() -> None:
+    loop = LoopThread("driver")
+    pending = loop.submit(asyncio.sleep(600))
+    loop.close()
+    with pytest.raises(RolloutError, match="driver was closed while this call was under way"):
+        pending.result(5)
+    with pytest.raises(RolloutError, match="driver is closed: no call is possible"):
+        loop.submit(asyncio.sleep(0))
+
+
+def test_every_call_that_meets_a_close_ends() -> None:
+    loop, calls, has_begun = LoopThread("driver"), [], threading.Event()
+
+    def submit_until_refused() -> None:
+        with suppress(RolloutError):
+            while True:
+                calls.append(loop.submit(asyncio.sleep(600)))
+                has_begun.set()
+
+    threads = [threading.Thread(target=submit_until_refused) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert has_begun.wait(10)
+    loop.close(30)
+    for thread in threads:
+        thread.join()
+    for pending in calls:
+        with pytest.raises(RolloutError, match="closed while this call was under way"):
+            pending.result(5)

@@ -196,3 +196,11 @@ def test_a_server_that_cannot_read_the_copies_is_found_before_the_push(
             pusher.push(tensors())
         assert not loads(engine)
         assert policy.status().result(30).gate == "open"
+
+
+def test_a_pusher_shows_its_rank_and_whether_it_is_closed(tmp_path: Path) -> None:
+    with launched(tmp_path) as (deployment, _):
+        pusher = deployment["policy"].pusher()
+        assert repr(pusher) == "Pusher(rank 0 of 1)"
+        pusher.close()
+        assert repr(pusher) == "Pusher(rank 0 of 1, closed)"

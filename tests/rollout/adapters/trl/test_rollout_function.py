@@ -34,14 +34,21 @@ class Policy:
         self._loses_pushes = loses_pushes
 
     def pusher(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(push=self._push, close=lambda: self.events.append("close"))
+        return SimpleNamespace(
+            push=self._push,
+            give_memory=self._give_memory,
+            close=lambda: self.events.append("close"),
+        )
 
     def _push(self, weights: Any) -> Any:
         self.num_pushes += 1
         self.events.append(f"push {weights}")
         return SimpleNamespace(weight_version=self.num_pushes)
 
-    def generate(self, prompts: list[list[int]], sampling: Any) -> Any:
+    def _give_memory(self, *, rank_timeout_s: float) -> None:
+        self.events.append(f"give memory, ranks have {rank_timeout_s:g} s")
+
+    def generate(self, prompts: list[list[int]], sampling: Any, *, timeout_s: float) -> Any:
         self.events.append("generate")
         version = "0" if self._loses_pushes else str(self.num_pushes)
         stop = FinishReason("stop")
@@ -50,16 +57,11 @@ class Policy:
     def status(self) -> Any:
         return result(SimpleNamespace(groups=self._groups))
 
-    def give_memory(self) -> Any:
-        self.events.append("give memory")
-        return result(None)
-
 
 def trainer(**changed: Any) -> Any:
     """What is read of a ``GRPOTrainer``."""
     accelerator = SimpleNamespace(
         is_fsdp2=True,
-        is_main_process=True,
         wait_for_everyone=lambda: None,
         unwrap_model=lambda model: model,
     )
@@ -109,10 +111,19 @@ def test_a_training_that_begins_again_at_the_same_step_pushes_again() -> None:
 
 def test_engines_that_share_the_gpus_give_their_memory_and_get_the_weights_back() -> None:
     policy, trl = Policy(needs_offload=True), trainer()
-    sample = function_of(policy)
+    sample = RolloutFunction(cast(Any, policy), rank_timeout_s=20, request_timeout_s=40)
     sample(["ask"], trl)
     sample(["ask"], trl)
-    assert policy.events == ["push weights", "generate", "give memory"] * 2
+    # A rank that has its samples waits for one that may still sample.
+    given = "give memory, ranks have 60 s"
+    assert policy.events == ["push weights", "generate", given] * 2
+
+
+def test_a_rank_with_bad_samples_gives_memory_with_the_others_before_it_raises() -> None:
+    policy = Policy(needs_offload=True, loses_pushes=True)
+    with pytest.raises(WeightMismatch, match="the trainer pushed version 1"):
+        function_of(policy)(["ask"], trainer())
+    assert policy.events[-1].startswith("give memory")
 
 
 def test_a_push_that_did_not_arrive_is_an_error() -> None:

@@ -39,6 +39,59 @@ def test_packed_puts_samples_end_to_end() -> None:
     assert batch["weight_versions"].tolist() == [-1, -1, 6, -1, 7, -1, -1]
 
 
+def with_experts() -> list[SampleGroup]:
+    """Two layers with one expert per token; a tool's last token was never computed."""
+    made = groups()
+    (long,), (short,) = made
+    long.output_ids, long.output_logprobs = [3, 4, 5, 6], [-0.5, 0.0, -1.5, 0.0]
+    long.loss_mask = [1, 0, 1, 0]
+    long.routed_experts = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], np.int32).tobytes()
+    short.routed_experts = np.array([[8, 9]], np.int32).tobytes()
+    return made
+
+
+def test_experts_are_at_the_tokens_that_they_computed() -> None:
+    none, computed = [-1, -1], [[0, 1], [2, 3], [4, 5], [6, 7]]
+    array = padded(with_experts(), pad_to_multiple=4)["routed_experts"]
+    assert array.dtype == np.int32
+    assert array.tolist() == [
+        [*computed, none, none, none, none],
+        [[8, 9], *[none] * 7],
+    ]
+    assert packed(with_experts())["routed_experts"].tolist() == [
+        *computed, none, none, [8, 9], none
+    ]  # fmt: skip
+
+
+def test_a_sample_without_experts_has_none_beside_others() -> None:
+    mixed = with_experts()
+    mixed[0].samples[0].routed_experts = None
+    assert packed(mixed)["routed_experts"].tolist() == [*[[-1, -1]] * 6, [8, 9], [-1, -1]]
+    assert "routed_experts" not in packed(groups())
+    assert "routed_experts" not in padded(groups())
+
+
+def test_the_loss_mask_does_not_change_what_was_computed() -> None:
+    hidden = with_experts()
+    long = hidden[0].samples[0]
+    long.loss_mask = [0, 0, 0, 0]  # a filter that keeps this sample out of the loss
+    assert packed(hidden)["routed_experts"][:6].tolist() == [
+        [0, 1], [2, 3], [4, 5], [6, 7], [-1, -1], [-1, -1]
+    ]  # fmt: skip
+
+
+def test_experts_that_do_not_fit_their_tokens_name_the_sample() -> None:
+    bad = with_experts()
+    bad[1].samples[0].routed_experts = b"1234" * 3
+    words = "sample 1 has 12 bytes of routed experts for 1 computed tokens: 3 experts per token, "
+    with pytest.raises(ValueError, match=f"{words}not 2 as sample 0"):
+        padded(bad)
+    bad[0].samples[0].routed_experts = None
+    bad[1].samples[0].routed_experts = b"12345"
+    with pytest.raises(ValueError, match=r"1\.25 experts per token$"):
+        packed(bad)
+
+
 @pytest.mark.parametrize("make", [padded, packed])
 def test_arrays_of_samples_have_length_reward_and_group(make) -> None:
     batch = make(groups())

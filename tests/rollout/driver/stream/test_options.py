@@ -5,7 +5,7 @@ import pytest
 from engines.protocol import VersionSpan
 from rollout.core.samples import Sample
 from rollout.driver.stream.group_runner import seed_of
-from rollout.driver.stream.options import Mode, RolloutOptions
+from rollout.driver.stream.options import Mode, RolloutOptions, capacity, is_stale
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from rollout.driver.stream.options import Mode, RolloutOptions
 )
 def test_capacity_is_bounded_in_every_mode(mode, lag, is_requested: bool, most: int) -> None:
     options = RolloutOptions(mode=mode, over_sampling=1.5, max_version_lag=lag)
-    assert options.capacity(8, is_requested=is_requested) == most
+    assert capacity(options, 8, is_requested=is_requested) == most
 
 
 def sample(*versions: str) -> Sample:
@@ -31,7 +31,7 @@ def sample(*versions: str) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("current", "max_lag", "pin", "versions", "is_stale"),
+    ("current", "max_lag", "pin", "versions", "is_old"),
     [
         (5, 1, None, ("4", "5"), False),
         (5, 1, None, ("3", "5"), True),
@@ -46,10 +46,10 @@ def sample(*versions: str) -> Sample:
     ],
 )
 def test_a_sample_is_as_old_as_its_oldest_token(
-    current, max_lag, pin, versions, is_stale: bool
+    current, max_lag, pin, versions, is_old: bool
 ) -> None:
     options = RolloutOptions(max_version_lag=max_lag, pin=pin)
-    assert options.is_stale(sample(*versions), current) is is_stale
+    assert is_stale(options, sample(*versions), current) is is_old
 
 
 def test_seeds_are_distinct_31_bit_integers() -> None:

@@ -466,7 +466,7 @@ async def test_prompts_that_do_not_fit_are_rejected_by_their_number() -> None:
         good, settings = prompts(1)[0], {"group_size": 1, "sampling": SAMPLING}
         with pytest.raises(ConfigError, match="at least one prompt"):
             await driver.rollout(0, [], **settings)
-        with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
+        with pytest.raises(ConfigError, match=r"prompts\[1\] has no tokens"):
             await driver.rollout(0, [good, type(good)(())], **settings)
         with pytest.raises(ConfigError, match="prompt 1 has 3 tokens, at most 2 fit"):
             await driver.rollout(0, [good, type(good)((1, 2, 3))], **settings)

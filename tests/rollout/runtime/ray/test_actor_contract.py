@@ -99,6 +99,19 @@ def test_every_verb_returns_its_object_ref_before_its_work_is_done(
     assert policy.status().result(TIMEOUT_S).phase == "serving"
 
 
+def test_whole_transitions_have_an_object_ref_too(world: World, policy: ServerHandle) -> None:
+    calls: list[Callable[[], Pending[Any]]] = [
+        policy.status,
+        policy.give_memory,
+        lambda: policy.serve_weights(next_push(policy)),
+        policy.serve,
+    ]
+    for call in calls:
+        pending = call()
+        assert isinstance(pending.object_ref, world.ray.ObjectRef)
+        pending.result(TIMEOUT_S)
+
+
 def test_a_push_that_differs_from_the_checkpoint_is_named_across_actors(
     world: World, tmp_path: Path
 ) -> None:

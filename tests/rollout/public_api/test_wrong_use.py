@@ -152,6 +152,14 @@ def test_a_command_in_the_wrong_phase_says_what_was_wrong_in_the_callers_words(
     assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
 
 
+def test_a_window_that_is_open_is_not_entered_again(deployment: DeploymentHandle) -> None:
+    policy = deployment["policy"]
+    with pytest.raises(LifecycleError, match="is open already"), policy.offloaded() as window:
+        window.__enter__()
+    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
+    policy.serve_weights(push(policy.weight_version + 1)).result(TIMEOUT_S)
+
+
 def test_after_a_stop_every_call_says_so(tmp_path: Path) -> None:
     with launched(launch_local, tmp_path, {"main": {}}) as handle:
         policy = handle["policy"]
@@ -205,7 +213,7 @@ ROLLOUTS: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["text"]}, r"prompts\[0\] = 'text'"),
     ({"prompts": [rollout.Prompt("text")]}, r"prompts\[0\].ids = 'text'"),  # type: ignore
     ({"prompts": [rollout.Prompt((1.5,))]}, r"each an int"),  # type: ignore
-    ({"prompts": [rollout.Prompt(())]}, "prompt 0 has no tokens"),
+    ({"prompts": [rollout.Prompt(())]}, r"prompts\[0\] has no tokens"),
     ({"group_size": 0}, "group_size = 0"),
     ({"group_size": "8"}, "group_size = '8'"),
     ({"sampling": {}}, "sampling = {}: must be SamplingParams, not a dict"),
