@@ -16,6 +16,7 @@ from engines.launch import check_spec
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, EngineSpec
+from engines.vllm_cpu.options import HEAD_SIZES
 from rollout.config import (
     EngineConfig,
     EngineKind,
@@ -30,7 +31,11 @@ from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
 from rollout.rules.engine_compat import why_quantised_online
 from rollout.rules.release_policy import release_policy
-from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
+from rollout.weights.format.checkpoint_config import (
+    head_size_of,
+    quantisation_of,
+    read_checkpoint_config,
+)
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
 _MODULES = {
@@ -125,6 +130,8 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
     if engine.kind is EngineKind.SGLANG:
         yield from _wrong_quantisation(f"{path}.engine.options", server, engine)
+    if engine.python == VLLM_CPU:
+        yield from _wrong_heads(f"{path}.engine.python", server, engine)
 
 
 def _wrong_quantisation(
@@ -136,6 +143,17 @@ def _wrong_quantisation(
     ):
         method = engine.options.get("quantization")
         yield _wrong(f"{setting}.quantization", str(method), why)
+
+
+def _wrong_heads(setting: str, server: ServerConfig, engine: EngineConfig) -> Iterator[Mistake]:
+    size = head_size_of(read_checkpoint_config(server.model_path))
+    if size and size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        why = (
+            f"the model has attention heads of {size} elements, and vLLM's CPU kernels know those "
+            f"of {sizes}; use another model, or kind sglang or embedded"
+        )
+        yield _wrong(setting, engine.python, why)
 
 
 def _why_no_interpreter(python: str) -> str:
@@ -163,7 +181,10 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
                 setting = f"servers.{name}.groups.{group}.engine.kind"
                 kind = settings.engine.kind.value
                 hint = "pip install 'ray-rollout[embedded]'" if kind == "embedded" else ""
-                hint = hint or "install it, or set engine.python to an interpreter that has it"
+                hint = hint or (
+                    "install it, or set engine.python to an interpreter that has it; without a "
+                    f"GPU, to {kind}-cpu"
+                )
                 yield _wrong(setting, kind, f"{missing} is not installed here; {hint}")
 
 
