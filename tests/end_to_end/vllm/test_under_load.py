@@ -13,7 +13,7 @@ from engines.vllm_cpu.options import cpu_options
 from tests.support.offload_load import offload_under_load
 from tests.support.real_policy import RealPolicy
 
-FEW_CYCLES = 8
+FEW_CYCLES = 5
 MANY_CYCLES = int(os.environ.get("ROLLOUT_VLLM_CYCLES", "200"))
 # The KV caches of both engines, but for what was never written since.
 FREED_BYTES = 2 * cpu_options()["kv-cache-memory-bytes"] * 3 // 4
