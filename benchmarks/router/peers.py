@@ -8,7 +8,9 @@ import sys
 import venv
 from pathlib import Path
 
-PACKAGES = {"sglang_router": "sglang-router", "smg": "smg"}
+PACKAGES = {"sglang_router": "sglang-router", "smg": "smg", "vllm_router": "vllm-router"}
+# It has none; the others serve with this one.
+_SUBCOMMANDS: dict[str, list[str]] = {"vllm_router": []}
 # Their cheapest settings: no affinity, no retries.
 _COMMON = [
     *("--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"),
@@ -65,7 +67,7 @@ def command(name: str, port: int, metrics_port: int, engines: list[int]) -> list
     binary = environment() / "bin" / PACKAGES[name]
     return [
         str(binary),
-        "launch",
+        *_SUBCOMMANDS.get(name, ["launch"]),
         *_COMMON,
         "--port",
         str(port),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.spec import spelled
+from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, spelled
 from rollout.config.base import ConfigSection, Seconds
 
 
@@ -21,6 +21,9 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
     FAKE = "fake"
     ATTACHED = "attached"
+
+
+_INSTALLED = {SGLANG_CPU: EngineKind.SGLANG, VLLM_CPU: EngineKind.VLLM}
 
 
 class EngineConfig(ConfigSection):
@@ -79,6 +82,12 @@ class EngineConfig(ConfigSection):
                 "urls",
                 "urls are for engines of kind attached or vllm; leave urls out, or set kind to "
                 "attached",
+            )
+        of_kind = _INSTALLED.get(self.python, self.kind)
+        if of_kind is not self.kind:
+            yield (
+                "python",
+                f"python {self.python} is for engines of kind {of_kind}, not {self.kind}",
             )
         if self.nodes > 1 and self.kind in (EngineKind.EMBEDDED, EngineKind.VLLM):
             yield (

@@ -1,6 +1,7 @@
 """Checks a configuration against this machine, before anything is started.
 
-Always true: nothing is created or started.  All mistakes are found at once, each with its setting.
+Always true: nothing is created, and no engine is started.  All mistakes are found at once, each
+with its setting.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from engines.launch import check_spec
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, EngineSpec
+from engines.vllm_cpu.options import HEAD_SIZES
 from rollout.config import (
     EngineConfig,
     EngineKind,
@@ -30,7 +33,11 @@ from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
 from rollout.rules.engine_compat import why_quantised_online
 from rollout.rules.release_policy import release_policy
-from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
+from rollout.weights.format.checkpoint_config import (
+    head_size_of,
+    quantisation_of,
+    read_checkpoint_config,
+)
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
 _MODULES = {
@@ -38,6 +45,10 @@ _MODULES = {
     EngineKind.SGLANG: ("sglang",),
     EngineKind.VLLM: ("vllm",),
 }
+_OURS = "engines"
+# Meant for this interpreter: no engine in another one gets them.
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_ASK_S = 20.0
 
 
 def check_before_launch(config: RolloutConfig, *, launches_here: bool = True) -> None:
@@ -125,6 +136,8 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
     if engine.kind is EngineKind.SGLANG:
         yield from _wrong_quantisation(f"{path}.engine.options", server, engine)
+    if engine.python == VLLM_CPU:
+        yield from _wrong_heads(f"{path}.engine.python", server, engine)
 
 
 def _wrong_quantisation(
@@ -136,6 +149,17 @@ def _wrong_quantisation(
     ):
         method = engine.options.get("quantization")
         yield _wrong(f"{setting}.quantization", str(method), why)
+
+
+def _wrong_heads(setting: str, server: ServerConfig, engine: EngineConfig) -> Iterator[Mistake]:
+    size = head_size_of(read_checkpoint_config(server.model_path))
+    if size and size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        why = (
+            f"the model has attention heads of {size} elements, and vLLM's CPU kernels know those "
+            f"of {sizes}; use another model, or kind sglang or embedded"
+        )
+        yield _wrong(setting, engine.python, why)
 
 
 def _why_no_interpreter(python: str) -> str:
@@ -160,16 +184,48 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
     for name, server in config.servers.items():
         for group, settings in server.groups.items():
             if missing := _first_missing(settings.engine):
-                setting = f"servers.{name}.groups.{group}.engine.kind"
-                kind = settings.engine.kind.value
+                path = f"servers.{name}.groups.{group}.engine"
+                kind, python = settings.engine.kind.value, settings.engine.python
+                if python:
+                    why = f"it has no {missing}; install it there, or name another interpreter"
+                    yield _wrong(f"{path}.python", python, why)
+                    continue
                 hint = "pip install 'ray-rollout[embedded]'" if kind == "embedded" else ""
-                hint = hint or "install it, or set engine.python to an interpreter that has it"
-                yield _wrong(setting, kind, f"{missing} is not installed here; {hint}")
+                hint = hint or (
+                    "install it, or set engine.python to an interpreter that has it; without a "
+                    f"GPU, to {kind}-cpu"
+                )
+                yield _wrong(f"{path}.kind", kind, f"{missing} is not installed here; {hint}")
 
 
 def _first_missing(engine: EngineConfig) -> str:
-    needed = () if engine.python or engine.is_attached else _MODULES.get(engine.kind, ())
-    return next((name for name in needed if importlib.util.find_spec(name) is None), "")
+    if engine.is_attached or engine.python in (SGLANG_CPU, VLLM_CPU):
+        return ""
+    needed = _MODULES.get(engine.kind, ())
+    if not engine.python:
+        return next((name for name in needed if importlib.util.find_spec(name) is None), "")
+    # vLLM there loads the plugin of this package.
+    needed += (_OURS,) if engine.kind is EngineKind.VLLM else ()
+    missing = next((name for name in needed if _lacks(engine, name)), "")
+    return "ray-rollout" if missing == _OURS else missing
+
+
+def _lacks(engine: EngineConfig, module: str) -> bool:
+    """Whether the interpreter of an engine answers that it has no such module."""
+    inherited = {name: one for name, one in os.environ.items() if name not in _OF_THIS_PYTHON}
+    code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is None)"
+    try:
+        # -P: what is in the working directory is not installed.
+        asked = subprocess.run(
+            [engine.python, "-P", "-c", code],
+            env=inherited | dict(engine.env),
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.stdout.strip() == "True"
 
 
 def _wrong(setting: str, value: str, why: str) -> Mistake:

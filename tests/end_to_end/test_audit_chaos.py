@@ -20,12 +20,13 @@ from rollout.core.samples import all_samples
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.contract import CPU_OPTIONS
+from tests.support.models import FOR_VLLM
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 NUM_PROMPTS = 4000
 NUM_STEPS, NUM_CRASHES = 8, 2
-NUM_DEATHS = {"embedded": 4, "sglang": 2}
+NUM_DEATHS = {"embedded": 4, "sglang": 2, "vllm": 2}
 LENGTH = 40
 BATCH: dict[str, Any] = {
     "num_groups": 8,
@@ -76,14 +77,15 @@ class Killer:
 def policy(kind: str, tmp_path: Path):
     from engines.embedded.tiny_model import make_tiny_model
 
-    python = "sglang-cpu" if kind == "sglang" else ""
+    shape = FOR_VLLM if kind == "vllm" else {}
+    python = "" if kind == "embedded" else f"{kind}-cpu"
     engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
     config = rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(tmp_path),
             "servers": {
                 "policy": {
-                    "model_path": str(make_tiny_model(tmp_path / "model")),
+                    "model_path": str(make_tiny_model(tmp_path / "model", **shape)),
                     "groups": {"main": {"num_engines": 2, "engine": engine}},
                     "health": {**HEALTH, "max_restarts": 100},
                     "router": {"token_failover": "on"},
@@ -107,6 +109,7 @@ def source() -> PromptData:
         pytest.param("embedded", "one_ahead", marks=pytest.mark.embedded),
         pytest.param("embedded", "async", marks=pytest.mark.embedded),
         pytest.param("sglang", "async", marks=pytest.mark.sglang),
+        pytest.param("vllm", "async", marks=[pytest.mark.vllm, pytest.mark.timeout(1800)]),
     ],
 )
 def test_every_prompt_reaches_the_trainer_once(

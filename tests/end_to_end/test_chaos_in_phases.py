@@ -13,19 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engines.vllm import routes
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
 from tests.support.contract import CPU_OPTIONS
 from tests.support.fault_proxy import FAULTS, ProxiedLauncher, tree_of
 from tests.support.load import Load
-from tests.support.models import plain_models
+from tests.support.models import FOR_VLLM, plain_models
 from tests.support.nvml import NvmlDouble, logical_gpus
 from tests.support.processes import shared_memory_of, wait_until
-from tests.support.real_sglang import RealPolicy, Sabotage
+from tests.support.real_policy import RealPolicy, Sabotage
 from tests.support.referee import Referee
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # The request that each phase sends to every engine.
 PATHS = {
     "pause": "/pause_generation",
@@ -37,10 +38,21 @@ PATHS = {
     "resume_kv": "/resume_memory_occupation",
     "continue": "/continue_generation",
 }
+VLLM_PATHS = {
+    "pause": routes.PAUSE,
+    "flush": routes.RESET_CACHE,
+    "release": routes.SLEEP,
+    "resume": routes.WAKE_UP,
+    "update": routes.UPDATE,
+    "verify": routes.RPC,  # of the plugin's fingerprints
+    "resume_kv": routes.WAKE_UP,
+    "continue": routes.RESUME,
+}
 # Which request of the step that is, where it is not the first of its path.
 NTH = {"resume_kv": 2}
-# A start takes half a minute there: every phase and every fault, but not all pairs.
-ON_SGLANG = (
+# A start takes half a minute there, a minute and more for vLLM: every phase and every fault, but
+# not all pairs.
+ON_OTHERS = (
     ("freeze", "pause"),
     ("kill", "update"),
     ("stop", "pause"),
@@ -56,6 +68,7 @@ ON_SGLANG = (
 IN_USUAL_RUN = {
     "embedded": [("kill", "release")],
     "sglang": [("freeze", "pause"), ("kill", "update")],
+    "vllm": [],
 }
 CASES = [
     pytest.param(
@@ -70,7 +83,8 @@ CASES = [
     )
     for kind, pairs in {
         "embedded": [(fault, phase) for phase in PATHS for fault in FAULTS],
-        "sglang": ON_SGLANG,
+        "sglang": ON_OTHERS,
+        "vllm": ON_OTHERS,
     }.items()
     for fault, phase in pairs
 ]
@@ -96,7 +110,7 @@ CASES += [
 BOTH = ["main-0", "main-1"]
 NUM_CLIENTS = 8
 PHASE_TIMEOUT_S = 12.0
-BACK_WITHIN_S = {"embedded": 60.0, "sglang": 150.0}
+BACK_WITHIN_S = {"embedded": 60.0, "sglang": 150.0, "vllm": 300.0}
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +147,10 @@ def policy(
 ) -> Iterator[RealPolicy]:
     folder = tmp_path_factory.mktemp(kind)
     kind = kind.removesuffix(ON_GPU)
-    models = plain_models(folder)
+    models = plain_models(folder, **(FOR_VLLM if kind == "vllm" else {}))
     engine = {
         "kind": kind,
-        "python": "sglang-cpu" if kind == "sglang" else "",
+        "python": "" if kind == "embedded" else f"{kind}-cpu",
         "options": CPU_OPTIONS[kind],
         "cpus": 0.5,
         "gpus": 0 if nvml is None else 1,
@@ -217,7 +231,8 @@ async def test_a_step_goes_on_when_a_real_engine_fails_in_it(
     async with load.running():
         await load.reaches(NUM_CLIENTS // 2)
         num_struck = proxy.num_struck
-        proxy.strike(PATHS[phase], fault, NTH.get(phase, 1))
+        paths = VLLM_PATHS if kind == "vllm" else PATHS
+        proxy.strike(paths[phase], fault, NTH.get(phase, 1))
         await step(policy)
         assert proxy.num_struck == num_struck + 1
         left = serving(policy)
@@ -241,9 +256,9 @@ async def test_a_step_goes_on_when_a_real_engine_fails_in_it(
 
 def outlives(kind: str, fault: str, phase: str) -> bool:
     """Whether what the engine has done is known after all: a freeze passes, and the embedded
-    engine says what it has released."""
+    engine and vLLM's plugin report what is released."""
     is_settled = phase in ("release", "resume", "resume_kv") and fault in ("drop", "502")
-    return fault == "freeze" or (kind == "embedded" and is_settled)
+    return fault == "freeze" or (kind != "sglang" and is_settled)
 
 
 def check(load: Load, policy: RealPolicy, *versions: int) -> None:

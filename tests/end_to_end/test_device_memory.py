@@ -24,7 +24,7 @@ from tests.support.kinds import not_for
 from tests.support.models import plain_models
 from tests.support.nvml import NvmlDouble, logical_gpus
 from tests.support.processes import wait_until
-from tests.support.real_sglang import RealPolicy, real_policy
+from tests.support.real_policy import RealPolicy, real_policy
 
 KINDS = [
     pytest.param("embedded", marks=[pytest.mark.embedded]),

@@ -74,7 +74,7 @@ def check(address: str, model_path: Path, tmp_path: Path, engine: dict[str, Any]
         kill_agent()
         os.kill(told["pid"], signal.SIGKILL)
         assert wait_until(lambda: state(told["url"]) != "serving", 20)
-        assert wait_until(lambda: state(told["url"]) == "serving", 150)
+        assert wait_until(lambda: state(told["url"]) == "serving", 300)
         assert greedy(told["url"]) == pushed
         stat = Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()
         assert stat[0] == "T", "the trainer was to be stopped all the time"

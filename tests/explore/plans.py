@@ -71,11 +71,16 @@ def _each_phase(
             return
 
 
-def _all_die(groups: dict[str, dict[str, Any]] | None, settings: Settings, deviations: int) -> Any:
+def _all_die(
+    groups: dict[str, dict[str, Any]] | None,
+    settings: Settings,
+    deviations: int,
+    face: str = "sglang",
+) -> Any:
     """All engines die at some point of a command, and come back without weights."""
 
     def search(explorer: Explorer) -> None:
-        start = after(serving(groups, recover=True), "update")
+        start = after(serving(groups, recover=True, face=face), "update")
         places = [("update", start), ("offload", start), ("onload", after(start, "offload"))]
         for number, phase in enumerate(PHASES):
             places.append((phase, after(start, *PHASES[:number]) if number else start))
@@ -101,6 +106,7 @@ def _command(
     recover: bool = False,
     frozen: dict[str, dict[str, Any]] | None = None,
     reports_released: bool = False,
+    face: str = "sglang",
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
@@ -111,6 +117,7 @@ def _command(
             recover=recover,
             frozen=frozen,
             reports_released=reports_released,
+            face=face,
         )
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
@@ -180,6 +187,11 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan("cycle", "everything, any 1", _command("offload", "onload")),
+    Plan(
+        "cycle over vLLM",
+        "everything, any 1",
+        _command("offload", "onload", face="vllm"),
+    ),
     Plan(
         "cycle, raising",
         "everything, any 1, where one failure stops a step",
@@ -282,6 +294,21 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan(
+        "cycle over vLLM, recovering",
+        "everything, any 1, and a death at any time; recovery before, between and after",
+        _command(
+            "recover",
+            "offload",
+            "recover",
+            "onload",
+            "recover",
+            recover=True,
+            launch_outcomes=2,
+            injections=("cancel", "recover", "stop", *_DEATHS),
+            face="vllm",
+        ),
+    ),
+    Plan(
         "all die",
         "four outcomes of every call, a death of all engines: any 1 in each command of a step; the "
         "engines come back without weights, and the command is repeated",
@@ -291,6 +318,11 @@ DEFAULT: tuple[Plan, ...] = (
         "a group dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1),
+    ),
+    Plan(
+        "a group of vLLM dies, or all",
+        "a death of one group, or of all, at any time of each command of a step: any 1",
+        _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, face="vllm"),
     ),
     Plan(
         "remove and add",

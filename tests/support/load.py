@@ -15,7 +15,7 @@ from tests.support.referee import Answer
 
 # They share a beginning, so that the prefix caches are hit, by prompts and by continuations.
 _SHARED = tuple(range(60, 84))
-PROMPTS = [_SHARED + tuple(100 + 7 * number + i for i in range(9)) for number in range(12)]
+PROMPTS = [_SHARED + tuple(7 * number + i for i in range(9)) for number in range(12)]
 
 
 class Load:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
 from rollout.router.http.request import wants_prompt_logprobs
 
@@ -85,7 +86,7 @@ class VllmEvents:
         ids = choice.get("token_ids") or []
         self._num_tokens += len(ids)
         meta: Payload = {
-            "id": event.get("request_id"),
+            "id": str(event.get("request_id") or "").removeprefix(REQUEST_PREFIX),
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_tokens,
             "weight_version": self._version,

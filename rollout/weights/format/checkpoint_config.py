@@ -34,6 +34,19 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(part.get(name) for part in _parts(config) for name in _EXPERTS)
 
 
+def head_size_of(config: Mapping[str, Any]) -> int:
+    """Elements of an attention head; 0 if the config does not say, or heads are compressed."""
+    for part in _parts(config):
+        if part.get("kv_lora_rank"):
+            return 0
+        if isinstance(size := part.get("head_dim"), int):
+            return size
+        hidden, heads = part.get("hidden_size"), part.get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            return hidden // heads
+    return 0
+
+
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config itself, and that of the language model in a model of several."""
     inner = config.get("text_config")

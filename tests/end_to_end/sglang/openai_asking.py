@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 
 from tests.engines.embedded.reference import greedy
+from tests.support.generate_asking import TOKENS, text_of
 from tests.support.load import PROMPTS
 from tests.support.referee import Answer, Span
 
-TOKENS = 48
 CHATS = [[{"role": "user", "content": f"Say {number}"}] for number in range(6)]
 
 
@@ -107,8 +107,3 @@ class AskingOpenAI:
         return [
             f"{text!r}, not {expected[of]!r}" for of, text in self.chats if text != expected[of]
         ]
-
-
-def text_of(ids: list[int]) -> str:
-    """What tokens of a plain model say."""
-    return "".join(chr(ord("!") + token) for token in ids)

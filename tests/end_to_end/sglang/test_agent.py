@@ -12,7 +12,7 @@ import rollout
 from rollout.runtime.local import launch_local
 from tests.end_to_end.test_agent_session import THINKS_FIRST, TOOLS
 from tests.support.models import make_plain_model
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 CONTEXT = 512

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines.sglang_cpu.installation import Installation
-from tests.support.real_sglang import RealPolicy
+from tests.support.real_policy import RealPolicy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

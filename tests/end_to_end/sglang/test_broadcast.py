@@ -19,7 +19,7 @@ from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import CPU_OPTIONS, PROMPT
 from tests.support.processes import wait_until
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ import rollout
 from engines.protocol import Endpoint
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

@@ -20,7 +20,7 @@ from rollout.runtime.handle import ServerHandle
 from tests.support.contract import CPU_OPTIONS
 from tests.support.processes import Program, program, shared_memory_of, wait_until
 from tests.support.ray_worlds import RayWorld
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import signal
 from collections import Counter
 from typing import Any
@@ -13,12 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.end_to_end.sglang.openai_asking import TOKENS, AskingOpenAI, text_of
+from tests.end_to_end.sglang.openai_asking import AskingOpenAI
 from tests.engines.embedded.reference import greedy
+from tests.support.generate_asking import TOKENS, AskingGenerate, counters, text_of
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
-from tests.support.real_sglang import RealPolicy
-from tests.support.referee import Answer, Referee
+from tests.support.real_policy import RealPolicy
+from tests.support.referee import Referee
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -28,55 +27,6 @@ EVERY = 6
 NUM_OPENAI = NUM // EVERY
 MOST_STOPS = 32
 """SGLang refuses more."""
-
-
-async def counters(session: aiohttp.ClientSession) -> dict[str, float]:
-    """The router's counters that have no labels."""
-    async with session.get("/metrics") as reply:
-        text = await reply.text()
-    return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.M)}
-
-
-class Asking:
-    """Requests that may go on elsewhere, every second of them a stream."""
-
-    def __init__(self, session: aiohttp.ClientSession, stops: list[str]) -> None:
-        self._session = session
-        self._stops = stops
-        self.answers: list[Answer] = []
-        self.num_recomputed = 0
-        self.num_events: Counter[int] = Counter()
-
-    async def ask(self, number: int) -> None:
-        prompt = PROMPTS[number % len(PROMPTS)]
-        sampling: dict[str, Any] = {
-            "temperature": 0,
-            "max_new_tokens": TOKENS,
-            "ignore_eos": True,
-        }
-        if number % 5 == 0:
-            sampling["stop"] = self._stops
-        body = {
-            "rid": f"{number}.",
-            "input_ids": list(prompt),
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "stream": number % 2 == 0,
-        }
-        headers = {"X-Token-Failover": "on"}
-        payload: dict[str, Any] = {}
-        async with self._session.post("/generate", json=body, headers=headers) as reply:
-            assert reply.status == 200, await reply.text()
-            if not body["stream"]:
-                payload = await reply.json()
-            else:
-                async for line in reply.content:
-                    if line.startswith(b"data: {"):
-                        payload = json.loads(line[6:])
-                        self.num_events[number] += 1
-        assert payload["text"] == text_of(payload["output_ids"])
-        self.num_recomputed += payload["meta_info"].get("num_recomputed_tokens", 0)
-        self.answers.append(Answer.of(prompt, payload))
 
 
 def stops_that_begin(policy: RealPolicy) -> list[str]:
@@ -101,7 +51,7 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
         policy.handle.url, connector=connector, timeout=timeout
     ) as session:
         before = await counters(session)
-        asking = Asking(session, stops_that_begin(policy))
+        asking = AskingGenerate(session, stops_that_begin(policy))
         openai = AskingOpenAI(session, policy.handle.weight_version)
         asked = []
         for number in range(NUM):

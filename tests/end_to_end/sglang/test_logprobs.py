@@ -16,7 +16,7 @@ from rollout.driver.logprobs.gap_cause import GapCause
 from rollout.driver.logprobs.token_logprobs import token_logprobs
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPT = [11, 12, 13]

@@ -26,7 +26,7 @@ from rollout.runtime.local import launch_local
 from tests.support.load import PROMPTS
 from tests.support.models import make_plain_model
 from tests.support.processes import ROOT
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 from tests.support.referee import Answer, Referee, Span
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]

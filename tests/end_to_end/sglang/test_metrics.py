@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.runtime.local import launch_local
 from tests.support.paged import page_of, until
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 NUM_REQUESTS = 7

@@ -11,7 +11,7 @@ from rollout.core.samples import Sample, all_samples
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.load import PROMPTS
-from tests.support.real_sglang import RealPolicy
+from tests.support.real_policy import RealPolicy
 from tests.support.referee import Answer, Referee, Span
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]

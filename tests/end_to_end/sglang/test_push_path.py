@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import rollout
 from rollout.runtime.local import launch_local
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 KEY, VALUE = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")

@@ -16,7 +16,7 @@ from tests.engines.embedded import reference
 from tests.support.contract import PROMPT
 from tests.support.processes import wait_until
 from tests.support.rank_processes import Ranks, errors
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

@@ -23,7 +23,7 @@ from rollout.runtime.handle import ServerHandle
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import NUM_CPUS, RayWorld
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 from tests.support.referee import Answer, Referee
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(400)]

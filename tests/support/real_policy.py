@@ -1,9 +1,9 @@
-"""A policy on real SGLang: groups of engines behind the real router, in this process."""
+"""A policy on real SGLang or vLLM: groups of engines behind the real router, in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,23 @@ import psutil
 
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
-from engines.protocol import Endpoint, PauseMode
+from engines.protocol import Endpoint, Engine, PauseMode
+from engines.vllm.client import VllmClient
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.contract import CPU_OPTIONS
 
+DEADLINES = Deadlines(control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10)
 
-def one_engine(**engine: Any) -> dict[str, Any]:
-    """A group of one SGLang engine on the CPU."""
-    options = CPU_OPTIONS["sglang"] | engine.pop("options", {})
+
+def one_engine(kind: str = "sglang", **engine: Any) -> dict[str, Any]:
+    """A group of one SGLang or vLLM engine on the CPU."""
+    options = CPU_OPTIONS[kind] | engine.pop("options", {})
     return {
         "num_engines": 1,
-        "engine": {"kind": "sglang", "python": "sglang-cpu", "options": options, **engine},
+        "engine": {"kind": kind, "python": f"{kind}-cpu", "options": options, **engine},
     }
 
 
@@ -44,16 +47,18 @@ class Sabotage:
     pause: bool = False
     flush: bool = False
 
-    def connect(self, endpoint: Endpoint, engine_id: str) -> EngineClient:
-        return _Client(self, endpoint, engine_id)
+    def connect(self, endpoint: Endpoint, engine_id: str) -> Engine:
+        return _SGLang(self, endpoint, engine_id)
+
+    def connect_vllm(self, endpoint: Endpoint, engine_id: str) -> Engine:
+        return _Vllm(self, endpoint, engine_id)
 
 
-class _Client(EngineClient):
+class _Sabotaged:
+    """Over a client; both kinds have these methods."""
+
     def __init__(self, sabotage: Sabotage, endpoint: Endpoint, engine_id: str) -> None:
-        deadlines = Deadlines(
-            control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10
-        )
-        super().__init__(endpoint, engine_id=engine_id, deadlines=deadlines)
+        super().__init__(endpoint, engine_id=engine_id, deadlines=DEADLINES)  # type: ignore[call-arg]
         self._sabotage = sabotage
 
     async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
@@ -72,6 +77,14 @@ class _Client(EngineClient):
 
     def _left_out(self, settings: dict[str, Any]) -> dict[str, Any]:
         return settings | {"flush_cache": False} if self._sabotage.flush else settings
+
+
+class _SGLang(_Sabotaged, EngineClient):
+    """SGLang's."""
+
+
+class _Vllm(_Sabotaged, VllmClient):
+    """vLLM's."""
 
 
 @dataclass
@@ -139,5 +152,39 @@ def real_policy(
 ) -> Iterator[RealPolicy]:
     sabotage = Sabotage()
     config = real_config(models[0], folder, groups, **server)
-    with launch_local(config, connect=sabotage.connect) as deployment:
+    kinds = {group["engine"]["kind"] for group in groups.values()}
+    connect = sabotage.connect_vllm if kinds == {"vllm"} else sabotage.connect
+    with launch_local(config, connect=connect) as deployment:
         yield RealPolicy(deployment["policy"], models, folder, sabotage)
+
+
+class Keeper:
+    """Starts a policy of two groups when it is first wanted, and again after a test that lost it.
+
+    Args:
+        group: of one engine each.
+    """
+
+    def __init__(self, models: list[Path], folder: Path, group: Mapping[str, Any]) -> None:
+        self._models = models
+        self._folder = folder
+        self._group = group
+        self._stack = ExitStack()
+        self._policy: RealPolicy | None = None
+
+    def policy(self) -> RealPolicy:
+        if self._policy is None:
+            groups = dict.fromkeys(("left", "right"), self._group)
+            self._policy = self._stack.enter_context(
+                real_policy(self._models, self._folder, groups, router={"failover_interval": 4})
+            )
+        return self._policy
+
+    def look(self) -> None:
+        """End it if it does not serve as a test found it."""
+        if self._policy is not None and not self._policy.is_whole():
+            self.close()
+
+    def close(self) -> None:
+        self._policy = None
+        self._stack.close()

@@ -1,0 +1,70 @@
+"""``kill -9`` of a real vLLM engine while 64 requests run: all are answered, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import aiohttp
+import pytest
+
+from rollout.core.types import EngineStatus
+from tests.support.generate_asking import TOKENS, AskingGenerate, counters
+from tests.support.processes import shared_memory_of, wait_until
+from tests.support.real_policy import RealPolicy
+from tests.support.referee import Referee
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+NUM = 64
+BACK_WITHIN_S = 400
+
+
+async def test_all_requests_are_answered_though_an_engine_is_killed_and_it_comes_back_verified(
+    policy: RealPolicy,
+) -> None:
+    # A version that is on no disk: an engine that starts again waits for the next one.
+    await policy.handle.serve_weights(policy.next_tensors())
+    killed = policy.engines()[0]
+    assert killed.pid is not None
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(policy.handle.url, timeout=timeout) as session:
+        before = await counters(session)
+        asking = AskingGenerate(session)
+        asked = [asyncio.create_task(asking.ask(number)) for number in range(NUM)]
+        while sum(number > 1 for number in asking.num_events.values()) < NUM // 8:
+            for one in asked:
+                if one.done():
+                    one.result()
+            await asyncio.sleep(0.05)
+        files = shared_memory_of(killed.pid)
+        os.kill(killed.pid, signal.SIGKILL)
+        await asyncio.gather(*asked)
+        after = await counters(session)
+
+        counted = {name: after[name] - before[name] for name in after}
+        assert len(asking.answers) == NUM
+        assert {one.kind for one in asking.answers} == {"length"}
+        assert {len(one.output) for one in asking.answers} == {TOKENS}
+        findings = Referee(policy.weights_of).findings(asking.answers)
+        assert not findings, "\n".join(findings[:5])
+        assert counted["router_failovers_total"] > NUM / 8
+        assert counted["router_tokens_kept_total"] > 0
+        assert counted["router_broken_replies_total"] == 0
+
+        def engine() -> EngineStatus:
+            return next(one for one in policy.engines() if one.engine_id == killed.engine_id)
+
+        def is_back() -> bool:
+            return engine().is_stale and engine().pid not in (None, killed.pid)
+
+        assert await asyncio.to_thread(wait_until, is_back, BACK_WITHIN_S), engine()
+        assert not [file for file in files if file.exists()]
+        await policy.handle.serve_weights(policy.next_tensors())
+        assert policy.is_whole()
+        # It computes with what was pushed.
+        again = AskingGenerate(session)
+        await asyncio.gather(*(again.ask(number) for number in range(12)))
+        assert not Referee(policy.weights_of).findings(again.answers)
+        assert {one.spans[-1].version for one in again.answers} == {policy.handle.weight_version}

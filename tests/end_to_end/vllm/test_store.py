@@ -1,0 +1,18 @@
+"""A real vLLM engine is killed with the trainer stopped, and comes back from the DRAM store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_store_without_trainer import check
+from tests.support.real_policy import one_engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+def test_vllm_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
+    models: list[Path], tmp_path: Path
+) -> None:
+    check("local", models[0], tmp_path, one_engine("vllm")["engine"])
