@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# While FastAPI builds an application it changes the warning filters of the whole process.
+_making = threading.Lock()
+
 
 class HttpThread:
     """Starts, calls and stops one server.
@@ -149,7 +152,8 @@ class HttpThread:
 
     async def _serve(self, listener: socket.socket, make: Callable[[], HttpServer]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = make()
+        with _making:
+            self._server = make()
         self._server.on_started = lambda: self._started.set_result(None)
         await self._server.serve(sockets=[listener])
 
