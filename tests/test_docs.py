@@ -40,6 +40,7 @@ TOLD = [
     "docs/how-to/custom-reward.md",
     "docs/how-to/mismatch.md",
     "docs/how-to/samples.md",
+    "docs/operations.md",
     "docs/trainers.md",
 ]
 
@@ -177,7 +178,7 @@ def push_for_fakes(window: Any, named_tensors: Any, *, version: int | None = Non
 def configuration(page: Path, folder: Path) -> RolloutConfig:
     """The page's own, with a checkpoint of the fakes; the shortest one if it has none."""
     told = [yaml.safe_load(text) for text in blocks(page, "yaml")]
-    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {}}}}}
+    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {"num_engines": 2}}}}}
     values = next((one for one in told if "servers" in one), shortest)
     for server in values["servers"].values():
         server["model_path"] = write_checkpoint(folder)
@@ -201,6 +202,7 @@ def test_the_python_of_a_page_runs_over_fake_engines(
         "judge": lambda sample: 1.0,
         "prompts": [rollout.Prompt((1, 2))],
         "sampling": rollout.SamplingParams(max_new_tokens=2),
+        "node_id": "no such node",
     }
     text = "\n".join(blocks(page, "python"))
     if "rollout.launch(" in text:
@@ -209,6 +211,98 @@ def test_the_python_of_a_page_runs_over_fake_engines(
         return
     with launch_fakes(config) as deployment:
         exec(compile(text, name, "exec"), names | {"policy": deployment["policy"]})
+
+
+# -- every block runs somewhere -------------------------------------------------------------------
+
+# The tests that run the Python of the pages that are not in ``TOLD``, with the numbers of blocks.
+RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
+    "docs/concepts.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/agents.md": {"tests/rollout/runtime/test_agent_sessions.py": (0,)},
+    "docs/how-to/colocated.md": {
+        "tests/end_to_end/test_pages.py": (0, 2, 5),
+        "tests/rollout/runtime/ray/test_existing_group.py": (1, 3, 4),
+    },
+    "docs/how-to/from-slime.md": {"tests/rollout/driver/test_slime_page.py": (0,)},
+    "docs/how-to/fsdp2.md": {"tests/end_to_end/test_pages.py": (0, 1)},
+    "docs/how-to/lora.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/megatron.md": {"tests/end_to_end/test_pages.py": (0, 1)},
+    "docs/how-to/multi-node.md": {"tests/rollout/runtime/ray/test_connect.py": (0,)},
+    "docs/how-to/openrlhf.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 2, 4)},
+    "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
+    "docs/how-to/verl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/watch.md": {"tests/end_to_end/test_pages.py": (0,)},
+}
+# Those that no test runs as they are.
+NOT_RUN: dict[tuple[str, int], str] = {
+    ("docs/how-to/pushing-weights.md", 3): "needs an engine that loads fp8: test_fp8_quantiser.py",
+    ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
+    ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",
+}
+# Blocks of ``py`` are parts of a class that has its place in another library.
+FRAGMENTS = {
+    "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
+    "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
+}
+
+
+def test_every_block_of_python_runs_in_a_test_or_has_a_reason() -> None:
+    for page in PAGES:
+        name, num_blocks = name_of(page), len(blocks(page, "python"))
+        ran = list(range(num_blocks)) if name in TOLD else []
+        ran += [number for numbers in RUN_BY.get(name, {}).values() for number in numbers]
+        ran += [number for path, number in NOT_RUN if path == name]
+        assert sorted(ran) == list(range(num_blocks)), name
+        assert bool(blocks(page, "py")) == (name in FRAGMENTS), name
+    tests = [(page, test) for page, found in RUN_BY.items() for test in found]
+    for page, test in (*tests, *FRAGMENTS.items()):
+        assert page.removeprefix("docs/") in text_of(test), f"{test} does not read {page}"
+
+
+# Lines of shell that are not commands of ``rollout`` or ``make``, by their first words: the test
+# that runs them, or what they need.
+SHELL = {
+    "docker build": "needs Docker: tests/examples/test_cluster.py checks the files",
+    "examples/submit_job.sh": "tests/end_to_end/test_ray_job.py",
+    "export ROLLOUT_RUN": "needs a training of verl",
+    "kubectl": "needs a cluster: tests/examples/test_cluster.py checks the manifests",
+    "mkdir": "tests/rollout/cli/test_commands.py",
+    "pip install": "tests/test_distributions.py",
+    "python -m engines.embedded": "tests/engines/embedded",
+    "python examples/": "tests/examples",
+    "python3 -m verl": "needs a training of verl",
+    "ray start": "needs a cluster that stays: tests/end_to_end/test_ray_job.py starts its own",
+    "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
+    "tar": "needs a run with logs of its own",
+    "torchrun": "tests/end_to_end/test_rank_examples.py",
+    "ROLLOUT_SGLANG_CYCLES": "needs SGLang for 20 minutes",
+    "VLLM_SERVER_DEV_MODE": "needs vLLM with a GPU",
+}
+
+
+def test_every_line_of_shell_runs_in_a_test_or_has_a_reason() -> None:
+    used = set()
+    for page in PAGES:
+        for text in blocks(page, "sh", ""):
+            for line in text.replace("\\\n", " ").splitlines():
+                if not line.startswith(("rollout ", "make ", "#")):
+                    known = [words for words in SHELL if line.startswith(words)]
+                    assert known, f"{name_of(page)}: {line}"
+                    used.update(known)
+                for path in re.findall(r"\bexamples/\S+", line):
+                    assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
+    assert used == set(SHELL)
+    for where in SHELL.values():
+        assert where.startswith("needs ") or (ROOT / where).exists(), where
+
+
+def test_no_block_has_an_unknown_language() -> None:
+    known = {"", "mermaid", "py", "python", "sh", "text", "yaml"}
+    for page in PAGES:
+        found = set(re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE))
+        assert found <= known, f"{name_of(page)}: {found - known}"
 
 
 # -- nothing is left out --------------------------------------------------------------------------
