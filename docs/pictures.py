@@ -26,7 +26,7 @@ _HEAD = (
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     body = "\n".join(parts)
     return (
-        f'<figure><svg viewBox="0 0 {width} {height}" style="max-width: {width}px; width: 100%" '
+        f'<figure><svg viewBox="0 0 {width} {height}" width="{width}" style="max-width: 100%" '
         f'role="img" aria-label="{escape(title)}" font-family="inherit" fill="currentColor">\n'
         f"{_HEAD}\n{body}\n</svg></figure>"
     )

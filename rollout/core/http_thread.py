@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# While FastAPI builds an application it changes the warning filters of the whole process.
-_making = threading.Lock()
+# While it makes routes, FastAPI changes the warning filters of the process: two threads that do so
+# at once would keep each other's.
+_MAKING = threading.Lock()
 
 
 class HttpThread:
@@ -152,7 +153,7 @@ class HttpThread:
 
     async def _serve(self, listener: socket.socket, make: Callable[[], HttpServer]) -> None:
         self._loop = asyncio.get_running_loop()
-        with _making:
+        with _MAKING:
             self._server = make()
         self._server.on_started = lambda: self._started.set_result(None)
         await self._server.serve(sockets=[listener])

@@ -153,31 +153,31 @@ class TrainerRank:
         return importlib.import_module("ray").get_gpu_ids()[0]
 
 
-def test_the_code_of_the_page_on_shared_gpus(world: World, tmp_path: Path) -> None:
+def test_the_code_of_the_page_on_shared_gpus(stub: World, tmp_path: Path) -> None:
     class Library:
         """``rollout``, with fake engines."""
 
         def launch(self, *args: Any, **kwargs: Any) -> DeploymentHandle:
             assert kwargs.pop("backend") == "ray"
-            launch = world.load("launch").launch_ray
+            launch = stub.load("launch").launch_ray
             handle: DeploymentHandle = launch(*args, launcher=HttpFakeLauncher(), **kwargs)
             return handle
 
     page = "how-to/colocated.md"
     four = {"main": {"num_engines": NUM_GPUS, "engine": {"gpus": 1}}}
     settings = config(tmp_path, four, run_id="page")
-    with group_of(world, *[ONE_GPU] * NUM_GPUS) as group:
+    with group_of(stub, *[ONE_GPU] * NUM_GPUS) as group:
         names = {"rollout": Library(), "config": settings, "group": group}
         deployment = run_code(page, number=3, **names)["deployment"]
-        actor = world.ray.remote(TrainerRank)
+        actor = stub.ray.remote(TrainerRank)
         ranks = run_code(page, number=1, TrainerRank=actor, deployment=deployment)["ranks"]
         slots = deployment.trainer_slots
-        held = world.ray.get([rank.gpu_id.remote() for rank in ranks], timeout=60)
+        held = stub.ray.get([rank.gpu_id.remote() for rank in ranks], timeout=60)
         assert held == [slot.gpu_id for slot in slots]
         deployment.stop()
         # In the order of the bundles, and each still holds its whole GPU.
         by_bundle = [ranks[slot.rank] for slot in sorted(slots, key=lambda one: one.bundle_index)]
-        made = run_code(page, number=4, ray=world.ray, ranks=by_bundle, **names)
+        made = run_code(page, number=4, ray=stub.ray, ranks=by_bundle, **names)
         found = {slot.bundle_index: slot.gpu_id for slot in made["deployment"].trainer_slots}
         assert found == made["bundles"]
         made["deployment"].stop()
