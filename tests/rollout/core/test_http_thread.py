@@ -51,6 +51,33 @@ async def test_it_serves_and_does_work_on_its_own_loop_until_it_is_stopped() -> 
         await thread.start("127.0.0.1", 0, make_server)
 
 
+async def test_servers_are_made_one_after_the_other() -> None:
+    """FastAPI changes the warning filters of the process while it builds an application."""
+    entered, opened, second = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> HttpServer:
+        entered.set()
+        assert opened.wait(10)
+        assert not second.is_set()
+        return make_server()
+
+    def fast() -> HttpServer:
+        second.set()
+        return make_server()
+
+    threads = HttpThread("page"), HttpThread("router")
+    starting = [asyncio.ensure_future(threads[0].start("127.0.0.1", 0, slow, 10))]
+    await asyncio.to_thread(entered.wait, 10)
+    starting.append(asyncio.ensure_future(threads[1].start("127.0.0.1", 0, fast, 10)))
+    # Long enough to be made if nothing held it; too short can only miss an error.
+    await asyncio.to_thread(second.wait, 0.2)
+    opened.set()
+    await asyncio.gather(*starting)
+    assert second.is_set()
+    for thread in threads:
+        await thread.stop(1, timeout_s=10)
+
+
 async def test_a_server_that_cannot_start_is_an_error_with_its_cause() -> None:
     def fail() -> HttpServer:
         raise ValueError("no server")

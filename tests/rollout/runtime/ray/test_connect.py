@@ -14,6 +14,7 @@ import rollout
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle, RunHandle
 from rollout.runtime.local import launch_local
+from tests.support.pages import run_code
 from tests.support.ray_worlds import RayWorld
 from tests.support.served_fakes import launched
 
@@ -108,6 +109,13 @@ def test_an_actor_connects_by_the_name_of_the_run_and_pushes(
     assert rank.push() == before + 1
     assert run["policy"].weight_version == before + 1
     assert rank.push() == before + 2
+
+
+def test_the_code_of_the_page_on_several_nodes(ray_cluster: RayWorld, tmp_path: Path) -> None:
+    launch = ray_cluster.load("launch").launch_ray
+    with launched(launch, tmp_path, ONE, run_id="run-id") as deployment:
+        run_code("how-to/multi-node.md", rollout=rollout)
+        assert deployment["policy"].status().result(30).phase == "offloaded"
 
 
 def test_handles_go_into_actors(run: DeploymentHandle, rank: Any) -> None:

@@ -18,6 +18,7 @@ from rollout.core.errors import ConfigError, PlacementError
 from rollout.core.types import EngineStatus, NodeShare, TrainerSlot
 from rollout.runtime.handle import DeploymentHandle
 from tests.support.builders import push
+from tests.support.pages import run_code
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import NUM_GPUS, RayWorld, World, stub_world
 from tests.support.served_fakes import TIMEOUT_S, config
@@ -140,6 +141,46 @@ def test_engines_run_in_the_bundles_named_and_their_end_leaves_the_group(
         # Another launch in the same group, which still exists.
         with launched_in(world, tmp_path, group, [0, 2], run_id="again") as handle:
             assert sorted(slot.bundle_index for slot in handle.trainer_slots) == [0, 2]
+
+
+class TrainerRank:
+    """One rank of the page's trainer, which takes the whole GPU of its bundle."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gpu_id(self) -> Any:
+        return importlib.import_module("ray").get_gpu_ids()[0]
+
+
+def test_the_code_of_the_page_on_shared_gpus(stub: World, tmp_path: Path) -> None:
+    class Library:
+        """``rollout``, with fake engines."""
+
+        def launch(self, *args: Any, **kwargs: Any) -> DeploymentHandle:
+            assert kwargs.pop("backend") == "ray"
+            launch = stub.load("launch").launch_ray
+            handle: DeploymentHandle = launch(*args, launcher=HttpFakeLauncher(), **kwargs)
+            return handle
+
+    page = "how-to/colocated.md"
+    four = {"main": {"num_engines": NUM_GPUS, "engine": {"gpus": 1}}}
+    settings = config(tmp_path, four, run_id="page")
+    with group_of(stub, *[ONE_GPU] * NUM_GPUS) as group:
+        names = {"rollout": Library(), "config": settings, "group": group}
+        deployment = run_code(page, number=3, **names)["deployment"]
+        actor = stub.ray.remote(TrainerRank)
+        ranks = run_code(page, number=1, TrainerRank=actor, deployment=deployment)["ranks"]
+        slots = deployment.trainer_slots
+        held = stub.ray.get([rank.gpu_id.remote() for rank in ranks], timeout=60)
+        assert held == [slot.gpu_id for slot in slots]
+        deployment.stop()
+        # In the order of the bundles, and each still holds its whole GPU.
+        by_bundle = [ranks[slot.rank] for slot in sorted(slots, key=lambda one: one.bundle_index)]
+        made = run_code(page, number=4, ray=stub.ray, ranks=by_bundle, **names)
+        found = {slot.bundle_index: slot.gpu_id for slot in made["deployment"].trainer_slots}
+        assert found == made["bundles"]
+        made["deployment"].stop()
 
 
 def test_by_default_all_bundles_with_a_gpu_are_used(world: World, tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Pictures of the pages as SVG, drawn from the code: no script, and nothing from another host.
+
+Always true: each picture has every phase, or every folder, that the code has.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from rollout.rules import lifecycle
+
+ROOT = Path(__file__).parents[1]
+_BOX = 'fill="none" stroke="currentColor" stroke-width="1.5" rx="5"'
+_LINE = 'fill="none" stroke="currentColor" stroke-width="1.2"'
+_HEAD = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
+    ' orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="currentColor"/></marker></defs>'
+)
+
+
+def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<figure><svg viewBox="0 0 {width} {height}" width="{width}" style="max-width: 100%" '
+        f'role="img" aria-label="{escape(title)}" font-family="inherit" fill="currentColor">\n'
+        f"{_HEAD}\n{body}\n</svg></figure>"
+    )
+
+
+def _box(left: float, top: float, width: float, height: float, text: str, title: str = "") -> str:
+    hover = f"<title>{escape(title)}</title>" if title else ""
+    return (
+        f'<g>{hover}<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" {_BOX}/>'
+        f'<text x="{left + width / 2:g}" y="{top + height / 2 + 5:g}" text-anchor="middle" '
+        f'font-size="14">{escape(text)}</text></g>'
+    )
+
+
+def _words(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="12">{escape(text)}</text>'
+
+
+def _arrow(path: str) -> str:
+    return f'<path d="{path}" {_LINE} marker-end="url(#head)"/>'
+
+
+# -- the lifecycle --------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _PITCH, _LEFT = 150, 30, 62, 340
+_LANE = 105
+
+
+def lifecycle_picture() -> str:
+    """The phases from top to bottom; commands that skip phases share a lane beside them."""
+    phases = [phase for phase in lifecycle.Phase if phase is not lifecycle.Phase.STARTING]
+    top = {phase: 10 + _PITCH * row for row, phase in enumerate(phases)}
+    parts = [_box(_LEFT, top[phase], _WIDTH, _HEIGHT, phase) for phase in phases]
+    middle, loops, left, right = _LEFT + _WIDTH / 2, [], [], []
+    for row in lifecycle.TABLE:
+        down = phases.index(row.target) - phases.index(row.phase)
+        if down == 1:
+            y = top[row.phase] + _HEIGHT
+            parts.append(_arrow(f"M{middle:g},{y:g} V{top[row.target]:g}"))
+            parts.append(_words(middle + 8, y + 20, row.command, "start"))
+        elif down:
+            (right if down > 0 else left).append(row)
+        else:
+            loops.append(row)
+    for row in loops:
+        y, x = top[row.phase], _LEFT + _WIDTH - 12
+        parts.append(_arrow(f"M{x:g},{y:g} v-9 h26 v24 h-14"))
+        parts.append(_words(x + 30, y, row.command, "start"))
+    parts += _lanes(left, top, _LEFT, -1)
+    parts += _lanes(right, top, _LEFT + _WIDTH, 1)
+    height = top[phases[-1]] + _HEIGHT + 10
+    return _svg(800, int(height), "phases and commands of a group", parts)
+
+
+def _lanes(
+    rows: Sequence[lifecycle.Transition],
+    top: Mapping[lifecycle.Phase, float],
+    edge: float,
+    side: int,
+) -> Iterator[str]:
+    """One vertical line for all rows of one command with one target, the shortest innermost."""
+
+    def end(row: lifecycle.Transition) -> tuple[float, str]:
+        return top[row.target], row.command
+
+    lanes = [list(found) for _, found in groupby(sorted(rows, key=end), key=end)]
+    lanes.sort(key=lambda lane: max(abs(top[row.phase] - top[row.target]) for row in lane))
+    for number, lane in enumerate(lanes, start=1):
+        x, target = edge + side * _LANE * (number if side < 0 else number + 0.4), lane[0].target
+        into = top[target] + _HEIGHT / 2 + side * 5
+        for row in lane:
+            y = top[row.phase] + _HEIGHT / 2 - side * 5
+            yield _arrow(f"M{edge:g},{y:g} H{x:g} V{into:g} H{edge:g}")
+        # Over the highest of its horizontal lines.
+        highest = min(into, *(top[row.phase] + _HEIGHT / 2 - side * 5 for row in lane))
+        yield _words(x - side * 5, highest - 4, lane[0].command, "start" if side < 0 else "end")
+
+
+# -- the folders ----------------------------------------------------------------------------------
+
+# Recording is below the folders that are recorded, and the page is above them.
+_DIVIDED = ("rollout.observability",)
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Each top folder of ``rollout`` and of ``engines``, and the folders that it imports."""
+    found: dict[str, set[str]] = {}
+    for package in ("rollout", "engines"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if (
+                folder := folder_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            ) is None:
+                continue
+            named = (folder_of(name) for name in _imported(path))
+            found.setdefault(folder, set()).update(each for each in named if each)
+    return {folder: targets & found.keys() - {folder} for folder, targets in found.items()}
+
+
+def folder_of(module: str) -> str | None:
+    """The folder of a module in the picture; None for a file directly in a package."""
+    folder = ".".join(module.split(".")[:2])
+    if folder in _DIVIDED:
+        part = ".".join(module.split(".")[:3])
+        folder = part if _is_folder(part) else folder
+    return folder if folder.startswith(("rollout.", "engines.")) and _is_folder(folder) else None
+
+
+def _is_folder(name: str) -> bool:
+    return (ROOT / name.replace(".", "/")).is_dir()
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def levels() -> list[list[str]]:
+    """The folders in rows, the highest first: each imports only from rows below its own.
+
+    Those of ``engines`` are the lower half: they import nothing of ``rollout``.
+    """
+    return [*_levels_in("rollout"), *_levels_in("engines")]
+
+
+def _levels_in(package: str) -> list[list[str]]:
+    below = {folder: names for folder, names in imports().items() if folder.startswith(package)}
+
+    @cache
+    def level(folder: str) -> int:
+        return 1 + max((level(name) for name in below[folder] & below.keys()), default=-1)
+
+    rows = sorted(below, key=lambda folder: (-level(folder), folder))
+    return [list(row) for _, row in groupby(rows, key=level)]
+
+
+def folders_picture() -> str:
+    """One box for each folder, over the folders that it imports."""
+    parts, width, height, pitch = [], 168, 30, 176
+    rows = levels()
+    most = max(len(row) for row in rows)
+    for number, row in enumerate(rows):
+        left = (most - len(row)) * pitch / 2 + 4
+        for place, folder in enumerate(row):
+            named = ", ".join(sorted(imports()[folder])) or "nothing of this project"
+            text = folder.removeprefix("rollout.").replace(".", "/")
+            where = left + place * pitch
+            parts.append(_box(where, 8 + 46 * number, width, height, text, f"imports {named}"))
+    return _svg(most * pitch, 46 * len(rows) + 12, "the folders, each over those it imports", parts)
