@@ -33,6 +33,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 FAST_STAMP := $(VENV)/.installed-fast
 DOCS_STAMP := $(VENV)/.installed-docs
+CPU_TORCH = "Without PIP_EXTRA_INDEX_URL, an index of CPU builds of torch, pip may download 6 GB of CUDA"
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout timeline,\
 	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name))))
@@ -151,12 +152,14 @@ constraints: build/pins/bin/python ## pin the newest versions that pyproject.tom
 	cp build/pins/constraints.txt $(CONSTRAINTS)
 
 $(RUN_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
-	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two, and 6 GB of CUDA if pip finds no CPU build of torch (PIP_EXTRA_INDEX_URL)"
+	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two"
+	@echo $(CPU_TORCH)
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(RUN_EXTRAS)]'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(DEV_EXTRAS)] into $(VENV): a minute or two"
+	@echo $(CPU_TORCH)
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(DEV_EXTRAS)]'
 	@touch $@ $(RUN_STAMP)
 

@@ -1,5 +1,6 @@
-"""Everything is in pyproject.toml but one step of the build."""
+"""Everything is in pyproject.toml but one step of the build, and the description."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -20,4 +21,14 @@ class BuildWithExamples(build_py):
                     shutil.copy(path, folder)
 
 
-setup(cmdclass={"build_py": BuildWithExamples})
+def outside_the_repository(readme: str) -> str:
+    """README.md for a package index: no picture, and a path instead of a link to a file."""
+    without_pictures = re.sub(r"^!\[.*\n", "", readme, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)([^)]+)\)", r"\1 (`\2`)", without_pictures)
+
+
+setup(
+    cmdclass={"build_py": BuildWithExamples},
+    long_description=outside_the_repository(Path("README.md").read_text()),
+    long_description_content_type="text/markdown",
+)

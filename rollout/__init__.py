@@ -1,6 +1,7 @@
 """Rollout orchestration for colocated RL post-training.
 
-Importing this package starts nothing and needs neither ray nor torch.
+Importing this package starts nothing and needs neither ray nor torch.  A name is imported at its
+first use: every process that imports a part of this package runs this file, and most use one name.
 """
 
 from __future__ import annotations
@@ -8,50 +9,83 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from engines.protocol import GenerateReply, SamplingParams
-from rollout.config import RolloutConfig
-from rollout.config.run_dir import CONNECT_FILE
-from rollout.core.arguments import check_kind, wrong
-from rollout.core.errors import (
-    ActorLost,
-    ConfigError,
-    EngineFailure,
-    GenerationAborted,
-    GenerationFailed,
-    LifecycleError,
-    LogprobMismatch,
-    PhaseFailed,
-    PhaseTimeout,
-    PlacementError,
-    RankFailure,
-    RolloutError,
-    WeightError,
-    WeightMismatch,
-    WeightsUnavailable,
-)
 from rollout.core.moved_names import redirect_old_paths
-from rollout.core.pending import Pending
-from rollout.core.samples import Sample, SampleGroup, SampleStatus
-from rollout.core.types import EngineRank, ServerStatus, StepReport, TrainerSlot
-from rollout.driver import (
-    Driver,
-    EvalDataset,
-    Hooks,
-    Prompt,
-    PromptData,
-    RolloutDriver,
-    RolloutOptions,
-    Session,
-)
-from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
-from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
+
+if TYPE_CHECKING:
+    from engines.protocol import GenerateReply, SamplingParams
+    from rollout.config import RolloutConfig
+    from rollout.core.errors import (
+        ActorLost,
+        ConfigError,
+        EngineFailure,
+        GenerationAborted,
+        GenerationFailed,
+        LifecycleError,
+        LogprobMismatch,
+        PhaseFailed,
+        PhaseTimeout,
+        PlacementError,
+        RankFailure,
+        RolloutError,
+        WeightError,
+        WeightMismatch,
+        WeightsUnavailable,
+    )
+    from rollout.core.pending import Pending
+    from rollout.core.samples import Sample, SampleGroup, SampleStatus
+    from rollout.core.types import EngineRank, ServerStatus, StepReport, TrainerSlot
+    from rollout.driver import (
+        Driver,
+        EvalDataset,
+        Hooks,
+        Prompt,
+        PromptData,
+        RolloutDriver,
+        RolloutOptions,
+        Session,
+    )
+    from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
+    from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
+
+# The same names at run time.
+_HOMES = {
+    "engines.protocol": "GenerateReply SamplingParams",
+    "rollout.config": "RolloutConfig",
+    "rollout.core.errors": (
+        "ActorLost ConfigError EngineFailure GenerationAborted GenerationFailed LifecycleError"
+        " LogprobMismatch PhaseFailed PhaseTimeout PlacementError RankFailure RolloutError"
+        " WeightError WeightMismatch WeightsUnavailable"
+    ),
+    "rollout.core.pending": "Pending",
+    "rollout.core.samples": "Sample SampleGroup SampleStatus",
+    "rollout.core.types": "EngineRank ServerStatus StepReport TrainerSlot",
+    "rollout.driver": (
+        "Driver EvalDataset Hooks Prompt PromptData RolloutDriver RolloutOptions Session"
+    ),
+    "rollout.driver.logprobs.comparison": "LogprobReport compare_logprobs",
+    "rollout.runtime.handle": "DeploymentHandle OffloadWindow RunHandle ServerHandle",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 redirect_old_paths()
 
 __version__ = "0.1.0"
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOME})
 
 
 def launch(
@@ -84,6 +118,9 @@ def launch(
 
     After an error, nothing is running.
     """
+    from rollout.config import RolloutConfig
+    from rollout.core.errors import ConfigError
+
     if not isinstance(config, RolloutConfig):
         raise ConfigError(
             f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
@@ -126,7 +163,11 @@ def connect(
         ConfigError: there is no such run, it refuses the key, or an argument is no text.
         ActorLost: the launching process has ended.
     """
+    from rollout.config.run_dir import CONNECT_FILE
+    from rollout.core.arguments import check_kind, wrong
+    from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
+    from rollout.runtime.handle import RunHandle
 
     if not isinstance(run, str | Path) or not str(run):
         raise wrong("run", run, "the run's folder or its id")
@@ -161,6 +202,8 @@ def _needing_ray() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
+        from rollout.core.errors import ConfigError
+
         raise ConfigError(
             "backend = 'ray' needs Ray, which is not installed; "
             "pip install 'ray-rollout[ray]', or use backend='local'"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import rollout
+
 ROOT = Path(__file__).parents[1]
 
 # Lowest first.  A row stands for the files directly in that folder.
@@ -270,7 +272,31 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_import_rollout_loads_no_server_of_the_router() -> None:
-    code = "import rollout, sys; assert 'fastapi' not in sys.modules"
+def loaded_by(code: str) -> set[str]:
+    """The modules that a new process has after this code."""
+    code += "; import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_import_rollout_loads_what_is_used_and_no_server_of_the_router() -> None:
+    assert not {"pydantic", "aiohttp", "asyncio"} & loaded_by("import rollout")
+    assert "fastapi" not in loaded_by("from rollout import *")
+
+
+def test_the_public_names_are_the_same_for_a_type_checker_and_at_run_time() -> None:
+    tree = ast.parse((ROOT / "rollout/__init__.py").read_text())
+    checked = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert checked == rollout._HOME
+    assert set(rollout.__all__) == {*checked, "launch", "connect"}
+    for name in rollout.__all__:
+        assert getattr(rollout, name).__name__ == name
+        assert name in dir(rollout)

@@ -1,16 +1,20 @@
 """What CI runs besides the tests: the sum of the runs, the audit of the pins, the Pythons."""
 
 import asyncio
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -239,22 +243,50 @@ def pythons(folder: Path) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def collected(folder: Path, module: str) -> str:
-    """What pytest reports of a module with this import, where torch is not installed."""
+def collected(folder: Path, line: str) -> str:
+    """What pytest reports of a module with this line, where torch is not installed."""
     (folder / "conftest.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    (folder / "test_one.py").write_text(f"import {module}\n\ndef test_nothing(): ...\n")
+    (folder / "test_one.py").write_text(f"{line}\n\ndef test_nothing(): ...\n")
     plugin = ("-p", "tests.support.optional_packages")
     command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", str(folder)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
 
 
+LEFT_OUT = "left out: 1 tests and test modules, torch is not installed"
+
+
 def test_modules_that_need_a_missing_package_are_counted_and_other_errors_stay(
     tmp_path: Path,
 ) -> None:
-    output = collected(tmp_path, "torch")
-    assert "test modules left out: 1, torch is not installed" in output
-    assert "= 1 skipped in" in output
-    assert "= 1 error in" in collected(tmp_path, "torhc")
+    output = collected(tmp_path, "import torch")
+    assert LEFT_OUT in output
+    assert "= 1 deselected in" in output
+    assert "= 1 error in" in collected(tmp_path, "import torhc")
+
+
+def test_only_what_lacks_an_optional_package_is_left_out_and_not_skipped(tmp_path: Path) -> None:
+    output = collected(tmp_path, "import pytest; torch = pytest.importorskip('torch')")
+    assert LEFT_OUT in output
+    assert "= 1 deselected in" in output
+    other = collected(tmp_path, "import pytest; pytest.skip('no GPU', allow_module_level=True)")
+    assert "= 1 skipped in" in other
+
+
+def test_the_fast_tests_install_neither_torch_nor_ray() -> None:
+    """Else each of their environments has gigabytes of CUDA."""
+    (extras,) = re.findall(r"^FAST_EXTRAS := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = [project["optional-dependencies"][extra] for extra in extras.split(",")]
+    found, new = set[str](), [*project["dependencies"], *itertools.chain(*parts)]
+    while new:
+        one = Requirement(new.pop())
+        if one.name.lower() in found or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(one.name.lower())
+        with suppress(metadata.PackageNotFoundError):
+            new += metadata.requires(one.name) or []
+    assert {"pytest", "pyarrow", "pygments"} <= found
+    assert not {"torch", "ray", "transformers"} & found
 
 
 OF_KINDS = """

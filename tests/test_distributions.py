@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,26 @@ def test_one_wheel_is_for_every_python_and_every_linux_of_ten_years(built: dict[
     assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/"))]
 
 
+def test_the_description_has_no_links_into_the_repository(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        description = wheel.read("ray_rollout-0.1.0.dist-info/METADATA").decode()
+    assert "Description-Content-Type: text/markdown" in description
+    assert "errors (`docs/failures.md`)" in description
+    assert re.findall(r"\]\((?!https?:).*", description) == []
+
+
+def test_the_source_distribution_tests_itself(built: dict[str, Path], tmp_path: Path) -> None:
+    """With this environment's packages, but its own code."""
+    with tarfile.open(built["source"]) as source:
+        source.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    where = "import rollout, engines; print(rollout.__file__, engines.__file__)"
+    printed = run(sys.executable, "-c", where, folder=folder)
+    assert printed.count(str(folder)) == 2
+    tests = ("tests/test_workflows.py", "tests/rollout/rules/test_lifecycle.py")
+    run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, folder=folder)
+
+
 def test_the_source_distribution_has_its_tests_and_examples(built: dict[str, Path]) -> None:
     with tarfile.open(built["source"]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
@@ -98,8 +119,10 @@ def test_it_works_in_an_empty_environment(
     run(python, "-m", "pip", "install", "-q", built[kind], folder=tmp_path)
     run(python, "-m", "pip", "check", folder=tmp_path)
     assert run(python.with_name("rollout"), "--version", folder=tmp_path).strip() == "0.1.0"
-    printed = run(python, "-c", "import rollout, engines; print(rollout.__file__)", folder=tmp_path)
-    assert printed.startswith(str(tmp_path))
+    code = "import rollout, engines, time; print(rollout.__file__, time.process_time())"
+    path, cpu_s = run(python, "-c", code, folder=tmp_path).split()
+    assert path.startswith(str(tmp_path))
+    assert float(cpu_s) < 0.5
     table = run(python.with_name("rollout"), "bench", folder=tmp_path)
     assert "update_weights" in table
     assert "lost per step" in table

@@ -28,6 +28,8 @@ from rollout.config.run_dir import RunFolder
 NUMS_OF_RANKS = (1, 2, 4)
 # Two engines, and four ranks with the tensors whole and in shards, must fit into memory together.
 _MOST_BYTES = 512 << 20
+# Less than this is the size of ``--smoke``: 4 ranks take half a minute to start.
+_SMALL_BYTES = 64 << 20
 _NUM_BUCKETS = 16
 _NUM_ENGINES = 2
 
@@ -40,6 +42,8 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
     from safetensors import safe_open
 
     with tempfile.TemporaryDirectory() as folder:
+        is_smoke = num_bytes < _SMALL_BYTES
+        nums_of_ranks = NUMS_OF_RANKS[:2] if is_smoke else NUMS_OF_RANKS
         model = _model(Path(folder), shape, min(num_bytes, _MOST_BYTES))
         with safe_open(model / "model.safetensors", "pt") as file:
             sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
@@ -50,10 +54,10 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
             "bucket_bytes": bucket_bytes,
         }
         with launch(_config(model, Path(folder), bucket_bytes)) as deployment:
-            for num_ranks in NUMS_OF_RANKS:
+            for num_ranks in nums_of_ranks:
                 with _ranks(deployment, model, num_ranks) as ranks:
                     figures[str(num_ranks)] = ranks.measure(sum(sizes), repeats)
-    for num_ranks in NUMS_OF_RANKS:
+    for num_ranks in nums_of_ranks:
         figures[str(num_ranks)] |= _to_one_rank(figures[str(num_ranks)], figures["1"])
     return figures
 
@@ -73,7 +77,7 @@ def _model(folder: Path, shape: str, num_bytes: int) -> Path:
     """Float32, so that an expert's tensor of 256 times 128 has 128 KiB."""
     from engines.embedded.tiny_model import make_tiny_model
 
-    is_small = num_bytes < 64 << 20
+    is_small = num_bytes < _SMALL_BYTES
     if shape == "dense":
         hidden_size = 128 if is_small else 1024
         layer_bytes = 9 * hidden_size**2 * 4

@@ -18,7 +18,6 @@ from rollout.core.errors import RolloutError
 def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = False) -> None:
     """Run engines, router and page without a trainer until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     loaded = load_config(config)
     done = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: done.set())

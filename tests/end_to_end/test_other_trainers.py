@@ -45,8 +45,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
         wheel = [f"{name}=={version}", "--no-deps", "--only-binary=:all:", "--quiet"]
         pip = [sys.executable, "-m", "pip", "download", *wheel, "--dest", str(folder)]
         done = subprocess.run(pip, capture_output=True, text=True, timeout=100, check=False)
-        if done.returncode:
-            pytest.skip(f"pip cannot download {name}=={version}: {done.stderr[-300:]}")
+        assert done.returncode == 0, f"pip download {name}=={version}: {done.stderr[-300:]}"
         (found,) = folder.glob(f"{name}-*.whl")
         zipfile.ZipFile(found).extractall(into)
         return into

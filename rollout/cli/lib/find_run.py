@@ -6,11 +6,14 @@ its file and process.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
-import httpx
 import typer
 
 from rollout.config.run_dir import CONTROL_FILE
@@ -18,6 +21,7 @@ from rollout.core.errors import ConfigError, RolloutError
 from rollout.observability.control_file import ControlFile
 
 _TIMEOUT_S = 15.0
+_without_proxy = build_opener(ProxyHandler({}))
 
 Run = Annotated[
     str,
@@ -72,24 +76,28 @@ class ServerViaPage:
 
     def _request(self, method: str, path: str) -> Any:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        request = Request(self.where + path, headers=headers, method=method)
         try:
-            response = httpx.request(
-                method, self.where + path, headers=headers, timeout=_TIMEOUT_S, trust_env=False
-            )
-        except httpx.HTTPError as error:
+            with _without_proxy.open(request, timeout=_TIMEOUT_S) as response:
+                return json.load(response)
+        except HTTPError as error:
+            if error.code == 401:
+                raise RolloutError(
+                    f"page {self.where} needs its key: --key, or ROLLOUT_KEY"
+                ) from None
+            raise RolloutError(
+                f"page {self.where}: {method} {path}: {_error_text(error)}"
+            ) from None
+        except (OSError, HTTPException, ValueError) as error:
             raise RolloutError(f"page {self.where} does not answer: {error}") from None
-        if response.status_code == 401:
-            raise RolloutError(f"page {self.where} needs its key: --key, or ROLLOUT_KEY")
-        if not response.is_success:
-            raise RolloutError(f"page {self.where}: {method} {path}: {_error_text(response)}")
-        return response.json()
 
 
-def _error_text(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"
+def _error_text(error: HTTPError) -> str:
+    with error:
+        try:
+            return str(json.load(error)["error"]["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"HTTP {error.code}"
 
 
 def find(

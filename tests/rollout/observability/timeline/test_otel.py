@@ -16,7 +16,7 @@ from rollout.runtime.local import launch_local
 from tests.support.paged import step
 from tests.support.served_fakes import engines_of, launched
 
-pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry's SDK is not installed")
+pytest.importorskip("opentelemetry.sdk.trace")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 trace = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
 

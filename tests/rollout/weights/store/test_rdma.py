@@ -213,9 +213,10 @@ def test_an_engine_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def real() -> None:
+    pytest.importorskip("mooncake")
     pytest.importorskip(
         "mooncake.engine",
-        reason="needs the extra mooncake, and libibverbs1, libnuma1 and libcurl4 of the system",
+        reason="needs libibverbs1, libnuma1 and libcurl4 of the system (make system)",
         exc_type=ImportError,
     )
 

@@ -249,7 +249,8 @@ sys.stdin.read()
 def apart(node: str, base: Path) -> Iterator[tuple[AgentClient, int]]:
     """An agent with a tmpfs of its own at ``base``, and its pid."""
     mounted = 'mount -t tmpfs -o size=64m none "$1" && shift && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", str(base)]
+    as_root = ["--map-root-user"] if os.getuid() else []
+    command = ["unshare", *as_root, "--mount", "sh", "-c", mounted, "sh", str(base)]
     command += [sys.executable, "-c", AGENT, node, str(base / "store")]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
