@@ -126,7 +126,8 @@ class GenerateTranscript(Transcript):
         SGLang's events report their weight version; ``version`` is for vLLM's, which do not.
         """
         raw = self._for_next_engine()
-        self._vllm = VllmEvents(version, len(raw["input_ids"])) if is_vllm else None
+        sampling, num_prompt = raw["sampling_params"], len(raw.get("input_ids") or ())
+        self._vllm = VllmEvents(version, num_prompt, sampling) if is_vllm else None
         return dumps(to_vllm(raw) if is_vllm else raw)
 
     def _for_next_engine(self) -> Payload:
