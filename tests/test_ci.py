@@ -95,14 +95,14 @@ def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: P
     ]
     at = output.index("== failed once, and passed when run again:")
     assert output[at + 1].startswith("FAILED tests/test_one.py::test_it")
-    assert output[-1] == "== 35 passed, 9 deselected in 12.00s =="
+    assert output[-1] == "== 45 passed, 9 deselected in 15.00s =="
 
 
 def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test", twice=True)
     assert status == 1
-    assert calls[-1] == "VENV=.venv-ci test-sglang"
-    assert output[-1] == "== 1 failed, 34 passed in 12.00s =="
+    assert calls[-1] == "VENV=.venv-ci test-vllm"
+    assert output[-1] == "== 1 failed, 44 passed in 15.00s =="
 
 
 LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")

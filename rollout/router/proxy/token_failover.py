@@ -23,7 +23,7 @@ from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, signature
 from rollout.router.http.request import may_want_prompt_logprobs, session_of
-from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH
+from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.prefill_decode import PromptLogprobs
 from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
@@ -31,6 +31,7 @@ from rollout.router.transcripts.openai import OpenAITranscript, read_openai
 from rollout.router.transcripts.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.transcripts.request_body import MAX_READ_BYTES
 from rollout.router.transcripts.transcript import UNUSABLE
+from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 
 if TYPE_CHECKING:
     from rollout.router.proxy.exchange import Exchange
@@ -44,14 +45,19 @@ _NOT_RECORDABLE = (
     f"documented types, and a body of at most {MAX_READ_BYTES} bytes"
 )
 
-AnyTranscript = GenerateTranscript | OpenAITranscript | RecordedChat
+_NEEDS_VLLM = (
+    "engines of SGLang serve here too, and have no /inference/v1/generate; send /generate, which "
+    "engines of both kinds take"
+)
+
+AnyTranscript = GenerateTranscript | VllmTranscript | OpenAITranscript | RecordedChat
 
 
 def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
     """The tokens of a request with this head may have to be read."""
     if head.route.path not in COMPLETION_PATHS:
         return False
-    if _is_for_vllm(proxy, head.route.path):
+    if _is_for_vllm(proxy, head.route.path) or _lacks_vllm(proxy, head.route.path):
         return True
     if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
         return True
@@ -66,6 +72,8 @@ def read_tokens(
     Returns:
         The error response instead, where the client wants its turn recorded and it cannot be.
     """
+    if _lacks_vllm(proxy, head.route.path):
+        return responses.error(404, "not_found", _NEEDS_VLLM)
     is_recorded = _RECORD in head.switched_on
     is_translated = _is_for_vllm(proxy, head.route.path)
     is_kept = is_recorded or is_translated or proxy.config.token_failover == "on"
@@ -93,6 +101,11 @@ def _is_for_vllm(proxy: Proxy, path: str) -> bool:
     return path == GENERATE_PATH and proxy.gate.members.has_vllm
 
 
+def _lacks_vllm(proxy: Proxy, path: str) -> bool:
+    """A request in vLLM's form may go to an engine that is none."""
+    return path == VLLM_GENERATE_PATH and proxy.gate.members.is_mixed
+
+
 def _why_not_vllm(transcript: AnyTranscript | None) -> str:
     if not isinstance(transcript, GenerateTranscript):
         return (
@@ -108,6 +121,8 @@ def _read_transcript(
     match path:
         case "/generate":
             return read_transcript(body, proxy.config.failover_interval)
+        case "/inference/v1/generate":
+            return read_vllm(body)
         case "/v1/completions":
             return read_openai(body, is_chat=False)
         case "/v1/chat/completions" if is_recorded:
@@ -156,7 +171,7 @@ class TokenFailover:
 
     def body(self, weight_version: int | None, *, is_vllm: bool = False) -> bytes:
         """The request's body for the next engine, which holds this weight version."""
-        if isinstance(self._transcript, GenerateTranscript):
+        if isinstance(self._transcript, GenerateTranscript | OpenAITranscript):
             return self._transcript.body(weight_version, is_vllm=is_vllm)
         return self._transcript.body(weight_version)
 

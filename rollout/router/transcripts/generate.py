@@ -179,7 +179,8 @@ class GenerateTranscript(Transcript):
         if is_vllm:
             raw = self._raw_with_ids(self._for_next_engine())
             self._passes_on = False
-            self._vllm = VllmEvents(version, len(raw["input_ids"]))
+            num_prompt = len(raw.get("input_ids") or ())
+            self._vllm = VllmEvents(version, num_prompt, raw["sampling_params"])
             return dumps(to_vllm(raw))
         fields = dumps(self._for_next_engine()) if self._base.num else self._fields
         return fields if prompt is None else prompt.in_body(fields, self._base.ids)

@@ -120,14 +120,14 @@ class OpenAITranscript(Transcript):
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self, version: int | None) -> bytes:
-        """The body for the next engine, which holds weight ``version``."""
+    def body(self, version: int | None, *, is_vllm: bool = False) -> bytes:
+        """The body for the next engine, which holds weight ``version``, in its own words."""
         self._version = version
         raw = {**self._raw, "stream": True}
         options = raw.get("stream_options") or {}
         raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
         if self._trims:
-            raw["no_stop_trim"] = True
+            raw["include_stop_str_in_output" if is_vllm else "no_stop_trim"] = True
         if self._is_recorded and not self._wants_logprobs:
             raw["logprobs"] = 0
         if not self._is_chat:
@@ -135,6 +135,8 @@ class OpenAITranscript(Transcript):
         done = self._base.num
         if done:
             self._continue(raw, done)
+        if is_vllm and raw.get("continue_final_message"):
+            raw["add_generation_prompt"] = False  # vLLM refuses both
         return dumps(raw)
 
     def _continue(self, raw: Payload, done: int) -> None:
@@ -171,10 +173,10 @@ class OpenAITranscript(Transcript):
     def _absorb_choice(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta") or {}
         text = (delta.get("content") if self._is_chat else choice.get("text")) or ""
-        if delta.get("reasoning_content"):
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):  # vLLM's word
             if self._base.num:
                 raise ValueError("reasoning comes after text that was continued")
-            self._reasoning += delta["reasoning_content"]
+            self._reasoning += thought
             self.can_continue = False
         ids = list(choice.get("token_ids") or [])
         if choice.get("prompt_token_ids") is not None and self._prompt_ids is None:
@@ -190,7 +192,7 @@ class OpenAITranscript(Transcript):
         now.spans = self._spans(now.num)
         check_budget(self._base.num + now.num, self._budget)
         if choice.get("finish_reason"):
-            matched = choice.get("matched_stop")
+            matched = choice.get("matched_stop", choice.get("stop_reason"))  # vLLM's word
             self._finish = {"type": finish_of(choice["finish_reason"]), "matched": matched}
             if self._trims and isinstance(matched, str):
                 self._trim(matched)

@@ -59,11 +59,25 @@ def to_vllm(raw: Mapping[str, Any]) -> Payload:
     sampling = sampling_body({name: one for name, one in wanted.items() if one is not None})
     if raw.get("return_logprob"):
         sampling["logprobs"] = 0
+    if trims_stop(wanted):
+        sampling["include_stop_str_in_output"] = True
     body: Payload = {"sampling_params": sampling, "output_mode": "text", "stream": True}
     for name, theirs in _NAMES.items():
         if theirs and raw.get(name) is not None:
             body[theirs] = raw[name]
     return body
+
+
+def trims_stop(sampling: Mapping[str, Any]) -> bool:
+    """Whether the text ends before its stop string.  vLLM then sends tokens before their text,
+    which would be lost with the engine; so it has to send all text, and the router trims it."""
+    return bool(sampling.get("stop")) and not sampling.get("no_stop_trim")
+
+
+def without_stop(text: str, stop: str, min_tokens: int | None) -> str:
+    """The text before its stop string; one before the minimum length did not count."""
+    at = text.rfind(stop) if min_tokens else text.find(stop)
+    return text if at < 0 else text[:at]
 
 
 class VllmEvents:
@@ -72,35 +86,50 @@ class VllmEvents:
     Args:
         version: weight version that the engine held when the request was sent.
         num_prompt: tokens of the prompt that was sent.
+        sampling: the parameters that were sent, in SGLang's names.
     """
 
-    def __init__(self, version: int | None, num_prompt: int) -> None:
+    def __init__(self, version: int | None, num_prompt: int, sampling: Mapping[str, Any]) -> None:
         self._version = None if version is None else str(version)
         self._num_prompt = num_prompt
-        self._num_tokens = 0
-        self._has_logprobs = False
+        self._trims = trims_stop(sampling)
+        self._min_tokens = sampling.get("min_new_tokens")
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[Any] | None = None
 
     def as_sglang(self, event: Mapping[str, Any]) -> Payload:
-        """The same as an event of SGLang that has only what is new."""
+        """The same as an event of SGLang that has only what is new; everything, where the text is
+        trimmed."""
         (choice,) = event["choices"]
-        ids = choice.get("token_ids") or []
-        self._num_tokens += len(ids)
+        ids, text = choice.get("token_ids") or [], choice.get("text") or ""
+        self._ids += ids
+        self._text += text
+        finish = _finish(choice)
         meta: Payload = {
             "id": str(event.get("request_id") or "").removeprefix(REQUEST_PREFIX),
             "prompt_tokens": self._num_prompt,
-            "completion_tokens": self._num_tokens,
+            "completion_tokens": len(self._ids),
             "weight_version": self._version,
-            "finish_reason": _finish(choice),
+            "finish_reason": finish,
         }
+        entries: list[Any] = []
         logprobs = (choice.get("logprobs") or {}).get("content")
-        self._has_logprobs = self._has_logprobs or logprobs is not None
-        if self._has_logprobs:
+        if logprobs is not None or self._logprobs is not None:
             pairs = zip(logprobs or [], ids, strict=True)
-            meta["output_token_logprobs"] = [[one["logprob"], token, None] for one, token in pairs]
+            entries = [[one["logprob"], token, None] for one, token in pairs]
+            self._logprobs = self._logprobs or []
+            self._logprobs += entries
         if spans := choice.get("weight_versions"):
             meta["weight_versions"] = spans
             meta["weight_version"] = spans[-1]["version"]
-        return {"text": choice.get("text") or "", "output_ids": ids, "meta_info": meta}
+        stop = finish.get("matched") if finish is not None and self._trims else None
+        if isinstance(stop, str):
+            text = without_stop(self._text, stop, self._min_tokens)
+            ids, entries = self._ids, self._logprobs or []
+        if self._logprobs is not None:
+            meta["output_token_logprobs"] = entries
+        return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
 def _finish(choice: Mapping[str, Any]) -> Payload | None:

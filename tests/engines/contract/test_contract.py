@@ -33,7 +33,7 @@ LONGER = SamplingParams(max_new_tokens=500, temperature=0.0, ignore_eos=True)
 
 DIFFERENCES: dict[str, dict[str, str]] = {
     "an abort by id ends every id that begins with it": {
-        "embedded": "ends exactly that id; a prefix match is a trap nobody wants twice",
+        "embedded": "ends exactly that id",
         "vllm": "ends exactly that id",
     },
     "unknown names and tags are passed over in silence": {
@@ -95,7 +95,7 @@ async def test_a_completion_has_all_that_a_trainer_needs(bench: Bench) -> None:
     assert [(one.version, one.start, one.end) for one in reply.weight_versions] == [("0", 0, 8)]
 
 
-async def test_the_logprobs_of_a_prompt_tell_one_set_of_weights_from_another(
+async def test_the_logprobs_of_a_prompt_differ_between_two_sets_of_weights(
     bench: Bench,
 ) -> None:
     async def ask() -> tuple[float, ...]:
@@ -117,8 +117,8 @@ async def test_the_logprobs_of_a_prompt_tell_one_set_of_weights_from_another(
     assert max(abs(one - other) for one, other in zip(before, after, strict=True)) > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS[2:], indirect=True)
-async def test_a_streamed_completion_tells_each_token_with_its_log_prob(bench: Bench) -> None:
+@pytest.mark.parametrize("kind", [*KINDS[2:], VLLM], indirect=True)
+async def test_a_streamed_completion_has_the_log_prob_of_each_token(bench: Bench) -> None:
     """What a router goes on from when this engine is lost; the fakes have no such route."""
     body = {
         "prompt": list(PROMPT),
@@ -139,8 +139,9 @@ async def test_a_streamed_completion_tells_each_token_with_its_log_prob(bench: B
     told = [one["logprobs"] for one in choices if one["logprobs"]]
     for name in ("tokens", "token_logprobs", "text_offset"):
         assert sum(len(one[name]) for one in told) == 8, name
-    # Empty, not missing: none were requested.
-    assert [one["top_logprobs"] for one in told] == [[]] * len(told)
+    # Not missing: empty, as none were requested, or vLLM's, which has the token itself.
+    for one in told:
+        assert len(one["top_logprobs"]) in (0, len(one["tokens"]))
 
 
 async def test_a_stream_is_cumulative_and_ends_like_the_whole_answer(bench: Bench) -> None:
@@ -241,7 +242,7 @@ async def test_a_frozen_request_goes_on_as_if_nothing_had_been(
     assert last.output_ids == whole.output_ids
 
 
-async def test_flush_waits_for_nobody_unless_told(bench: Bench) -> None:
+async def test_flush_waits_for_requests_only_within_its_timeout(bench: Bench) -> None:
     async with bench.in_flight():
         for timeout_s in (None, 0.05):
             with pytest.raises(EngineRejected):
@@ -358,7 +359,7 @@ async def test_weights_come_from_disk_without_a_session(bench: Bench) -> None:
     assert (await bench.engine.weights_checker()).checksum != before.checksum
 
 
-@NOT_VLLM  # vLLM ended in our run; the cause was not found
+@NOT_VLLM  # vLLM has no weights between start and finish: it ends
 async def test_an_update_without_a_pause_waits_for_what_runs(bench: Bench) -> None:
     async with bench.in_flight(LONG) as request:
         await bench.push("second", "1")
@@ -451,7 +452,7 @@ async def test_a_version_set_without_a_word_aborts_everything(bench: Bench) -> N
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-async def test_a_version_set_by_itself_aborts_only_when_told(bench: Bench, aborts: bool) -> None:
+async def test_a_version_set_by_itself_aborts_only_on_request(bench: Bench, aborts: bool) -> None:
     # One that is to be aborted must not be over before, however busy the machine is.
     async with bench.in_flight(ENDLESS if aborts else LONG) as request:
         await bench.engine.update_weight_version("8", abort_all_requests=aborts)

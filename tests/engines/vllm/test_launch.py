@@ -15,6 +15,7 @@ from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import EngineSpec
 from engines.vllm.command import build_command
 from engines.vllm.environment import build_environment
+from engines.vllm_cpu.options import cpu_environment
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
 from rollout.runtime.preflight import check_before_launch, wrong_settings
@@ -54,6 +55,14 @@ def test_options_travel_in_vllms_names_and_replace_ours() -> None:
     assert "--tensor-parallel-size" not in found
     overrides = start_settings(replace(SPEC, options=options), {}).overrides
     assert [one.name for one in overrides] == ["enable_scale_out"]
+
+
+def test_threads_of_vllm_on_a_cpu_are_the_cores_of_its_engine() -> None:
+    """By default as many as the machine has, which is slow beside other processes."""
+    assert cpu_environment(3)["OMP_NUM_THREADS"] == "3"
+    assert build_environment(SPEC, {}, cpu=cpu_environment(1))["OMP_NUM_THREADS"] == "1"
+    ours = replace(SPEC, env={"OMP_NUM_THREADS": "7"})
+    assert build_environment(ours, {}, cpu=cpu_environment(1))["OMP_NUM_THREADS"] == "7"
 
 
 def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> None:

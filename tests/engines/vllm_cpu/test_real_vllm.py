@@ -7,6 +7,7 @@ last one ends it.
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
 from engines.vllm_cpu.options import cpu_options
+from rollout.router.transcripts.openai import OpenAITranscript, read_openai
+from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 from tests.engines.embedded.reference import greedy
 from tests.support.contract import Models
 from tests.support.real_vllm import (
@@ -79,6 +82,70 @@ def test_fingerprints_are_of_the_checkpoints_own_bytes(vllm: RealVllm, models: M
         "shape": [259, 256],
         "is_tied": False,
     }
+
+
+def test_no_worker_polls_for_work_in_a_process_of_its_own(vllm: RealVllm) -> None:
+    """Two that poll take the cores from every client: its aborts came after the last token."""
+    config = vllm.http.get("/server_info", params={"config_format": "json"}).json()
+    assert config["vllm_config"]["parallel_config"]["distributed_executor_backend"] == "uni"
+
+
+def ask_as_router(
+    vllm: RealVllm, path: str, body: bytes, transcript: VllmTranscript | OpenAITranscript
+) -> None:
+    """Absorb the events of this request."""
+    answer = vllm.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    for line in answer.content.split(b"\n"):
+        if line.startswith(b"data: {"):
+            transcript.absorb(json.loads(line[6:]))
+
+
+def test_a_request_of_the_router_continues_on_vllms_own_route(vllm: RealVllm) -> None:
+    sampling = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    raw = {"token_ids": list(PROMPT), "sampling_params": sampling}
+    first, rest = read_vllm(json.dumps(raw).encode()), vllm.greedy(8)
+    assert first is not None
+    ask_as_router(vllm, "/inference/v1/generate", first.body(0), first)
+    assert first.payload()["choices"][0]["token_ids"] == rest[:5]
+
+    sampling["max_tokens"] = 8
+    lost = read_vllm(json.dumps(raw).encode())
+    assert lost is not None
+    lost.body(0)
+    entries = first.payload()["choices"][0]["logprobs"]["content"]
+    lost.absorb({"choices": [{"token_ids": rest[:5], "logprobs": {"content": entries}}]})
+    lost.lose_engine()
+    ask_as_router(vllm, "/inference/v1/generate", lost.body(0), lost)
+    (choice,) = lost.payload()["choices"]
+    assert choice["token_ids"] == rest
+    assert len(choice["logprobs"]["content"]) == 8
+    assert choice["finish_reason"] == "length"
+    assert lost.num_kept == 5
+
+
+def test_openai_requests_of_the_router_continue(vllm: RealVllm) -> None:
+    common = {"model": str(vllm.model), "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    completion = {**common, "prompt": list(PROMPT), "logprobs": 0, "return_token_ids": True}
+    asked = read_openai(json.dumps(completion).encode(), is_chat=False)
+    assert asked is not None
+    ask_as_router(vllm, "/v1/completions", asked.body(0, is_vllm=True), asked)
+    (choice,) = asked.payload()["choices"]
+    assert choice["token_ids"] == vllm.greedy(8)
+    assert choice["prompt_token_ids"] == list(PROMPT)
+    assert len(choice["logprobs"]["token_logprobs"]) == 8
+
+    chat = {**common, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+    begun = read_openai(json.dumps(chat).encode(), is_chat=True)
+    assert begun is not None
+    begun.body(0, is_vllm=True)
+    event = {"choices": [{"delta": {"content": "Once"}}], "usage": {"completion_tokens": 4}}
+    begun.absorb(event)
+    begun.lose_engine()
+    ask_as_router(vllm, "/v1/chat/completions", begun.body(0, is_vllm=True), begun)
+    reply = begun.payload()
+    assert reply["choices"][0]["message"]["content"].startswith("Once")
+    assert reply["usage"]["completion_tokens"] == 8
 
 
 def test_vllms_own_checksums_are_of_something(vllm: RealVllm) -> None:
@@ -212,14 +279,23 @@ def test_the_kv_cache_can_be_released_alone(vllm: RealVllm, models: Models) -> N
 
 
 def test_what_touches_released_weights_ends_the_engine(vllm: RealVllm) -> None:
-    """As on a GPU; the last test, for nothing serves after it."""
+    """As on a GPU; the last test, for nothing serves after it.
+
+    vLLM's server closes its port.  It waits for the call in which its engine core died, and so
+    neither answers that call nor exits.
+    """
     vllm.sleep(2)
-    try:
-        answer = vllm.http.post("/weight_checker", json={"action": "checksum"})
-        assert answer.status_code == 500
-    except httpx.TransportError:
-        pass
+    with pytest.raises(httpx.TransportError):
+        vllm.http.post("/weight_checker", json={"action": "checksum"}, timeout=10)
     deadline = time.monotonic() + 60
-    while vllm.is_alive() and time.monotonic() < deadline:
+    while serves(vllm) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not vllm.is_alive()
+    assert not serves(vllm)
+    assert "EngineDeadError" in vllm.log_tail()
+
+
+def serves(vllm: RealVllm) -> bool:
+    try:
+        return vllm.http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

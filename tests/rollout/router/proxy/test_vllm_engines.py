@@ -1,4 +1,5 @@
-"""vLLM engines behind the router: SGLang's ``/generate`` in, its replies out, and failover."""
+"""vLLM engines behind the router: SGLang's ``/generate`` in, its replies out, and failover; and
+vLLM's own route."""
 
 from __future__ import annotations
 
@@ -39,6 +40,11 @@ class Served:
             client.post(self._url + path, json=body, headers=headers) as reply,
         ):
             return reply.status, reply.headers, await reply.read()
+
+    async def turns(self, session: str) -> Any:
+        async with aiohttp.ClientSession() as client:
+            reply = await client.get(f"{self._url}/sessions/{session}")
+            return (await reply.json())["turns"]
 
     async def generate(self, num: int = 8, **more: Any) -> Any:
         sampling = {"max_new_tokens": num} | more.pop("sampling_params", {})
@@ -172,6 +178,80 @@ async def test_vllms_own_route_is_passed_on_and_stamped() -> None:
         assert len(choice["token_ids"]) == 4
         assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 4}]
         assert headers["x-weight-version"] == "3"
+
+
+def vllms_body(num: int, **more: Any) -> dict[str, Any]:
+    sampling = {"max_tokens": num, "logprobs": 0} | more.pop("sampling_params", {})
+    return {"token_ids": PROMPT, "sampling_params": sampling, **more}
+
+
+def events_of(content: bytes) -> list[Any]:
+    return [json.loads(line[6:]) for line in content.split(b"\n") if line[:7] == b"data: {"]
+
+
+async def lost_one(whole: Served, **body: Any) -> bytes:
+    """The reply of the one of two requests whose engine died after nine tokens."""
+    whole.engines[0].faults.strike("generate", faults.die(tokens=9))
+    for _ in range(2):
+        status, _, content = await whole.post(vllms_body(20, **body), "/inference/v1/generate")
+        assert status == 200, content
+        if whole.engines[0].is_dead:
+            return bytes(content)
+    raise AssertionError("no request was on the engine that dies")
+
+
+async def test_a_request_on_vllms_own_route_goes_on_with_its_tokens() -> None:
+    async with served("vllm", "vllm", token_failover="on") as whole:
+        status, _, content = await whole.post(vllms_body(20), "/inference/v1/generate")
+        assert status == 200
+        (unbroken,) = json.loads(content)["choices"]
+        await whole.engines[1].answer("/update_weight_version", {"new_version": "4"})  # type: ignore[attr-defined]
+        reply = json.loads(await lost_one(whole))
+        (choice,) = reply["choices"]
+        assert choice.keys() >= unbroken.keys() - {"text"}
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 20
+        old, new = choice["weight_versions"]
+        assert choice["token_ids"][: old["end"]] == unbroken["token_ids"][: old["end"]]
+        assert (old["version"], old["start"]) == ("3", 0)
+        assert (new["version"], new["start"], new["end"]) == ("4", old["end"], 20)
+        assert choice["finish_reason"] == "length"
+        assert reply["usage"]["completion_tokens"] == 20
+        assert reply["num_failovers"] == 1
+
+
+async def test_a_stream_on_vllms_own_route_goes_on_with_its_tokens() -> None:
+    async with served("vllm", "vllm", token_failover="on") as whole:
+        content = await lost_one(whole, stream=True, stream_options={"include_usage": True})
+        *events, usage = events_of(content)
+        assert content.endswith(b"data: [DONE]\n\n")
+        choices = [choice for event in events for choice in event["choices"]]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 20
+        assert sum(len(choice["logprobs"]["content"]) for choice in choices) == 20
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == "length"
+        assert choices[-1]["weight_versions"] == [{"version": "3", "start": 0, "end": 20}]
+        assert usage["usage"]["total_tokens"] == len(PROMPT) + 20
+
+
+async def test_a_turn_on_vllms_own_route_is_recorded() -> None:
+    async with served("vllm", token_failover="asked") as whole:
+        headers = {"x-record-turn": "1", "x-session-id": "s"}
+        body = vllms_body(4, sampling_params={"logprobs": None})
+        status, _, content = await whole.post(body, "/inference/v1/generate", **headers)
+        assert status == 200
+        (choice,) = json.loads(content)["choices"]
+        assert choice["logprobs"] is None  # its client did not request them
+        (turn,) = await whole.turns("s")
+        assert turn["input_ids"] == PROMPT
+        assert turn["output_ids"] == choice["token_ids"]
+        assert turn["output_logprobs"] == [-1.0] * 4
+
+
+async def test_vllms_own_route_is_refused_where_sglang_serves_too() -> None:
+    async with served("vllm", "sglang") as whole:
+        status, _, content = await whole.post(vllms_body(4), "/inference/v1/generate")
+        assert status == 404
+        assert b"send /generate, which engines of both kinds take" in content
 
 
 async def test_an_abort_at_the_router_ends_every_id_that_begins_so() -> None:
