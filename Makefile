@@ -41,7 +41,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .NOTPARALLEL:
 .PHONY: help system quickstart test check format bench workflows constraints clean \
 	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-wheels explore docs \
-	audit dist
+	audit dist screenshots
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLOR
 
 workflows: $(DEV_STAMP) ## generate .github/workflows/tests.yml from its template
 	$(BIN)/python .github/workflows/generate.py
+
+screenshots: $(DEV_STAMP) ## take the screenshots of the documentation, in chromium
+	$(BIN)/python -m tests.support.page_screenshots docs/images
 
 docs: $(DOCS_STAMP) ## build the documentation into site/; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -22,9 +21,9 @@ from rollout.cli.lib.launch_option import (
     spans_of_launch,
 )
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
-from rollout.config.run_dir import RunFolder
 from rollout.core.errors import ConfigError
 from rollout.observability import svg_charts
+from rollout.observability.recorded_figures import read_figures
 from rollout.observability.timeline.analysis import Step, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import read_spans
@@ -89,18 +88,6 @@ def report(
         )
     else:
         console().print(f"{target}: {totals}")
-
-
-def read_figures(run: Path) -> list[dict[str, Any]]:
-    """The figures that drivers reported, by time; incomplete lines are skipped."""
-    figures = []
-    for file in RunFolder(run, run.name).figure_files():
-        for line in file.read_text().splitlines():
-            try:
-                figures.append(json.loads(line))
-            except ValueError:
-                continue
-    return sorted(figures, key=lambda entry: entry["at_s"])
 
 
 def render_report(

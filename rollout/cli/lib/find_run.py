@@ -6,20 +6,18 @@ its file and process.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import httpx
-import psutil
 import typer
 
 from rollout.config.run_dir import CONTROL_FILE
 from rollout.core.errors import ConfigError, RolloutError
+from rollout.observability.control_file import ControlFile
 
 _TIMEOUT_S = 15.0
-_SAME_PROCESS_S = 2.0
 
 Run = Annotated[
     str,
@@ -112,11 +110,11 @@ def find(
     gone = []
     runs = set()
     for file in _control_files(run):
-        control = json.loads(file.read_text())
-        if _is_gone(control):
-            gone.append(f"{file}: process {control['pid']} is gone")
+        control = ControlFile.read(file)
+        if control.is_gone:
+            gone.append(f"{file}: process {control.pid} is gone")
         else:
-            found.append(ServerViaPage(control["server"], control["url"], key, control["pid"]))
+            found.append(ServerViaPage(control.server, control.url, key, control.pid))
             runs.add(str(file.parent.parent))
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")
@@ -142,14 +140,6 @@ def files_of_run(run: str, *patterns: str) -> list[Path]:
             if files := sorted(folder.glob(pattern)):
                 return files
     return []
-
-
-def _is_gone(control: dict[str, Any]) -> bool:
-    try:
-        began_s = psutil.Process(control["pid"]).create_time()
-    except psutil.Error:
-        return True
-    return abs(began_s - float(control["began_s"])) > _SAME_PROCESS_S
 
 
 def _over_ray(run: str, address: str, namespace: str) -> list[RunningServer]:

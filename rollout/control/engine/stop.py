@@ -50,10 +50,10 @@ async def confirm_ended_by_others(member: EngineState) -> None:
         )
 
 
-async def log_tail(process: RunningEngine) -> str:
-    """The last lines of its log, for an error message."""
+async def log_tail(process: RunningEngine, num_lines: int = 20) -> str:
+    """The last lines of its log, or why they cannot be read."""
     try:
         async with asyncio.timeout(TAIL_TIMEOUT_S):
-            return await process.log_tail()
+            return await process.log_tail(num_lines)
     except Exception as error:  # a missing log must not hide the failure it would explain
         return f"(no log: {describe(error)})"

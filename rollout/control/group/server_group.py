@@ -301,9 +301,9 @@ class ServerGroup:
         """The timeline since ``cursor``, and the open spans."""
         return self.timeline.since(cursor)
 
-    async def log_tail(self, engine_id: str) -> str:
+    async def log_tail(self, engine_id: str, num_lines: int = 20) -> str:
         """The last lines of an engine's log."""
-        return await log_tail(self._engines[engine_id].process)
+        return await log_tail(self._engines[engine_id].process, num_lines)
 
     # -- remove and add engines -------------------------------------------------------------
 

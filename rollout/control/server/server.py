@@ -70,6 +70,7 @@ class PageApi(Protocol):
     """A ``PageHost``: the live page."""
 
     def start(self, server: Any) -> Awaitable[str]: ...
+    def keep_figures(self) -> Awaitable[None]: ...
     def stop(self) -> Awaitable[None]: ...
 
 
@@ -175,6 +176,8 @@ class RolloutServer:
 
         Works also while a command hangs: it does not wait for the lock.
         """
+        if self._page is not None:
+            await self._page.keep_figures()
         self._gate.state = "closed"
         await self._recovery.stop()
         budget_s = self._config.lifecycle.stop_timeout_s
@@ -394,9 +397,10 @@ class RolloutServer:
         """Add to the timeline what the ranks of the trainer have measured in a push."""
         self.timeline.add(spans)
 
-    async def log_tail(self, engine_id: str) -> str:
+    async def log_tail(self, engine_id: str, num_lines: int = 20) -> str:
         """The last lines of an engine's log."""
-        return await self._registry.groups[self._registry.group_of(engine_id)].log_tail(engine_id)
+        group = self._registry.groups[self._registry.group_of(engine_id)]
+        return await group.log_tail(engine_id, num_lines)
 
     async def fence(self, engine_id: str, reason: str) -> None:
         """Fence an engine and end its process; recovery may restart it.

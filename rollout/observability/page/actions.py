@@ -18,6 +18,7 @@ from rollout.observability.page.access import Access, error_response
 from rollout.observability.page.state_cache import StateCache
 
 _LOG_S = 10.0
+_MAX_LOG_LINES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,12 @@ class ServerActions:
 
     Attributes:
         fence: takes an engine (id, reason) out of routing and kills it; recovery restarts it.
-        log_tail: returns the end of an engine's log.
+        log_tail: returns the last lines of an engine's log (id, number of lines).
         stop: begins to stop router, engines and the page.
     """
 
     fence: Callable[[str, str], Awaitable[None]]
-    log_tail: Callable[[str], Awaitable[str]]
+    log_tail: Callable[[str, int], Awaitable[str]]
     stop: Callable[[], None]
 
 
@@ -40,10 +41,11 @@ def action_routes(cache: StateCache, access: Access, actions: ServerActions) -> 
     routes = APIRouter()
 
     @routes.get("/api/engines/{engine_id}/log")
-    async def log(engine_id: str) -> JSONResponse:
+    async def log(engine_id: str, lines: int = 20) -> JSONResponse:
+        """The last lines of an engine's log, at most 64 KiB of it."""
         try:
             async with asyncio.timeout(_LOG_S):
-                tail = await actions.log_tail(engine_id)
+                tail = await actions.log_tail(engine_id, max(1, min(lines, _MAX_LOG_LINES)))
         except (ConfigError, KeyError) as reason:
             return error_response(404, "not_found", str(reason))
         except Exception as error:  # its owner does not answer: report that
@@ -54,7 +56,9 @@ def action_routes(cache: StateCache, access: Access, actions: ServerActions) -> 
     async def fence(engine_id: str, request: Request) -> JSONResponse:
         if not access.may_control(request.headers):
             return _control_refused(access)
-        known = [engine["engine_id"] for engine in cache.snapshot().get("engines", ())]
+        if engine_id not in cache.engine_ids():
+            await cache.refresh()  # it may be new
+        known = cache.engine_ids()
         if engine_id not in known:
             return error_response(
                 404, "not_found", f"no engine {engine_id}; known: {', '.join(known)}"

@@ -24,16 +24,18 @@ from rollout.observability.page.access import (
 from rollout.observability.page.actions import ServerActions, action_routes
 from rollout.observability.page.event_stream import DRAWN_KINDS, EventStream
 from rollout.observability.page.metrics_route import metrics_routes
+from rollout.observability.page.runs import RunsOfHost, run_routes
 from rollout.observability.page.state_cache import StateCache
 from rollout.observability.timeline.span import Kind
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/lanes.js": ("lanes.js", "text/javascript; charset=utf-8"),
-    "/curves.js": ("curves.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("page", "elements", "engines", "lanes", "curves", "reports", "log", "runs")
+    },
 }
 _HEADERS = {
     "cache-control": "no-store",
@@ -53,6 +55,7 @@ def page_app(
     access: Access,
     *,
     actions: ServerActions,
+    runs: RunsOfHost,
     router_key: str,
     run_id: str,
 ) -> FastAPI:
@@ -82,6 +85,7 @@ def page_app(
         _file_routes(),
         login_routes(access),
         _state_routes(cache, stream, run_id, access.has_control_key),
+        run_routes(runs),
         metrics_routes(cache, router_key),
         action_routes(cache, access, actions),
     ):
@@ -119,6 +123,12 @@ def _state_routes(
         """The state of server, groups and engines; ``fresh=1`` always queries the server."""
         await cache.refresh(0.0 if fresh else _FRESH_S)
         return {"run_id": run_id, "can_steer": can_steer, **cache.snapshot()}
+
+    @routes.get("/api/summary")
+    async def summary() -> dict[str, Any]:
+        """The server in a few values, for the pages of other servers."""
+        await cache.refresh(_FRESH_S)
+        return cache.summary()
 
     @routes.get("/api/spans")
     async def spans(since: int = 0, calls: bool = False, fresh: bool = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _MAX_BEHIND = 20
 DRAWN_KINDS = frozenset({Kind.PHASE, Kind.ENGINE, Kind.RANK, Kind.EVENT})
 _MAX_FIRST_SPANS = 20_000
 # Lists that only grow: a change contains only their new entries.
-_GROWING = ("events", "figures", "steps")
+_GROWING = ("events", "gate_events", "figures", "steps")
 
 Change = tuple[str, Any]
 
@@ -47,6 +47,7 @@ class EventStream:
         finally:
             task.cancel()
             await asyncio.wait([task])
+            await self._cache.aclose()
 
     def disconnect_all(self) -> None:
         """End the stream of every subscriber."""
@@ -81,6 +82,8 @@ class EventStream:
             began_s = time.thread_time()
             await self._cache.refresh()
             self._publish_changes()
+            if self._subscribers:
+                self._cache.request_loads()
             took_s = time.thread_time() - began_s
             self._has_subscriber.clear()
             pause_s = max(_SOON_S, _COST * took_s) if self._subscribers else IDLE_S

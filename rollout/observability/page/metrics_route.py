@@ -12,6 +12,7 @@ import aiohttp
 from fastapi import APIRouter, Response
 
 from rollout.observability.page.merged_metrics import merge_metrics
+from rollout.observability.page.outgoing_http import get, outgoing_session
 from rollout.observability.page.prometheus import render_metrics
 from rollout.observability.page.state_cache import StateCache
 
@@ -51,26 +52,17 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
 async def _scrape(targets: Iterable[_Target]) -> list[tuple[Mapping[str, str], str]]:
     """The labels and text of each target that answers."""
     limit = asyncio.Semaphore(_AT_ONCE)
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
-    ) as session:
+    async with outgoing_session(_TIMEOUT_S) as session:
 
         async def fetch(
             url: str, key: str, labels: Mapping[str, str]
         ) -> tuple[Mapping[str, str], str] | None:
-            headers = {"authorization": f"Bearer {key}"} if key else {}
             try:
-                async with (
-                    limit,
-                    session.get(url, headers=headers, allow_redirects=False) as response,
-                ):
-                    if response.status != 200:
-                        return None
-                    raw = await response.content.read(_MAX_BYTES)
-                    return labels, raw.decode(errors="replace")
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                async with limit:
+                    raw = await get(session, url, key=key, max_bytes=_MAX_BYTES)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
                 return None
+            return labels, raw.decode(errors="replace")
 
         pages = await asyncio.gather(*(fetch(*target) for target in targets))
     return [page for page in pages if page is not None]

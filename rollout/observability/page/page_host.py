@@ -24,10 +24,13 @@ from rollout.config import ServerConfig
 from rollout.config.run_dir import CONTROL_FILE, FIGURES_FILE, RunFolder
 from rollout.core.errors import RolloutError
 from rollout.core.http_thread import HttpThread
+from rollout.observability.control_file import ControlFile
 from rollout.observability.page.access import Access
 from rollout.observability.page.actions import ServerActions
 from rollout.observability.page.app import page_app
+from rollout.observability.page.engine_loads import EngineLoads
 from rollout.observability.page.event_stream import EventStream
+from rollout.observability.page.runs import RunsOfHost
 from rollout.observability.page.state_cache import StateCache
 from rollout.observability.server_snapshot import ServerSnapshot
 
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _START_S = 10.0
 _STOP_S = 5.0
+# For the last refresh, before the router stops.
+_LAST_S = 2.0
 # For requests in flight.
 _GRACEFUL_S = 1.0
 _MAX_HEAD_BYTES = 32 << 10
@@ -46,7 +51,7 @@ class ObservedServer(Protocol):
 
     def observe(self, cursors: Mapping[str, int]) -> Awaitable[ServerSnapshot]: ...
     def fence(self, engine_id: str, reason: str) -> Awaitable[None]: ...
-    def log_tail(self, engine_id: str) -> Awaitable[str]: ...
+    def log_tail(self, engine_id: str, num_lines: int) -> Awaitable[str]: ...
     def stop(self) -> Awaitable[None]: ...
 
 
@@ -61,12 +66,14 @@ class PageHost:
     def __init__(self, config: ServerConfig, run: RunFolder, name: str) -> None:
         self._config = config.page
         self._name = name
+        self._run = run
         self._folder = run.of_server(name)
         self._run_id = run.run_id
         self._launch = run.last_launch()
         self._router_key = config.router.control_key or config.router.client_key
         self._thread = HttpThread("page")
         self._url = ""
+        self._cache: StateCache | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
     async def start(self, server: ObservedServer) -> str:
@@ -86,6 +93,14 @@ class PageHost:
         logger.info("server %s: its page is at %s", self._name, self._url)
         return self._url
 
+    async def keep_figures(self) -> None:
+        """Write what drivers reported since the last refresh; only while the router runs."""
+        if self._cache is None:
+            return
+        with suppress(RolloutError, TimeoutError):
+            async with asyncio.timeout(_LAST_S):
+                await self._thread.call(self._cache.refresh())
+
     async def stop(self) -> None:
         """Stop the page and disconnect its clients."""
         if not self._url:
@@ -103,13 +118,16 @@ class PageHost:
             self._call(loop, server.stop)
 
         config = self._config
-        cache = StateCache(on_server(server.observe), on_figures=self._write_figures)
+        cache = self._cache = StateCache(
+            on_server(server.observe), on_figures=self._write_figures, loads=EngineLoads()
+        )
         stream = EventStream(cache)
         app = page_app(
             cache,
             stream,
             Access(key=config.key, control_key=config.control_key, host=config.host),
             actions=ServerActions(on_server(server.fence), on_server(server.log_tail), stop),
+            runs=RunsOfHost(self._run, self._name, config.key),
             router_key=self._router_key,
             run_id=self._run_id,
         )
@@ -168,18 +186,15 @@ class PageHost:
             logger.error("server %s: cannot write figures: %s", self._name, error)
 
     def _write_control_file(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        values = {
-            "server": self._name,
-            "run_id": self._run_id,
-            "url": self._url,
-            "needs_key": bool(self._config.key),
-            "pid": os.getpid(),
-            "began_s": psutil.Process().create_time(),
-        }
-        part = self._folder / f".{CONTROL_FILE}.part"
-        part.write_text(json.dumps(values, indent=1) + "\n")
-        part.replace(self._folder / CONTROL_FILE)
+        control = ControlFile(
+            server=self._name,
+            run_id=self._run_id,
+            url=self._url,
+            needs_key=bool(self._config.key),
+            pid=os.getpid(),
+            began_s=psutil.Process().create_time(),
+        )
+        control.write(self._folder)
 
 
 def create_page(config: ServerConfig, run: RunFolder, name: str) -> PageHost | None:

@@ -16,10 +16,12 @@ from typing import Any
 
 from engines.protocol.plain_text import describe
 from rollout.core.types import EngineStatus, GroupStatus, ServerStatus
+from rollout.observability.page.engine_loads import EngineLoads, load_targets
 from rollout.observability.page.prometheus import MetricCounters
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.analysis import Step, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.rules.diagnosis import diagnose
 from rollout.rules.lifecycle import Command
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ _MAX_EVENTS = 300
 _MAX_FIGURES = 5_000
 _MAX_STEPS = 500
 _TIMEOUT_S = 10.0
+REWARD = "rollout/reward/mean"
 # Seconds between two refreshes while no client is connected to the page.
 IDLE_S = 10.0
 
@@ -41,6 +44,7 @@ class StateCache:
     Args:
         observe: returns the server's state, and its timelines after the given cursors, by source.
         on_figures: called once with the figures of each step that a driver reports.
+        loads: where the engines' queues and tokens per second are; None without them.
     """
 
     def __init__(
@@ -48,15 +52,19 @@ class StateCache:
         observe: Observe,
         *,
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+        loads: EngineLoads | None = None,
     ) -> None:
         self.counters = MetricCounters()
         self._observe = observe
+        self._loads = loads
         self._on_figures = on_figures
         self._cursors: dict[str, int] = {}
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
         # Number of all spans so far: the cursor for ``spans``.
         self.num_spans = 0
+        # Events of the gate are apart: many of them would displace the others.
         self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
+        self._gate_events: deque[Span] = deque(maxlen=_MAX_EVENTS)
         self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
         self._last_serial = 0
         self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
@@ -84,6 +92,16 @@ class StateCache:
                 return
             self._store(snapshot)
 
+    def request_loads(self) -> None:
+        """Request the loads of the serving engines in the background."""
+        if self._loads is not None and self._last is not None:
+            self._loads.request_soon(load_targets(self._last.status))
+
+    async def aclose(self) -> None:
+        """End what runs in the background."""
+        if self._loads is not None:
+            await self._loads.aclose()
+
     def _store(self, snapshot: ServerSnapshot) -> None:
         self._last, self._answered_s = snapshot, time.time()
         self._trouble = "; ".join(snapshot.troubles)
@@ -109,11 +127,14 @@ class StateCache:
     def _keep(self, span: Span) -> None:
         self._spans.append(span)
         self.num_spans += 1
-        if span.kind is Kind.EVENT or span.outcome in (Outcome.FAILED, Outcome.CANCELLED):
-            if span.kind is not Kind.CALL:
-                self._events.append(span)
-            if span.engine_id and span.outcome is Outcome.FAILED:
-                self._errors[span.engine_id] = span
+        has_failed = span.outcome in (Outcome.FAILED, Outcome.CANCELLED)
+        is_push = span.kind is Kind.PHASE and span.name == Command.UPDATE_WEIGHTS
+        if span.kind is Kind.EVENT and span.name == "gate":
+            self._gate_events.append(span)
+        elif span.kind is Kind.EVENT or is_push or (has_failed and span.kind is not Kind.CALL):
+            self._events.append(span)
+        if span.engine_id and span.outcome is Outcome.FAILED:
+            self._errors[span.engine_id] = span
 
     def _find_steps(self, new: list[Span]) -> None:
         """Add the steps that ``new`` completes; keep the spans that may belong to the next one."""
@@ -143,12 +164,42 @@ class StateCache:
             "trouble": self._trouble,
             "running": [span.to_dict() for span in self._running],
             "events": [span.to_dict() for span in self._events],
+            "gate_events": [span.to_dict() for span in self._gate_events],
             "figures": list(self._figures)[-500:],
             "steps": [_step_dict(number, step) for number, step in self._steps][-100:],
         }
         if self._last is not None:
             state |= self._server_dict(self._last.status, self._last.router)
+        state["findings"] = [
+            asdict(finding) | {"severity": finding.severity.name.lower()}
+            for finding in diagnose(state)
+        ]
         return state
+
+    def engine_ids(self) -> list[str]:
+        """The engines of the last state."""
+        groups = self._last.status.groups if self._last is not None else ()
+        return [engine.engine_id for group in groups for engine in group.engines]
+
+    def summary(self) -> dict[str, Any]:
+        """The server in a few values, for the pages of other servers."""
+        now = self.snapshot()
+        engines, figures = now.get("engines", ()), now["figures"]
+        rewards = [report for report in figures if REWARD in report["metrics"]]
+        return {
+            "server": now.get("server", ""),
+            "is_answering": now["is_answering"],
+            "phase": now.get("phase", "unknown"),
+            "gate": now.get("gate", {}).get("state", ""),
+            "weight_version": now.get("weight_version"),
+            "num_engines": len(engines),
+            "num_serving": sum(engine["state"] == "serving" for engine in engines),
+            "num_in_flight": now.get("router", {}).get("num_in_flight", 0),
+            "step": figures[-1]["step"] if figures else None,
+            "reward": rewards[-1]["metrics"][REWARD] if rewards else None,
+            "severity": now["findings"][0]["severity"],
+            "finding": now["findings"][0]["what"],
+        }
 
     def _server_dict(self, status: ServerStatus, router: Mapping[str, Any]) -> dict[str, Any]:
         routed = {engine["engine_id"]: engine for engine in router.get("engines", ())}
@@ -183,6 +234,7 @@ class StateCache:
     ) -> dict[str, Any]:
         in_router = routed.get(engine.engine_id, {})
         error = self._errors.get(engine.engine_id)
+        load = self._loads.get(engine.engine_id) if self._loads is not None else None
         return {
             "engine_id": engine.engine_id,
             "group": group.name,
@@ -194,7 +246,12 @@ class StateCache:
             "resident_bytes": engine.resident_bytes,
             "num_gpus": engine.num_gpus,
             "gpus": [
-                {"uuid": gpu.uuid, "used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes}
+                {
+                    "uuid": gpu.uuid,
+                    "used_bytes": gpu.used_bytes,
+                    "total_bytes": gpu.total_bytes,
+                    "busy_percent": gpu.busy_percent,
+                }
                 for gpu in engine.gpus
             ],
             "released": list(engine.released),
@@ -204,6 +261,9 @@ class StateCache:
             "reason": in_router.get("reason", ""),
             "num_in_flight": in_router.get("num_in_flight", 0),
             "num_failures": in_router.get("num_failures", 0),
+            # The queue within the engine; requests that wait at the gate are the router's.
+            "num_waiting": load.num_waiting if load else None,
+            "tokens_per_s": load.tokens_per_s if load else None,
             "doing": _running_dict(doing.get(engine.engine_id)),
             "calling": _running_dict(calling.get(engine.engine_id)),
             "last_error": None
@@ -242,6 +302,7 @@ def _group_dict(group: GroupStatus) -> dict[str, Any]:
         "worker_type": group.worker_type.value,
         "phase": group.phase,
         "needs_offload": group.needs_offload,
+        "is_vllm": group.is_vllm,
     }
 
 

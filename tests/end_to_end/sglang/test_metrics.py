@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.runtime.local import launch_local
-from tests.support.paged import page_of
+from tests.support.paged import page_of, until
 from tests.support.real_sglang import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -65,3 +65,25 @@ def test_sglangs_metrics_are_on_the_page_once_each_with_its_engine(
     ]
     assert sum(one.value for one in finished) == NUM_REQUESTS
     assert count(told["sglang:generation_tokens"]) >= 4 * NUM_REQUESTS
+
+
+def test_the_page_has_the_throughput_and_the_queue_of_sglang(
+    models: list[Path], tmp_path: Path
+) -> None:
+    groups = {"main": one_engine(options={"enable-metrics": True})}
+    config = real_config(models[0], tmp_path, groups)
+    seen: dict[str, float | None] = {}
+    with (
+        launch_local(config) as deployment,
+        page_of(config) as page,
+        page.stream("GET", "/api/changes"),  # engines are only requested while somebody watches
+    ):
+
+        def generates() -> bool:
+            httpx.post(f"{deployment['policy'].url}/generate", json=BODY, timeout=60)
+            (engine,) = page.get("/api/state").json()["engines"]
+            seen.update({name: engine[name] for name in ("num_waiting", "tokens_per_s")})
+            return bool(seen["tokens_per_s"])
+
+        until(generates, "the engine reports tokens per second", timeout_s=60)
+    assert seen["num_waiting"] == 0

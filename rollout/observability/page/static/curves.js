@@ -1,8 +1,16 @@
-// Small charts: one line each, with its last value as text, or the one that the pointer is over.
+// Small charts.  An SVG is as wide as its place and its units are pixels, so text has one size.
+// Each line has its last value as text, or the one that the pointer is over.
+import { find, make, short } from "./elements.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-let under = null;  // the title and place under the pointer: with each change the chart is made again
-const WIDTH = 300, HEIGHT = 120, LEFT = 34, BOTTOM = 14;
+const HEIGHT = 120, LEFT = 40, RIGHT = 6, TOP = 8, BOTTOM = 16;
+const MOST_POINTS = 300;
+let under = null;  // the chart and place under the pointer: with each change the chart is made again
+
+// Title, name and unit of the figures that drivers report, and of what the page computes of steps.
+const REPORTED = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""], ["Log-prob gap, mean", "logprob_gap/mean", " nats"]];
+const LOST = ["Lost at the boundary", "lost_s", " s"];
+export const RECORDED = [...REPORTED, LOST];
 
 function node(name, attributes = {}, text = "") {
   const made = document.createElementNS(SVG, name);
@@ -11,66 +19,86 @@ function node(name, attributes = {}, text = "") {
   return made;
 }
 
-export const short = (value) => {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
-  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(size >= 1 ? 2 : 3);
-};
+function thinned(points) {
+  const every = Math.ceil(points.length / MOST_POINTS);
+  return points.filter((_, index) => index % every === 0 || index === points.length - 1);
+}
 
-export function curve(title, points, unit = "") {
-  const figure = document.createElement("figure");
-  const caption = document.createElement("figcaption");
-  const last = points[points.length - 1];
-  caption.append(`${title} `);
-  const value = document.createElement("b");
-  caption.append(value);
-  const values = points.map(([, y]) => y);
-  const low = Math.min(0, ...values), high = Math.max(...values) || 1;
-  const first = points[0][0], end = last[0] > first ? last[0] : first + 1;
-  const x = (at) => LEFT + ((at - first) / (end - first)) * (WIDTH - LEFT - 4);
-  const y = (at) => 6 + (1 - (at - low) / (high - low || 1)) * (HEIGHT - BOTTOM - 6);
-  const drawing = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${points.length} points, from ${short(values[0])} to ${short(last[1])}${unit}` });
-  for (const at of [low, (low + high) / 2, high]) {
-    drawing.append(node("line", { x1: LEFT, x2: WIDTH, y1: y(at), y2: y(at) }), node("text", { x: LEFT - 4, y: y(at) + 3, "text-anchor": "end" }, short(at)));
-  }
-  drawing.append(node("text", { x: LEFT, y: HEIGHT - 2 }, String(first)), node("text", { x: WIDTH - 4, y: HEIGHT - 2, "text-anchor": "end" }, String(last[0])));
-  const drawn = points.length > 300 ? points.filter((_, index) => index % Math.ceil(points.length / 300) === 0 || index === points.length - 1) : points;
-  drawing.append(node("polyline", { points: drawn.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" ") }));
-  const mark = node("circle", { r: 2.5 });
-  drawing.append(mark);
-  const show = ([at, number], words) => { mark.setAttribute("cx", x(at)); mark.setAttribute("cy", y(number)); value.textContent = words; };
-  const showLast = () => show(last, `${short(last[1])}${unit}`);
-  const showUnder = () => {
-    const near = drawn.reduce((best, one) => (Math.abs(one[0] - under.at) < Math.abs(best[0] - under.at) ? one : best));
-    show(near, `${short(near[1])}${unit} at ${near[0]}`);
+// A chart of lines { name, points: [[x, y], …] }, all over the same x.
+export function curve(title, lines, unit = "") {
+  const key = `${title} ${lines.length}`;
+  const values = lines.map((_, index) => make("b", { class: `line-${index}` }));
+  const caption = make("figcaption", {}, make("span", { class: "title" }, `${title} `), ...values.map((value, index) => (lines.length > 1 ? make("span", { class: "entry" }, make("span", { class: "name", title: lines[index].name }, lines[index].name), " ", value) : value)));
+  const all = lines.flatMap((line) => line.points.map(([, y]) => y)), places = lines.flatMap((line) => line.points.map(([x]) => x));
+  const low = Math.min(0, ...all), high = Math.max(...all) > low ? Math.max(...all) : low + 1;
+  const first = Math.min(...places), end = Math.max(...places) > first ? Math.max(...places) : first + 1;
+  const last = (line) => line.points[line.points.length - 1];
+  const label = lines.map((line) => `${lines.length > 1 ? `${line.name} ` : ""}${line.points.length} points, from ${short(line.points[0][1])} to ${short(last(line)[1])}${unit}`).join("; ");
+  const drawing = node("svg", { height: HEIGHT, role: "img", "aria-label": `${title}: ${label}` });
+  const figure = make("figure", {}, caption, drawing);
+  figure.draw = (width) => {
+    const x = (at) => LEFT + ((at - first) / (end - first)) * (width - LEFT - RIGHT);
+    const y = (at) => TOP + (1 - (at - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
+    drawing.replaceChildren();
+    for (const at of [low, (low + high) / 2, high]) {
+      drawing.append(node("line", { x1: LEFT, x2: width, y1: y(at), y2: y(at) }), node("text", { x: LEFT - 4, y: y(at) + 3, "text-anchor": "end" }, short(at)));
+    }
+    drawing.append(node("text", { x: LEFT, y: HEIGHT - 3 }, String(first)), node("text", { x: width - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, String(Math.max(...places))));
+    const drawn = lines.map((line) => thinned(line.points));
+    const marks = lines.map((_, index) => node("circle", { r: 2.5, class: `line-${index}` }));
+    drawn.forEach((points, index) => drawing.append(node("polyline", { class: `line-${index}`, points: points.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" ") }), marks[index]));
+    const show = (index, [at, number], words) => { marks[index].setAttribute("cx", x(at)); marks[index].setAttribute("cy", y(number)); values[index].textContent = words; };
+    const showLast = () => lines.forEach((line, index) => show(index, last(line), `${short(last(line)[1])}${unit}`));
+    const showUnder = () => drawn.forEach((points, index) => {
+      const near = points.reduce((best, one) => (Math.abs(one[0] - under.at) < Math.abs(best[0] - under.at) ? one : best));
+      show(index, near, `${short(near[1])}${unit} at ${near[0]}`);
+    });
+    drawing.onpointermove = (event) => {
+      const share = (event.clientX - drawing.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT);
+      under = { key, at: first + share * (end - first) };
+      showUnder();
+    };
+    drawing.onpointerleave = () => { under = null; showLast(); };
+    if (under && under.key === key) showUnder(); else showLast();
   };
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect(), share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - 4);
-    under = { title, at: first + share * (end - first) };
-    showUnder();
-  });
-  drawing.addEventListener("pointerleave", () => { under = null; showLast(); });
-  if (under && under.title === title) showUnder(); else showLast();
-  figure.append(caption, drawing);
   return figure;
 }
 
 // One bar for each [label, number].
 export function bars(title, entries) {
-  const figure = document.createElement("figure");
-  const caption = document.createElement("figcaption");
-  caption.textContent = title;
-  const high = Math.max(1, ...entries.map(([, number]) => number)), width = (WIDTH - LEFT) / entries.length;
-  const drawing = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${entries.filter(([, number]) => number).map(([label, number]) => `up to ${label}: ${number}`).join(", ")}` });
-  drawing.append(node("text", { x: LEFT - 4, y: 12, "text-anchor": "end" }, short(high)));
-  entries.forEach(([label, number], index) => {
-    const height = (number / high) * (HEIGHT - BOTTOM - 6), x = LEFT + index * width;
-    drawing.append(node("rect", { x: x + 1, y: HEIGHT - BOTTOM - height, width: width - 2, height }));
-    // Every second label, from the last: all of them would overlap.
-    if ((entries.length - index) % 2) drawing.append(node("text", { x: x + width / 2, y: HEIGHT - 2, "text-anchor": "middle" }, label));
-  });
-  figure.append(caption, drawing);
+  const drawing = node("svg", { height: HEIGHT, role: "img", "aria-label": `${title}: ${entries.filter(([, number]) => number).map(([label, number]) => `up to ${label}: ${number}`).join(", ")}` });
+  const figure = make("figure", {}, make("figcaption", {}, title), drawing);
+  figure.draw = (width) => {
+    const high = Math.max(1, ...entries.map(([, number]) => number)), wide = (width - LEFT) / entries.length;
+    drawing.replaceChildren(node("text", { x: LEFT - 4, y: 12, "text-anchor": "end" }, short(high)));
+    const every = Math.ceil(38 / wide);  // as many labels as have room
+    entries.forEach(([label, number], index) => {
+      const height = (number / high) * (HEIGHT - BOTTOM - TOP), x = LEFT + index * wide;
+      drawing.append(node("rect", { x: x + 1, y: HEIGHT - BOTTOM - height, width: Math.max(1, wide - 2), height }));
+      if ((entries.length - 1 - index) % every === 0) drawing.append(node("text", { x: index === entries.length - 1 ? width - 2 : x + wide / 2, y: HEIGHT - 3, "text-anchor": index === entries.length - 1 ? "end" : "middle" }, label));
+    });
+  };
   return figure;
+}
+
+// Shows charts in an element; their width is known only there.
+export function place(box, figures) {
+  box.replaceChildren(...figures);
+  for (const figure of figures) figure.draw(figure.querySelector("svg").clientWidth || 300);
+}
+
+// Of histograms with cumulative counts: the tokens in each bucket, of all engines together.
+function counts(histograms) {
+  const bounds = Object.keys(histograms[0]).filter((name) => name !== "sum").sort((one, other) => Number(one.replace("+Inf", "Infinity")) - Number(other.replace("+Inf", "Infinity")));
+  const up_to = bounds.map((bound) => histograms.reduce((sum, histogram) => sum + (histogram[bound] || 0), 0));
+  return bounds.map((bound, index) => [bound, up_to[index] - (up_to[index - 1] || 0)]);
+}
+
+export function renderCurves({ figures, steps }) {
+  const drawn = REPORTED.map(([title, name, unit]) => [title, figures.filter((report) => name in report.metrics).map((report) => [report.step, report.metrics[name]]), unit]);
+  drawn.push([LOST[0], steps.map((step) => [step.number, step.lost_s]), LOST[2]]);
+  const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, [{ name: title, points }], unit));
+  const checked = figures.findLast((report) => Object.keys(report.logprob_gaps || {}).length);
+  if (checked) made.push(bars(`Log-prob gap in nats, tokens of step ${checked.step}`, counts(Object.values(checked.logprob_gaps))));
+  if (made.length) place(find("curves"), made);
 }

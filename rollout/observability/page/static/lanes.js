@@ -113,7 +113,8 @@ export class Lanes {
   axis(pen, colors, x, total) {
     const { from_s, to_s } = this.frame;
     const span = to_s - from_s;
-    const step = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600].find((size) => span / size <= 9) || 7200;
+    const most = Math.max(1, Math.min(9, (this.frame.width - this.frame.label) / 75));  // as many times as have room
+    const step = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600].find((size) => span / size <= most) || 7200;
     pen.strokeStyle = colors.line; pen.fillStyle = colors.soft; pen.lineWidth = 1;
     for (let at = Math.ceil(from_s / step) * step; at <= to_s; at += step) {
       pen.beginPath(); pen.moveTo(x(at), AXIS - 4); pen.lineTo(x(at), total); pen.stroke();

@@ -1,14 +1,15 @@
 // The live page: receives the server's state, keeps it and draws it.  Values are inserted as text, never as HTML.
+import { bytes, clock, find, kind, load, make, natural, seconds, text } from "./elements.js";
 import { Lanes, LEGEND, Spans, colorOf, laneOf, palette } from "./lanes.js";
-import { bars, curve } from "./curves.js";
+import { renderCurves } from "./curves.js";
+import { forgetEngines, renderEngines, tickEngines } from "./engines.js";
+import { openLog } from "./log.js";
+import { renderEvents, renderFindings } from "./reports.js";
+import { startRuns } from "./runs.js";
 
-const find = (id) => document.getElementById(id);
-const KEPT = { events: 300, figures: 500, steps: 100 };
-const GOOD = new Set(["serving", "open"]);
-const BAD = new Set(["fenced", "closed", "dead"]);
-const BUSY = new Set(["stale", "holding", "mixed"]);
+const KEPT = { events: 300, gate_events: 300, figures: 500, steps: 100 };
 
-let state = { engines: [], running: [], events: [], figures: [], steps: [] };
+let state = { engines: [], running: [], events: [], gate_events: [], figures: [], steps: [], findings: [] };
 let offset_s = 0;
 let lost_s = 0;  // when the connection broke, in this machine's time; 0 while there is one
 let followed = true;
@@ -16,31 +17,9 @@ let key = "";
 let shown = { from_s: 0, to_s: 0 };
 const spans = new Spans();
 const lanes = new Lanes(find("lanes"));
-const rows = new Map();
 
 const now_s = () => (lost_s || Date.now() / 1000) + offset_s;
-const clock = (at_s) => new Date(at_s * 1000).toTimeString().slice(0, 8);
 const FEW = 24, LATE = 16;
-const seconds = (value) => (value > 0 && value < 0.1 ? `${(value * 1000).toFixed(1)} ms` : value < 10 ? `${value.toFixed(2)} s` : value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`);
-const kind = (word) => (GOOD.has(word) ? "good" : BAD.has(word) ? "bad" : BUSY.has(word) ? "watch" : "");
-function bytes(value) {
-  if (value === null || value === undefined) return "–";
-  for (const unit of ["B", "KiB", "MiB"]) { if (Math.abs(value) < 1024) return `${value.toFixed(0)} ${unit}`; value /= 1024; }
-  return `${value.toFixed(1)} GiB`;
-}
-function memory(engine) {
-  if (engine.num_gpus && !engine.gpus.length) return "not measured";
-  if (!engine.gpus.length) return bytes(engine.resident_bytes);
-  const sum = name => engine.gpus.reduce((total, gpu) => total + gpu[name], 0);
-  return `${bytes(sum("used_bytes"))} of ${bytes(sum("total_bytes"))}`;
-}
-function make(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-function text(id, value) { const node = find(id); if (node.textContent !== String(value)) node.textContent = value; }
 function pill(id, word) { text(id, word || "–"); find(id).className = `pill ${kind(word)}`; }
 
 // -- receiving ------------------------------------------------------------------------------------
@@ -96,7 +75,7 @@ function render() {
   const trouble = find("trouble");
   trouble.hidden = !state.trouble;
   text("trouble", state.is_answering === false ? `The server does not answer: ${state.trouble}. The page shows its last reply.` : state.trouble || "");
-  renderRunning(); renderEngines(); renderSteps(); renderEvents(); renderCurves();
+  renderRunning(); showEngines(); renderSteps(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state);
 }
 
 function renderRunning() {
@@ -135,46 +114,12 @@ function tick() {
     bar.className = `deadline ${share > 0.5 ? "bad" : share > 0.2 ? "watch" : ""}`;
     bar.firstChild.style.width = `${share * 100}%`;
   }
-  for (const cell of document.querySelectorAll("td.doing[data-start]")) {
-    cell.textContent = `${cell.dataset.name} · ${seconds(Math.max(0, now_s() - Number(cell.dataset.start)))}`;
-  }
+  tickEngines(now_s());
 }
 
-function renderEngines() {
-  const wanted = find("filter").value.trim().toLowerCase(), onlyOthers = find("only-others").checked;
-  const body = find("rows");
-  const seen = new Set();
-  for (const engine of state.engines) {
-    const error = engine.fence_reason || engine.reason || (engine.last_error ? `${clock(engine.last_error.at_s)} ${engine.last_error.name}: ${engine.last_error.said}` : "");
-    const isHidden = (onlyOthers && engine.state === "serving") || (wanted && !`${engine.engine_id} ${engine.state} ${error} ${engine.group}`.toLowerCase().includes(wanted));
-    if (isHidden) continue;
-    seen.add(engine.engine_id);
-    const known = JSON.stringify([engine.state, engine.weight_version, engine.num_in_flight, engine.resident_bytes, engine.gpus, engine.doing, error]);
-    const old = rows.get(engine.engine_id);
-    if (old && old.known === known) continue;
-    const doing = make("td", { class: "doing" });
-    if (engine.doing) { doing.dataset.start = engine.doing.start_s; doing.dataset.name = engine.calling ? engine.calling.name : engine.doing.name; }
-    const name = make("th", { scope: "row", title: `${engine.url}, node ${engine.node_id}, pid ${engine.pid ?? "unknown"}` }, engine.engine_id);
-    if (key && engine.state !== "fenced") {
-      const fence = make("button", { class: "open", type: "button", "aria-label": `Fence ${engine.engine_id}` }, "fence");
-      fence.addEventListener("click", () => command(`api/fence/${engine.engine_id}`, `Fence ${engine.engine_id}? It is killed now, and recovery restarts it.`));
-      name.append(" ", fence);
-    }
-    const row = make("tr", {},
-      name,
-      make("td", {}, make("span", { class: `pill ${kind(engine.state)}` }, engine.state)),
-      make("td", { class: "num" }, String(engine.weight_version ?? "–")),
-      make("td", { class: "num" }, String(engine.num_in_flight)),
-      make("td", { class: "num" }, memory(engine)),
-      doing,
-      make("td", { class: "error", title: error }, error.split("\n")[0]));
-    if (old) old.row.replaceWith(row); else body.append(row);
-    rows.set(engine.engine_id, { known, row });
-  }
-  for (const [id, { row }] of rows) if (!seen.has(id)) { row.remove(); rows.delete(id); }
-  const tiles = find("tiles");
-  tiles.hidden = state.engines.length <= 16;
-  if (!tiles.hidden) tiles.replaceChildren(...state.engines.map((engine) => make("i", { class: kind(engine.state) || (engine.doing ? "watch" : ""), title: `${engine.engine_id}: ${engine.state}` })));
+function showEngines() {
+  const onFence = (id) => command(`api/fence/${id}`, `Fence ${id}? It is killed now, and recovery restarts it.`);
+  renderEngines(state.engines, { canFence: key !== "", onFence, onLog: openLog });
   tick();
 }
 
@@ -203,39 +148,18 @@ function renderSteps() {
   }));
 }
 
-function renderEvents() {
-  find("events").replaceChildren(...state.events.slice(-80).reverse().map((event) => make("li", { class: event.outcome === "failed" || ["fenced", "died"].includes(event.name) ? "bad" : event.name === "gate" ? "gate" : "" },
-    make("time", {}, clock(event.start_s + (event.elapsed_s || 0))),
-    make("b", {}, event.name === "gate" ? "gate" : `${event.engine_id || event.source} ${event.name}${event.outcome === "failed" ? " failed" : ""}`),
-    event.said ? ` ${event.said.split("\n")[0]}` : "")));
-  if (!state.events.length) find("events").replaceChildren(make("li", { class: "quiet" }, "There are no events yet."));
-}
-
-// Of histograms with cumulative counts: the tokens in each bucket, of all engines together.
-function counts(histograms) {
-  const bounds = Object.keys(histograms[0]).filter((name) => name !== "sum").sort((one, other) => Number(one.replace("+Inf", "Infinity")) - Number(other.replace("+Inf", "Infinity")));
-  const up_to = bounds.map((bound) => histograms.reduce((sum, histogram) => sum + (histogram[bound] || 0), 0));
-  return bounds.map((bound, index) => [bound, up_to[index] - (up_to[index - 1] || 0)]);
-}
-
-function renderCurves() {
-  const wanted = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""], ["Log-prob gap, mean", "logprob_gap/mean", " nats"]];
-  const drawn = wanted.map(([title, name, unit]) => [title, state.figures.filter((figures) => name in figures.metrics).map((figures) => [figures.step, figures.metrics[name]]), unit]);
-  drawn.push(["Lost at the boundary", state.steps.map((step) => [step.number, step.lost_s]), " s"]);
-  const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, points, unit));
-  const checked = state.figures.findLast((figures) => Object.keys(figures.logprob_gaps || {}).length);
-  if (checked) made.push(bars(`Log-prob gap in nats, tokens of step ${checked.step}`, counts(Object.values(checked.logprob_gaps))));
-  if (made.length) find("curves").replaceChildren(...made);
-}
-
 async function openStep(number) {
   const dialog = find("step"), body = find("step-body");
   text("step-title", `Step ${number}`);
   body.replaceChildren(make("p", { class: "quiet" }, "Loading…"));
   dialog.showModal();
-  const response = await fetch(`api/steps/${number}`);
-  if (!response.ok) { body.replaceChildren(make("p", {}, "The page no longer has this step; rollout trace shows it.")); return; }
-  const step = await response.json();
+  let step;
+  try {
+    step = await load(`api/steps/${number}`);
+  } catch (error) {
+    body.replaceChildren(make("p", {}, error.status === 404 ? "The page no longer has this step; rollout trace shows it." : error.message));
+    return;
+  }
   const canvas = make("canvas", { role: "img", "aria-label": "Engines in this step; the table below shows its longest calls" });
   const drawn = new Spans(); drawn.add(step.spans.filter((span) => span.kind !== "call").sort((one, other) => one.start_s + one.elapsed_s - other.start_s - other.elapsed_s));
   const ids = [...new Set(step.spans.map(laneOf).filter(Boolean))].sort(natural);
@@ -260,24 +184,25 @@ function confirm(title, question, needsKey) {
 
 async function command(path, question) {
   if (!(await confirm("Are you sure?", question, false))) return;
-  const response = await fetch(path, { method: "POST", headers: { authorization: `Bearer ${key}` } });
-  if (response.status === 403) { key = ""; showControls(); }
-  const result = response.ok ? "done" : (await response.json()).error.message;
-  text("announcement", result);
-  if (!response.ok) await confirm("The server refused the command", result, false);
+  try {
+    await load(path, { method: "POST", headers: { authorization: `Bearer ${key}` } });
+    text("announcement", "done");
+  } catch (error) {
+    if (error.status === 403) { key = ""; showControls(); }
+    text("announcement", error.message);
+    await confirm(error.status ? "The server refused the command" : "The server did not reply", error.message, false);
+  }
 }
 
 function showControls() {
   find("control").hidden = key !== ""; find("stop").hidden = key === "";
-  rows.clear(); find("rows").replaceChildren(); renderEngines();
+  forgetEngines(); showEngines();
 }
 
 find("control").addEventListener("click", async () => {
   if (await confirm("Control this server", "With the page's control key you can fence engines and stop the server.", true)) { key = find("key").value; showControls(); }
 });
 find("stop").addEventListener("click", () => command("api/stop", `Stop ${state.server} with its router and all its engines?`));
-
-const natural = (one, other) => one.localeCompare(other, undefined, { numeric: true });
 
 // -- lanes ----------------------------------------------------------------------------------------
 
@@ -316,10 +241,10 @@ find("lanes").addEventListener("pointermove", (event) => {
 find("lanes").addEventListener("pointerleave", () => { find("tip").hidden = true; });
 find("span").addEventListener("change", () => follow(true));
 find("follow").addEventListener("click", () => follow(!followed));
-find("filter").addEventListener("input", renderEngines);
-find("only-others").addEventListener("change", renderEngines);
+find("filter").addEventListener("input", showEngines);
+find("only-others").addEventListener("change", showEngines);
 find("close").addEventListener("click", () => find("step").close());
-window.addEventListener("resize", draw);
+window.addEventListener("resize", () => { draw(); renderCurves(state); });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { legend(); renderSteps(); draw(); });
 
 function legend() {
@@ -329,4 +254,5 @@ function legend() {
 
 legend();
 connect();
+startRuns();
 setInterval(() => { tick(); tellLost(); if (followed && !document.hidden) draw(); }, 250);

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rollout.config.run_dir import RunFolder
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.support.browser import CHROMIUM, chromium
 from tests.support.paged import page_of
 from tests.support.served_fakes import launched
 
@@ -28,3 +30,13 @@ def folder(deployment: DeploymentHandle) -> Path:
 def page(deployment: DeploymentHandle) -> Iterator[httpx.Client]:
     with page_of(deployment.config) as client:
         yield client
+
+
+# Not for the whole session: Playwright keeps an event loop, and coroutines of tests need their own.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium here (apt-get install chromium)")
+    with chromium() as started:
+        yield started

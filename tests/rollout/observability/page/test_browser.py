@@ -5,8 +5,6 @@ Screenshots go to ``$SCREENSHOTS`` if that is set.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,65 +15,21 @@ import pytest
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.support.browser import open_page, shot
 from tests.support.paged import page_of, step
 from tests.support.served_fakes import engines_of, launched
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("there is no chromium here (apt-get install chromium)", allow_module_level=True)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
 def opened(browser: Any, deployment: DeploymentHandle) -> Iterator[Any]:
     """The page, drawn; any error in its console fails the test."""
-    yield from open_page(browser, deployment, "light")
+    with open_page(browser, url_of(deployment)) as page:
+        yield page
 
 
-def open_page(browser: Any, deployment: DeploymentHandle, scheme: str) -> Iterator[Any]:
-    complaints: list[str] = []
-    page = browser.new_page(viewport={"width": 1400, "height": 1000}, color_scheme=scheme)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on(
-        "console",
-        lambda message: complaints.append(message.text) if message.type == "error" else None,
-    )
-    page.on("request", lambda request: complaints.extend(elsewhere(request.url)))
+def url_of(deployment: DeploymentHandle) -> str:
     with page_of(deployment.config) as client:
-        page.goto(str(client.base_url))
-    page.wait_for_selector("#link.live")
-    yield page
-    page.close()
-    assert complaints == []
-
-
-def elsewhere(url: str) -> list[str]:
-    return [] if url.startswith(("http://127.0.0.1", "data:")) else [f"loads {url}"]
-
-
-def shot(page: Any, name: str) -> None:
-    folder = os.environ.get("SCREENSHOTS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+        return str(client.base_url)
 
 
 def text(page: Any, selector: str) -> str:
@@ -223,7 +177,7 @@ def test_everything_that_can_be_used_has_a_name(opened: Any) -> None:
 
 def test_without_a_control_key_the_page_offers_no_control(opened: Any) -> None:
     opened.wait_for_selector("#rows tr")
-    assert opened.locator("#rows button").count() == 0
+    assert opened.locator("#rows button:has-text('fence')").count() == 0
     assert not opened.is_visible("#control")
     assert not opened.is_visible("#stop")
 
@@ -232,15 +186,17 @@ def test_with_the_control_key_an_engine_is_fenced_after_a_question(
     browser: Any, tmp_path: Path
 ) -> None:
     groups = {"main": {"num_engines": 2}}
-    with launched(launch_local, tmp_path, groups, page={"control_key": "steer"}) as handle:
-        for page in open_page(browser, handle, "light"):
-            page.click("#control")
-            page.fill("#key", "steer")
-            page.click("#ask-yes")
-            page.click("button[aria-label='Fence main-1']")
-            page.wait_for_selector("#ask[open] #ask-text:has-text('Fence main-1')")
-            page.click("#ask-yes")
-            page.wait_for_selector("#events li.bad:has-text('main-1 fenced')")
+    with (
+        launched(launch_local, tmp_path, groups, page={"control_key": "steer"}) as handle,
+        open_page(browser, url_of(handle)) as page,
+    ):
+        page.click("#control")
+        page.fill("#key", "steer")
+        page.click("#ask-yes")
+        page.click("button[aria-label='Fence main-1']")
+        page.wait_for_selector("#ask[open] #ask-text:has-text('Fence main-1')")
+        page.click("#ask-yes")
+        page.wait_for_selector("#events li.bad:has-text('main-1 fenced')")
 
 
 def test_when_the_server_is_gone_the_page_is_grey_and_says_since_when(
@@ -291,7 +247,7 @@ def test_text_can_be_read_in_light_and_in_dark(
     browser: Any, deployment: DeploymentHandle, scheme: str
 ) -> None:
     """WCAG's contrast of at least 4.5 to 1, of every kind of text on the page."""
-    for page in open_page(browser, deployment, scheme):
+    with open_page(browser, url_of(deployment), scheme=scheme) as page:
         page.wait_for_selector("#rows tr")
         worst = page.evaluate(CONTRAST)
         assert worst["ratio"] >= 4.5, worst

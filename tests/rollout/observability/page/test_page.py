@@ -231,7 +231,10 @@ def test_the_page_is_sent_what_it_draws_of_the_ranks_of_a_push(
 
 
 def test_the_end_of_an_engines_log_can_be_read(page: httpx.Client) -> None:
-    assert "tail" in page.get("/api/engines/shared-0/log").json()
+    log = page.get("/api/engines/shared-0/log").json()["tail"].splitlines()
+    last = page.get("/api/engines/shared-0/log?lines=1").json()["tail"].splitlines()
+    assert len(log) > len(last) == 1
+    assert page.get("/api/engines/shared-0/log?lines=-5").json()["tail"].count("\n") == 0
     assert page.get("/api/engines/nobody/log").status_code == 404
 
 
@@ -313,7 +316,7 @@ def test_the_memory_of_gpus_is_in_state_metrics_and_table(
             now = page.get("/api/state?fresh=1").json()
             metrics = samples(page, "?fresh=1")
     (engine,) = now["engines"]
-    held = {"used_bytes": 0, "total_bytes": 6_000}
+    held = {"used_bytes": 0, "total_bytes": 6_000, "busy_percent": None}
     assert engine["gpus"] == [{"uuid": "GPU-4", **held}, {"uuid": "GPU-5", **held}]
     assert engine["resident_bytes"] > 2**20  # of the host, which a release leaves as it is
     labels = {"engine": "shared-0", "gpu": "GPU-4"}

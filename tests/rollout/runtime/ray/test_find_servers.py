@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollout.core.errors import ConfigError
-from tests.support.paged import until
+from tests.support.paged import page_of, until
 from tests.support.ray_worlds import RayWorld
 from tests.support.served_fakes import engines_of, launched
 
@@ -31,6 +31,9 @@ def test_a_run_is_found_by_name_and_answers_while_a_phase_hangs(
         until(lambda: source.state()["engines"][0]["doing"] is not None, "it is seen pausing")
         assert source.state()["lock_owner"] == "pause_generation"
         assert isinstance(source.log_tail("main-0"), str)
+        with page_of(handle.config) as page:
+            log = page.get("/api/engines/main-0/log?lines=1").raise_for_status().json()
+        assert log["tail"].split()[1] == "pause_generation"  # read by the actor of the engine
         engines["main-0"].open("pause_generation")
         pending.result(30)
         source.stop()

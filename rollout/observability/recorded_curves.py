@@ -1,0 +1,55 @@
+"""The curves of one server from its run folder, for the comparison of two runs.
+
+Always true: it reads a bounded part of each file, its end; of several launches of a run, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.config.run_dir import SPANS_SUFFIX
+from rollout.observability.recorded_figures import last_figures, last_lines
+from rollout.observability.timeline.analysis import steps
+from rollout.observability.timeline.span import Kind
+from rollout.observability.timeline.span_file import read_lines
+
+# Of a driver's reports; the page names the same in its ``curves.js``.
+COMPARED = (
+    "rollout/reward/mean",
+    "rollout/tokens_per_s",
+    "rollout/response_len/mean",
+    "rollout/engine_busy_share",
+    "logprob_gap/mean",
+)
+LOST = "lost_s"
+_MAX_BYTES = 16 << 20
+_MAX_POINTS = 2_000
+
+Points = list[tuple[int, float]]
+
+
+def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
+    """The points (step, value) of each curve that has any, in the order of their steps.
+
+    Args:
+        server: the folder of a server.
+        launch: the launch of the run; empty for one without an id.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for report in last_figures(server, _MAX_BYTES):
+        if report.get("launch", "") != launch:
+            continue
+        for name in COMPARED:
+            if name in report["metrics"]:
+                found.setdefault(name, {})[report["step"]] = report["metrics"][name]
+    # The file of the server itself has its phases; those of engines are in its groups' files.
+    lines = last_lines(server / f"{server.name}{SPANS_SUFFIX}", _MAX_BYTES)
+    phases = [one for one in read_lines(lines) if one.kind is Kind.PHASE and one.launch == launch]
+    lost = {number: step.lost_s for number, step in enumerate(steps(phases), 1)}
+    return {name: _points(values) for name, values in (found | {LOST: lost}).items() if values}
+
+
+def _points(values: Mapping[int, Any]) -> Points:
+    return sorted(values.items())[-_MAX_POINTS:]
