@@ -285,6 +285,15 @@ def test_import_rollout_loads_what_is_used_and_no_server_of_the_router() -> None
     assert "fastapi" not in loaded_by("from rollout import *")
 
 
+def test_the_process_of_an_engine_actor_loads_no_server() -> None:
+    loaded = loaded_by("import rollout.runtime.ray.engine_handle")
+    assert not {"fastapi", "pydantic", "rollout.control.server.server"} & loaded - ray_modules()
+
+
+def ray_modules() -> set[str]:
+    return loaded_by("import ray")
+
+
 def test_the_public_names_are_the_same_for_a_type_checker_and_at_run_time() -> None:
     tree = ast.parse((ROOT / "rollout/__init__.py").read_text())
     checked = {

@@ -8,72 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
-from engines.protocol import Endpoint, GpuMemory
+from engines.protocol import Endpoint
 
 from rollout.config import ServerConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.group.server_group import GroupSettings, ServerGroup
 from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot, GroupStatus, NodeShare, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.runtime.ray.actor_factory import LostGroup, ServerActors, ServerParts, running_engines
-from rollout.runtime.ray.engine_handle import StartedProcess
 from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
 from rollout.runtime.ray.worker_process import keep_what_is_loaded, take_short_turns
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.store import WeightStore
-
-
-class EngineActor:
-    """Owns the process of one engine, or of its part on one node, on the node of its slot."""
-
-    def __init__(self, launcher: EngineLauncher) -> None:
-        self._launcher = launcher
-        self._engine: RunningEngine | None = None
-
-    async def hold_address(self, host: str) -> str:
-        if not isinstance(self._launcher, NodeLauncher):
-            raise ConfigError(
-                f"{type(self._launcher).__name__} cannot start an engine over several nodes"
-            )
-        return self._launcher.hold_address(host)
-
-    async def launch(self, spec: EngineSpec) -> StartedProcess:
-        self._engine = await self._launcher.launch(spec)
-        started = await self.started()
-        assert started is not None
-        return started
-
-    async def started(self) -> StartedProcess | None:
-        engine = self._engine
-        if engine is None:
-            return None
-        return StartedProcess(engine.endpoint, engine.pid, tuple(engine.processes))
-
-    async def resident_bytes(self) -> int | None:
-        return await self._engine.resident_bytes() if self._engine else None
-
-    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
-        return await self._engine.gpu_memory() if self._engine else None
-
-    async def is_alive(self) -> bool:
-        return self._engine is not None and await self._engine.is_alive()
-
-    async def log_tail(self, lines: int) -> str:
-        return await self._engine.log_tail(lines) if self._engine else ""
-
-    async def stop(self, grace_s: float) -> bool:
-        return await self._engine.stop(grace_s) if self._engine else False
-
-    async def kill(self) -> None:
-        if self._engine:
-            await self._engine.kill()
 
 
 class ServerGroupActor(ServerGroup):

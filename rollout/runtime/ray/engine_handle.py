@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
 from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
 
-from rollout.core.errors import ActorLost
+from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.remote_call import RemoteCall
@@ -32,6 +33,55 @@ class StartedProcess:
     endpoint: Endpoint
     pid: int | None
     processes: tuple[ProcessIdentity, ...]
+
+
+class EngineActor:
+    """Owns the process of one engine, or of its part on one node, on the node of its slot.
+
+    In this file, because its process imports all of the file: it needs no server.
+    """
+
+    def __init__(self, launcher: EngineLauncher) -> None:
+        self._launcher = launcher
+        self._engine: RunningEngine | None = None
+
+    async def hold_address(self, host: str) -> str:
+        if not isinstance(self._launcher, NodeLauncher):
+            raise ConfigError(
+                f"{type(self._launcher).__name__} cannot start an engine over several nodes"
+            )
+        return self._launcher.hold_address(host)
+
+    async def launch(self, spec: EngineSpec) -> StartedProcess:
+        self._engine = await self._launcher.launch(spec)
+        started = await self.started()
+        assert started is not None
+        return started
+
+    async def started(self) -> StartedProcess | None:
+        engine = self._engine
+        if engine is None:
+            return None
+        return StartedProcess(engine.endpoint, engine.pid, tuple(engine.processes))
+
+    async def resident_bytes(self) -> int | None:
+        return await self._engine.resident_bytes() if self._engine else None
+
+    async def gpu_memory(self) -> Sequence[GpuMemory] | None:
+        return await self._engine.gpu_memory() if self._engine else None
+
+    async def is_alive(self) -> bool:
+        return self._engine is not None and await self._engine.is_alive()
+
+    async def log_tail(self, lines: int) -> str:
+        return await self._engine.log_tail(lines) if self._engine else ""
+
+    async def stop(self, grace_s: float) -> bool:
+        return await self._engine.stop(grace_s) if self._engine else False
+
+    async def kill(self) -> None:
+        if self._engine:
+            await self._engine.kill()
 
 
 @dataclass(frozen=True, slots=True)

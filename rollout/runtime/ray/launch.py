@@ -32,12 +32,8 @@ from rollout.runtime.local import (
 )
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.ray.actor_factory import ServerParts
-from rollout.runtime.ray.actors import (
-    EngineActor,
-    RolloutServerActor,
-    RouterActor,
-    ServerGroupActor,
-)
+from rollout.runtime.ray.actors import RolloutServerActor, RouterActor, ServerGroupActor
+from rollout.runtime.ray.engine_handle import EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import RayCaller, remote_server
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
