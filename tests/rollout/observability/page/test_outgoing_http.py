@@ -1,4 +1,4 @@
-"""Requests of the page to other servers: whole replies, bounded, from the host of the request."""
+"""Requests of the page to other servers: whole replies, bounded, without redirects."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

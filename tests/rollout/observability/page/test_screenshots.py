@@ -11,6 +11,7 @@ from tests.support.page_screenshots import take_screenshots
 IMAGES = Path(__file__).parents[4] / "docs/images"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here"),
 ]
 
