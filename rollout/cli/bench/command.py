@@ -102,7 +102,8 @@ def bench(
         found = find_running(target, key=key, ray=ray, address=address, namespace=namespace)
         measured = measure_running(found, target, server, plan, seconds)
     if not measured["load"]["num_done"]:
-        raise RolloutError(f"no completion came: {'; '.join(measured['load']['errors'])}")
+        errors = measured["load"]["errors"] or [f"none ended in {seconds:g} s; raise --seconds"]
+        raise RolloutError(f"no completion came: {'; '.join(errors)}")
     if as_json:
         print_json(measured)
     else:

@@ -65,7 +65,7 @@ class RequestResult:
 
 
 def figures(ended: Sequence[RequestResult], from_s: float, to_s: float) -> dict[str, Any]:
-    """Totals of the requests that ended between these times."""
+    """Totals of the requests that ended between these times, and errors of all."""
     inside = [request for request in ended if from_s <= request.ended_s < to_s]
     answered = [request for request in inside if not request.failure]
     latencies = sorted(
@@ -81,7 +81,7 @@ def figures(ended: Sequence[RequestResult], from_s: float, to_s: float) -> dict[
         "tokens_per_s": sum(request.num_tokens for request in answered) / elapsed_s,
         "latency_p50_s": statistics.median(latencies) if latencies else None,
         "latency_p99_s": latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else None,
-        "errors": sorted({request.failure for request in inside if request.failure})[:5],
+        "errors": sorted({request.failure for request in ended if request.failure})[:5],
     }
 
 

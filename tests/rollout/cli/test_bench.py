@@ -145,6 +145,11 @@ def test_nothing_ended_is_no_latency() -> None:
     assert figures([], 0.0, 1.0)["latency_p50_s"] is None
 
 
+def test_errors_before_the_window_are_reported_too() -> None:
+    measured = figures([RequestResult(0.0, 0.9, failure="refused")], 1.0, 3.0)
+    assert (measured["num_failed"], measured["errors"]) == (0, ["refused"])
+
+
 # -- the boundary ---------------------------------------------------------------------------------
 
 
