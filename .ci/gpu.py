@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_BYTES = 60 << 20
-TESTS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
+TESTS = ("httpx", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 SAVER = "torch-memory-saver>=0.0.9"
 # Of SGLang, whose wheel is large: with these its own code opens our payloads.
 SGLANG_FILES = ("utils/common.py", "utils/patch_torch.py", "weight_sync/tensor_bucket.py")

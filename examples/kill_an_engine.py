@@ -21,13 +21,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
-import httpx
 import rollout
 from engines.embedded.tiny_model import make_tiny_model
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_lines
 
+without_proxy = build_opener(ProxyHandler({}))
 SPAN_NAMES = (
     "fence",
     "restart",
@@ -64,9 +66,14 @@ def train(folder: Path) -> None:
 def generate(url: str, is_over: threading.Event, statuses: list[int]) -> None:
     """Send requests until the end of the example; collect the status of each reply."""
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
-    with httpx.Client(trust_env=False, timeout=60) as client:
-        while not is_over.is_set():
-            statuses.append(client.post(f"{url}/generate", json=body).status_code)
+    request = Request(f"{url}/generate", json.dumps(body).encode())
+    while not is_over.is_set():
+        try:
+            with without_proxy.open(request, timeout=60) as reply:
+                reply.read()
+                statuses.append(reply.status)
+        except HTTPError as error:
+            statuses.append(error.code)
 
 
 def spans_since(folder: Path, since_s: float) -> list[Span]:
@@ -79,7 +86,8 @@ def spans_since(folder: Path, since_s: float) -> list[Span]:
 
 
 def serves(url: str, engine_id: str) -> bool:
-    engines = httpx.get(f"{url}/engines", trust_env=False).json()["engines"]
+    with without_proxy.open(f"{url}/engines", timeout=60) as reply:
+        engines = json.load(reply)["engines"]
     states = {engine["engine_id"]: engine["state"] for engine in engines}
     return states.get(engine_id) == "serving"
 

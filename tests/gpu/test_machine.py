@@ -18,7 +18,14 @@ from tests.support.gpu.figures import FILE_VARIABLE, record
 ROOT = Path(__file__).parents[2]
 # What such a machine has; the rest comes from the folder of wheels.
 OF_MACHINE = ("torch", "transformers", "pip", "setuptools")
-OF_TESTS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "torch-memory-saver")
+OF_TESTS = (
+    "httpx",
+    "hypothesis",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "torch-memory-saver",
+)
 # What section 14 of the design asks for, by the beginnings of the tests' names.
 SECTIONS = {
     "test_facts.py": ("the_machine", "a_tensor_is_shared", "our_figure"),

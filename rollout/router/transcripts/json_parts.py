@@ -74,7 +74,8 @@ class PromptIds:
     def in_body(self, fields: bytes, more: list[int]) -> bytes:
         """A body of these ids, then ``more``, and the other ``fields``, which are an object."""
         end = b"," + dumps(more)[1:-1] if more else b""
-        return b"".join((b'{"input_ids":[', self._data, end, b"],", fields[1:]))
+        comma = b"" if fields == b"{}" else b","
+        return b"".join((b'{"input_ids":[', self._data, end, b"]", comma, fields[1:]))
 
 
 @dataclass(frozen=True, slots=True)
