@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from rollout import DeploymentHandle, launch
+from rollout.core.types import EngineStatus
 from tests.support.processes import wait_until
 from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
 
@@ -154,6 +155,28 @@ def test_a_frozen_sender_ends_the_push_of_the_others(run: DeploymentHandle, rank
     assert "rank 1 did not report a broadcast" in said[0]["error"]
     assert max(said[rank]["seconds"] for rank in (0, 2)) < 2.5 * RANK_TIMEOUT_S
     the_next_push_works(run, ranks, 86)
+
+
+@pytest.mark.parametrize("far", ["main-1", "all"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_is_killed_in_a_broadcast_ends_it_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, number: int, far: str
+) -> None:
+    def engine() -> EngineStatus:
+        return run["policy"].status().result(30).groups[0].engines[1]
+
+    the_next_push_works(run, ranks, 86)  # with the groups, so that the fault comes soon
+    pid = engine().pid
+    said = push(ranks, 87, far, fault={"rank": 1, "number": number, "does": "kills", "pid": pid})
+    assert len(errors(said)) == 1, said
+    # Without one, the server has fenced the engine first, and the push is that of the other.
+    assert "broadcast in" in said[0].get("error", "broadcast in")
+    assert max(one["seconds"] for one in said) < 3 * RANK_TIMEOUT_S
+    # The other engine continues with the next push.  Then the group serves, and restarts this one.
+    said = push(ranks, 88, far)
+    assert [one.get("version") for one in said] == [run["policy"].weight_version] * 3, said
+    assert wait_until(lambda: engine().pid not in (None, pid), 60)
+    the_next_push_works(run, ranks, 89)
 
 
 @pytest.mark.parametrize(("task", "number"), [("join", 0), ("send", 0), ("send", 1)])
