@@ -1,4 +1,4 @@
-"""Two gloo ranks push to real SGLang, which is killed in a push and comes back."""
+"""Two gloo ranks push to real SGLang of two ranks, which is killed in a push and comes back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_engine_that_is_killed_in_a_bucket_takes_the_next_push(
     config = real_config(
         models[0],
         tmp_path,
-        {"main": one_engine()},
+        {"main": one_engine(options={"tp": 2}, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})},
         health={"probe_interval_s": 0.5, "backoff_s": 0.1},
         weights={"bucket_bytes": 20_000},
     )
