@@ -285,6 +285,7 @@ def test_import_rollout_loads_what_is_used_and_no_server_of_the_router() -> None
     assert "fastapi" not in loaded_by("from rollout import *")
 
 
+@pytest.mark.ray
 def test_the_process_of_an_engine_actor_loads_no_server() -> None:
     loaded = loaded_by("import rollout.runtime.ray.engine_handle")
     assert not {"fastapi", "pydantic", "rollout.control.server.server"} & loaded - ray_modules()
