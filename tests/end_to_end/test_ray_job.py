@@ -1,5 +1,6 @@
-"""The example as a job: packed, submitted to a cluster, run there, its output read."""
+"""Jobs of Ray: the example as one, packed, run, its output read; and a job that is stopped."""
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engines.embedded.tiny_model import make_tiny_model
 from tests.support.processes import ROOT, Program, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(240)]
@@ -113,3 +115,23 @@ def test_the_example_succeeds_as_a_job_and_its_output_can_be_read(
 def head_folder(head: Program) -> str:
     (folder,) = (one for one in head.process.args if one.startswith("--temp-dir="))
     return folder.partition("=")[2]
+
+
+def engines_of(head: Program) -> dict[int, str]:
+    return head.descendants("-m engines.embedded")
+
+
+def test_a_stopped_job_leaves_no_engine(head: Program, tmp_path: Path) -> None:
+    groups = {"main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 1}}}
+    policy = {"model_path": str(make_tiny_model(tmp_path / "tiny")), "groups": groups}
+    config = tmp_path / "rollout.yaml"
+    config.write_text(json.dumps({"log_dir": str(tmp_path), "servers": {"policy": policy}}))
+    serve = ("rollout", "serve", str(config), "--backend", "ray")
+    submitted = ray("ray", "job", "submit", "--no-wait", "--submission-id", "served", "--", *serve)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    have_started = wait_until(lambda: len(engines_of(head)) == 2, 90)
+    assert have_started, ray("ray", "job", "logs", "served")
+    stopped = ray("ray", "job", "stop", "served")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "stopped" in ray("ray", "job", "status", "served").stdout.lower()
+    assert wait_until(lambda: not engines_of(head), 30), engines_of(head)
