@@ -19,15 +19,18 @@ Make = Callable[[EngineSpec, Endpoint], FakeEngine]
 
 def make_engine(spec: EngineSpec, endpoint: Endpoint, **settings: Any) -> FakeEngine:
     """The fake engine of a spec; ``settings`` are further arguments of ``FakeEngine``."""
-    return FakeEngine(
-        spec.engine_id,
-        endpoint=endpoint,
-        model_path=spec.model_path,
-        weight_version=str(spec.weight_version),
-        memory_saver=spec.memory_saver,
-        weights_cpu_backup=spec.weights_cpu_backup,
-        **settings,
-    )
+    return FakeEngine(spec.engine_id, **settings_of(spec, endpoint), **settings)
+
+
+def settings_of(spec: EngineSpec, endpoint: Endpoint) -> dict[str, Any]:
+    """The arguments of a fake engine that its spec has."""
+    return {
+        "endpoint": endpoint,
+        "model_path": spec.model_path,
+        "weight_version": str(spec.weight_version),
+        "memory_saver": spec.memory_saver,
+        "weights_cpu_backup": spec.weights_cpu_backup,
+    }
 
 
 @dataclass

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from engines.process.allocator import refuse_expandable_segments
 from engines.protocol.spec import EngineSpec, inherited_environment
 from engines.sglang.parallel import Parallel
 
@@ -23,7 +24,6 @@ CLEANUP = (
 
 # Meant for the interpreter that launches, and wrong for another one.
 _OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # An engine on a GPU that gives its memory to a trainer and takes it back.
 _BESIDE_A_TRAINER = {
     # CUDA graphs lie in pausable memory; otherwise their release frees nothing.
@@ -109,13 +109,8 @@ def bind_cores(spec: EngineSpec, parallel: Parallel, cpu_ids: tuple[int, ...]) -
 
 
 def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:
-    for name in _ALLOCATOR:
-        setting = env.get(name, "").replace(" ", "").lower()
-        if spec.memory_saver and "expandable_segments:true" in setting:
-            raise ValueError(
-                f"{name}={env[name]}: the memory saver does not work with expandable segments; "
-                "unset it, or set it differently under engine.env"
-            )
+    if spec.memory_saver:
+        refuse_expandable_segments(env, "the memory saver")
     if env.get("SGLANG_RUST_SERVER", "").lower() not in _FALSE:
         raise ValueError("SGLANG_RUST_SERVER: that front end lacks the control endpoints; unset it")
     if env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"].lower() not in _FALSE:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from engines.process.allocator import refuse_expandable_segments
 from engines.protocol.spec import EngineSpec, inherited_environment
 
 # Meant for the interpreter that launches, and wrong for another one.
 _OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
@@ -46,13 +46,8 @@ def build_environment(
 
 
 def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:
-    for name in _ALLOCATOR:
-        setting = env.get(name, "").replace(" ", "").lower()
-        if spec.memory_saver and "expandable_segments:true" in setting:
-            raise ValueError(
-                f"{name}={env[name]}: vLLM's sleep mode does not work with expandable segments; "
-                "unset it, or set it differently under engine.env"
-            )
+    if spec.memory_saver:
+        refuse_expandable_segments(env, "vLLM's sleep mode")
     if env[_DEV_MODE] != "1":
         raise ValueError(
             f"{_DEV_MODE}={env[_DEV_MODE]}: without it vLLM has no control endpoints; unset it"

@@ -129,6 +129,20 @@ def _command(
     return search
 
 
+def _recovering_cycle(face: str = "sglang") -> Callable[[Explorer], None]:
+    return _command(
+        "recover",
+        "offload",
+        "recover",
+        "onload",
+        "recover",
+        recover=True,
+        launch_outcomes=2,
+        injections=("cancel", "recover", "stop", *_DEATHS),
+        face=face,
+    )
+
+
 _RAISE = {"on_failure": "raise"}
 # So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
 BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
@@ -282,31 +296,12 @@ DEFAULT: tuple[Plan, ...] = (
     Plan(
         "cycle, recovering",
         "everything, any 1, and a death at any time; recovery before, between and after",
-        _command(
-            "recover",
-            "offload",
-            "recover",
-            "onload",
-            "recover",
-            recover=True,
-            launch_outcomes=2,
-            injections=("cancel", "recover", "stop", *_DEATHS),
-        ),
+        _recovering_cycle(),
     ),
     Plan(
         "cycle over vLLM, recovering",
         "everything, any 1, and a death at any time; recovery before, between and after",
-        _command(
-            "recover",
-            "offload",
-            "recover",
-            "onload",
-            "recover",
-            recover=True,
-            launch_outcomes=2,
-            injections=("cancel", "recover", "stop", *_DEATHS),
-            face="vllm",
-        ),
+        _recovering_cycle(face="vllm"),
     ),
     Plan(
         "all die",

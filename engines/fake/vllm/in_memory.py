@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from engines.fake.launcher import FakeLauncher
+from engines.fake.launcher import FakeLauncher, settings_of
 from engines.fake.vllm.fake_vllm import TEXT, FakeVllm
 from engines.http.call import Deadlines
 from engines.http.connections import HttpReply
@@ -112,15 +112,7 @@ def connect_in_memory(engine: FakeVllm, *, weights_cpu_backup: bool = False) -> 
 
 def make_vllm(spec: EngineSpec, endpoint: Endpoint, **settings: Any) -> FakeVllm:
     """The fake vLLM of a spec; ``settings`` are further arguments of ``FakeVllm``."""
-    return FakeVllm(
-        spec.engine_id,
-        endpoint=endpoint,
-        model_path=spec.model_path,
-        weight_version=str(spec.weight_version),
-        memory_saver=spec.memory_saver,
-        weights_cpu_backup=spec.weights_cpu_backup,
-        **settings,
-    )
+    return FakeVllm(spec.engine_id, **settings_of(spec, endpoint), **settings)
 
 
 class VllmFakeLauncher(FakeLauncher):

@@ -194,12 +194,8 @@ class GenerateTranscript(Transcript):
         """The fields of the next body except its token ids."""
         sampling = {**self._sampling, "stream_interval": self._interval}
         raw = {**self._raw, "stream": True, "sampling_params": sampling}
-        done = len(self._base.ids)
-        if done:
-            if self._budget is not None:
-                sampling["max_new_tokens"] = self._budget - done
-            if sampling.get("min_new_tokens"):
-                sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - done)
+        if self._base.num:
+            self._lower_limits(sampling, "max_new_tokens", "min_new_tokens")
             if raw.get("logprob_start_len") is not None:
                 raw["logprob_start_len"] = -1
         return raw

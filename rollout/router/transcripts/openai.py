@@ -36,7 +36,9 @@ from rollout.router.transcripts.transcript import (
     Payload,
     Transcript,
     finish_of,
+    lower_minimum,
     span_payloads,
+    without_stop,
 )
 from rollout.rules.continuation import Mark, Part, check_budget, spans_of
 
@@ -156,8 +158,7 @@ class OpenAITranscript(Transcript):
                 begun = {"role": "assistant", "content": self._base.text}
                 raw["messages"] = [*raw["messages"], begun]
             raw["continue_final_message"] = True
-        if raw.get("min_tokens"):
-            raw["min_tokens"] = max(0, raw["min_tokens"] - done)
+        lower_minimum(raw, "min_tokens", done)
 
     # -- from the engine --------------------------------------------------------------------
 
@@ -202,11 +203,10 @@ class OpenAITranscript(Transcript):
                 self._safe = now.mark()
 
     def _trim(self, stop: str) -> None:
-        """Cut the text before its stop string; one before the minimum length did not count."""
+        """Cut the text before its stop string."""
         text = self._base.text + self._now.text
-        at = text.rfind(stop) if self._raw.get("min_tokens") else text.find(stop)
-        if at >= 0:
-            self._now.text = text[len(self._base.text) : at]
+        text = without_stop(text, stop, self._raw.get("min_tokens"))
+        self._now.text = text[len(self._base.text) :]
 
     def _num_reported(self, text: str) -> int:
         """Tokens of this engine, as the usage beside ``text`` counts them."""

@@ -107,10 +107,28 @@ class Transcript:
             end.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
         )
 
+    def _lower_limits(self, limits: Payload, most: str, least: str) -> None:
+        """Take the tokens of lost engines off the limits, which have these names."""
+        if self._budget is not None:
+            limits[most] = self._budget - self._base.num
+        lower_minimum(limits, least, self._base.num)
+
     def _end_of_text(self, num: int) -> str:
         """The last ``num`` characters of the text so far."""
         end = self._now.text[-num:]
         return end if len(end) == num else self._base.text[len(end) - num :] + end
+
+
+def lower_minimum(limits: Payload, name: str, done: int) -> None:
+    """Take ``done`` tokens off the least that a request wants, if it has such a limit."""
+    if limits.get(name):
+        limits[name] = max(0, limits[name] - done)
+
+
+def without_stop(text: str, stop: str, min_tokens: int | None) -> str:
+    """The text before its stop string; one before the minimum length did not count."""
+    at = text.rfind(stop) if min_tokens else text.find(stop)
+    return text if at < 0 else text[:at]
 
 
 def finish_of(kind: Any) -> str:

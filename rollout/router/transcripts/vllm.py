@@ -12,8 +12,8 @@ from typing import Any
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
 from rollout.router.http.request import wants_prompt_logprobs
+from rollout.router.transcripts.transcript import Payload, without_stop
 
-Payload = dict[str, Any]
 _DEFAULT_BUDGET = 128
 # Of SGLang's requests, with what vLLM calls them; without a name where it needs none.
 _NAMES = {
@@ -72,12 +72,6 @@ def trims_stop(sampling: Mapping[str, Any]) -> bool:
     """Whether the text ends before its stop string.  vLLM then sends tokens before their text,
     which would be lost with the engine; so it has to send all text, and the router trims it."""
     return bool(sampling.get("stop")) and not sampling.get("no_stop_trim")
-
-
-def without_stop(text: str, stop: str, min_tokens: int | None) -> str:
-    """The text before its stop string; one before the minimum length did not count."""
-    at = text.rfind(stop) if min_tokens else text.find(stop)
-    return text if at < 0 else text[:at]
 
 
 class VllmEvents:

@@ -33,8 +33,8 @@ from rollout.router.transcripts.transcript import (
     finish_of,
     span_payloads,
     version_spans,
+    without_stop,
 )
-from rollout.router.transcripts.vllm import without_stop
 from rollout.rules.continuation import Mark, Part, check_budget
 
 _READ = frozenset(
@@ -129,12 +129,9 @@ class VllmTranscript(Transcript):
         raw["stream_options"] = {"include_usage": True}
         if self._trims and self._has_text:
             sampling["include_stop_str_in_output"] = True
-        if done := self._base.num:
+        if self._base.num:
             raw["token_ids"] = [*self._raw["token_ids"], *self._base.ids]
-            if self._budget is not None:
-                sampling["max_tokens"] = self._budget - done
-            if sampling.get("min_tokens"):
-                sampling["min_tokens"] = max(0, sampling["min_tokens"] - done)
+            self._lower_limits(sampling, "max_tokens", "min_tokens")
         return dumps(raw)
 
     # -- from the engine --------------------------------------------------------------------
