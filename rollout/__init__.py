@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.core.moved_names import redirect_old_paths
-
 if TYPE_CHECKING:
     from engines.protocol import GenerateReply, SamplingParams
     from rollout.config import RolloutConfig
@@ -70,8 +68,6 @@ _HOMES = {
     "rollout.runtime.handle": "DeploymentHandle OffloadWindow RunHandle ServerHandle",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-redirect_old_paths()
 
 __version__ = "0.1.0"
 

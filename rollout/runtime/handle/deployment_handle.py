@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError, LifecycleError, RolloutError
-from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.rules.lifecycle import Command
@@ -180,27 +179,6 @@ class DeploymentHandle(RunHandle):
             lambda first, second: {name: first[name].merged(second[name]) for name in first},
             WITHOUT_KV,
         )
-
-    def onload(
-        self,
-        weights: Mapping[str, NamedTensors | WeightPush] | None = None,
-        *,
-        before_kv: BeforeKv | None = None,
-    ) -> Pending[dict[str, StepReport]]:
-        """The old name of ``serve_weights``, and without weights of ``serve``.
-
-        Args:
-            weights, before_kv: see there.
-
-        Raises:
-            As they do.
-        """
-        warn_of_name("onload", "serve_weights(weights), or serve() without weights")
-        if weights is None:
-            return self.serve(before_kv=before_kv)
-        return self.serve_weights(weights, before_kv=before_kv)
-
-    offload = renamed("offload", give_memory)
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Status of every server.

@@ -13,7 +13,6 @@ from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import ConfigError, WeightMismatch
-from rollout.core.moved_names import renamed, warn_of_name
 from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
@@ -342,43 +341,6 @@ class ServerHandle:
             LifecycleError: the engines lack verified weights or KV caches.
         """
         return self._caller.call(RolloutServer.continue_generation)
-
-    # -- old names --------------------------------------------------------------------------
-
-    def onload(
-        self, named_tensors: NamedTensors | WeightPush | None = None, **more: Any
-    ) -> Pending[StepReport]:
-        """The old name of ``serve_weights``, and without tensors of ``serve``.
-
-        Args:
-            named_tensors, more: see there.
-
-        Raises:
-            As they do.
-        """
-        warn_of_name("onload", "serve_weights(weights), or serve() without weights")
-        if named_tensors is None:
-            return self.serve(before_kv=more.get("before_kv"))
-        return self.serve_weights(named_tensors, **more)
-
-    def onload_push(
-        self, push: WeightPush | None, before_kv: BeforeKv | None = None
-    ) -> Pending[StepReport]:
-        """The old name of ``serve_weights``, and without a push of ``serve``.
-
-        Args:
-            push, before_kv: see there.
-
-        Raises:
-            As they do.
-        """
-        warn_of_name("onload_push", "serve_weights(push), or serve() without a push")
-        if push is None:
-            return self.serve(before_kv=before_kv)
-        return self.serve_weights(push, before_kv=before_kv)
-
-    sync_weights = renamed("sync_weights", serve_weights)
-    offload = renamed("offload", give_memory)
 
     # -- engines ----------------------------------------------------------------------------
 

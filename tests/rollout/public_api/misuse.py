@@ -256,10 +256,6 @@ DEPLOYMENT = {
     "DeploymentHandle.serve": Case(
         lambda on: on.deployment.serve(before_kv=5), ConfigError, "before_kv takes a plain function"
     ),
-    "DeploymentHandle.onload": Case(
-        lambda on: on.deployment.onload([]), ConfigError, "tensors by server name, not a list"
-    ),
-    "DeploymentHandle.offload": Case(lambda on: on.closed.offload(), RolloutError, CLOSED),
     "DeploymentHandle.status": Case(lambda on: on.closed.status(), RolloutError, CLOSED),
 }
 
@@ -273,7 +269,6 @@ SERVER = {
     "ServerHandle.weight_version": Case(lambda on: on.gone.weight_version, RolloutError, CLOSED),
     "ServerHandle.status": Case(lambda on: on.gone.status(), RolloutError, CLOSED),
     "ServerHandle.give_memory": Case(lambda on: on.gone.give_memory(), RolloutError, CLOSED),
-    "ServerHandle.offload": Case(lambda on: on.gone.offload(), RolloutError, CLOSED),
     "ServerHandle.pause_generation": Case(
         lambda on: on.gone.pause_generation(), RolloutError, CLOSED
     ),
@@ -305,13 +300,6 @@ SERVER = {
     ),
     "ServerHandle.serve_weights": Case(
         lambda on: on.policy.serve_weights(5), WeightMismatch, NOT_TENSORS
-    ),
-    "ServerHandle.sync_weights": Case(
-        lambda on: on.policy.sync_weights(5), WeightMismatch, NOT_TENSORS
-    ),
-    "ServerHandle.onload": Case(lambda on: on.policy.onload(5), WeightMismatch, NOT_TENSORS),
-    "ServerHandle.onload_push": Case(
-        lambda on: on.policy.onload_push(5), WeightMismatch, NOT_TENSORS
     ),
     "ServerHandle.prove_push_path": Case(
         lambda on: on.policy.prove_push_path(5), WeightMismatch, NOT_TENSORS

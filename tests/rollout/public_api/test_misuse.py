@@ -53,7 +53,6 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[On]:
         yield On(deployment, closed, folder)
 
 
-@pytest.mark.filterwarnings("ignore:.* is now .*:DeprecationWarning")  # of old names
 @pytest.mark.parametrize("name", MISUSE)
 def test_a_wrong_call_has_a_clear_error(name: str, on: On) -> None:
     case: Case = MISUSE[name]
