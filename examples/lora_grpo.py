@@ -104,11 +104,10 @@ def train(args: argparse.Namespace) -> None:
         ) as driver,
     ):
         policy = deployment["policy"]
-        # Returns None, and sends nothing, if the engines already have these weights.
-        synced = policy.sync_base(trainer.base)
-        if synced is not None:
-            synced.result()
-        print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if synced else 'as on disk'}")
+        differs = policy.checks.base_differs(trainer.base)
+        if differs:
+            policy.serve_weights(policy.make_base_push(trainer.base)).result()
+        print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if differs else 'as on disk'}")
         if not args.merge:
             # Requests name the adapter, so the engines need one; this first one changes nothing.
             first = policy.make_adapter_push(trainer.adapter(), trainer.adapter_config)

@@ -43,15 +43,15 @@ async def step_with_an_async_window(policy: rollout.ServerHandle, model: torch.n
 
 def step_with_verbs(policy: rollout.ServerHandle, model: torch.nn.Module) -> None:
     """Each phase by itself.  A method returns at once; ``result()`` or ``await`` waits for it."""
-    policy.pause_generation().result()
-    policy.flush_cache().result()
-    policy.release_memory_occupation().result()
+    policy.phases.pause_generation().result()
+    policy.phases.flush_cache().result()
+    policy.phases.release_memory_occupation().result()
     train(model)
-    policy.onload_weights().result()
-    policy.update_weights(model.state_dict()).result()
-    policy.verify().result()
-    policy.onload_kv().result()
-    policy.continue_generation().result()
+    policy.phases.onload_weights().result()
+    policy.phases.update_weights(model.state_dict()).result()
+    policy.phases.verify().result()
+    policy.phases.onload_kv().result()
+    policy.phases.continue_generation().result()
 
 
 def config(model_path: Path) -> rollout.RolloutConfig:

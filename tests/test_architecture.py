@@ -72,6 +72,7 @@ FOLDERS = (
     "rollout.control.server",
     "rollout.control",
     "rollout.observability.page",
+    "rollout.runtime.calls",
     "rollout.runtime.handle",
     "rollout.runtime",
     "rollout.runtime.ray",

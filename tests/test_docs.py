@@ -26,6 +26,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.rules.lifecycle import Command, Phase
+from rollout.runtime.calls.phase_commands import PhaseCommands
 from rollout.runtime.handle import DeploymentHandle, OffloadWindow, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -540,8 +541,15 @@ def test_what_a_user_of_slime_is_sent_to_exists() -> None:
     for path in re.findall(r"`(rollout\.driver\.[\w.]+)`", text):
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), path
-    owners = {"policy": ServerHandle, "driver": rollout.Driver, "deployment": DeploymentHandle}
-    for owner, name in re.findall(r"`(policy|driver|deployment)\.(\w+)", text):
+    owners = {
+        "policy": ServerHandle,
+        "policy.phases": PhaseCommands,
+        "driver": rollout.Driver,
+        "deployment": DeploymentHandle,
+    }
+    named = re.findall(r"`(policy\.phases|policy|driver|deployment)\.(\w+)", text)
+    assert {owner for owner, _ in named} == owners.keys()
+    for owner, name in named:
         assert hasattr(owners[owner], name), f"{owner}.{name}"
     for kind, arguments in re.findall(r"`rollout\.(Hooks|RolloutOptions)\(([^`]*)\)`", text):
         assert set(re.findall(r"(\w+)=", arguments)) <= set(getattr(rollout, kind).__slots__)

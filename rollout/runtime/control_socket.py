@@ -30,7 +30,7 @@ from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.pending import LoopThread, Pending
-from rollout.runtime.handle.transport import LAUNCH_NODE, node_without_ray
+from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class ControlListener:
 
 
 class SocketCaller:
-    """Calls a server of a local run from another process; see ``handle.transport.Caller``."""
+    """Calls a server of a local run from another process; see ``calls.caller.Caller``."""
 
     backend = "local"
 

@@ -23,10 +23,10 @@ from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
+from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.runtime.connect import publish
 from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
-from rollout.runtime.handle.transport import LAUNCH_NODE, node_without_ray
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.push.weight_push import WeightPush

@@ -136,15 +136,15 @@ def test_in_a_step_each_command_moves_what_it_names(policy: GpuPolicy, whole: li
     policy.nvml.hold(0, TRAINER_BYTES)  # the trainer takes the freed memory, and gives it back
     assert policy.used() == [TRAINER_BYTES, 0]
     policy.nvml.hold(0, 0)
-    handle.onload_weights().result(TIMEOUT_S)
+    handle.phases.onload_weights().result(TIMEOUT_S)
     with_weights = policy.used()
     assert all(0 < held < full for held, full in zip(with_weights, whole, strict=True))
-    handle.update_weights(tensors).result(TIMEOUT_S)
-    handle.verify().result(TIMEOUT_S)
+    handle.phases.update_weights(tensors).result(TIMEOUT_S)
+    handle.phases.verify().result(TIMEOUT_S)
     assert policy.used() == with_weights
-    handle.onload_kv().result(TIMEOUT_S)
+    handle.phases.onload_kv().result(TIMEOUT_S)
     assert policy.used() == whole
-    handle.continue_generation().result(TIMEOUT_S)
+    handle.phases.continue_generation().result(TIMEOUT_S)
     assert {engine.weight_version for engine in policy.engines()} == {handle.weight_version}
     assert len(policy.tokens()) == 8
 
@@ -155,18 +155,18 @@ def test_without_room_for_the_kv_cache_the_resume_is_refused_and_no_engine_dies(
 ) -> None:
     handle = policy.handle
     handle.give_memory().result(TIMEOUT_S)
-    handle.onload_weights().result(TIMEOUT_S)
-    handle.update_weights(policy.next_tensors()).result(TIMEOUT_S)
-    handle.verify().result(TIMEOUT_S)
+    handle.phases.onload_weights().result(TIMEOUT_S)
+    handle.phases.update_weights(policy.next_tensors()).result(TIMEOUT_S)
+    handle.phases.verify().result(TIMEOUT_S)
     pids = [engine.pid for engine in policy.engines()]
     policy.nvml.hold(1, TOTAL_BYTES - policy.used()[1] - 1024)
     try:
         with pytest.raises(LifecycleError) as caught:
-            handle.onload_kv().result(TIMEOUT_S)
+            handle.phases.onload_kv().result(TIMEOUT_S)
     finally:
         policy.nvml.hold(1, 0)
-        handle.onload_kv().result(TIMEOUT_S)
-        handle.continue_generation().result(TIMEOUT_S)
+        handle.phases.onload_kv().result(TIMEOUT_S)
+        handle.phases.continue_generation().result(TIMEOUT_S)
     said = str(caught.value)
     assert "engine main-1: GPU GPU-0001 has 1 KiB free, kv_cache" in said
     assert f"pid {os.getpid()}" in said

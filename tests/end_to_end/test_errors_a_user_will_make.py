@@ -137,9 +137,10 @@ def mistake(**change):
     with rollout.launch(config) as deployment:
         policy = deployment["policy"]
         policy.give_memory().result()
-        policy.onload_weights().result()
+        policy.phases.onload_weights().result()
         try:
-            policy.update_weights({{k: v for k, v in tensors.items() if v is not None}}).result()
+            weights = {{k: v for k, v in tensors.items() if v is not None}}
+            policy.phases.update_weights(weights).result()
         except rollout.WeightMismatch as error:
             print("refused:", error, flush=True)
         # Nothing was sent, so the right push still goes through.

@@ -71,7 +71,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
         for engine in engines(policy):
             found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
             assert found == {name: wanted[name] for name in found}
-        kept = policy._push_builder._kept
+        kept = policy._pushes.builder._kept
         assert kept is not None
         return kept.name
 
@@ -150,12 +150,12 @@ def test_an_engine_that_is_removed_leaves_and_the_others_make_another(
 ) -> None:
     name = push()
     away = engines(policy)[1]
-    policy.remove_engine(away.engine_id, keep_process=True).result(60)
+    policy.engines.remove(away.engine_id, keep_process=True).result(60)
     assert asked(away, "server_info")["weights_update_groups"] == []
     without = push()
     assert without != name
     assert groups(policy) == [[without]]
-    policy.add_engine(away.engine_id).result(60)
+    policy.engines.add(away.engine_id).result(60)
     with_it = push()
     assert with_it != without
     assert groups(policy) == [[with_it], [with_it]]
@@ -188,8 +188,8 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 
     with pytest.raises(RolloutError, match="out of memory"):
         policy.serve_weights(weights, name_map=breaks_off).result(60)
-    assert policy._push_builder._kept is not None
-    assert policy._push_builder._kept.name == ""
+    assert policy._pushes.builder._kept is not None
+    assert policy._pushes.builder._kept.name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
 

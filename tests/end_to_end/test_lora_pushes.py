@@ -105,7 +105,7 @@ async def test_an_adapter_is_pushed_over_a_base_that_comes_back_from_the_release
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]
 ) -> None:
     policy = deployment["policy"]
-    assert policy.sync_base(base) is None
+    assert not policy.checks.base_differs(base)
     for seed in (1, 2):
         named = adapter(base, seed)
         async with policy.offloaded() as window:
@@ -169,17 +169,16 @@ async def test_base_and_adapter_merged_say_what_the_adapter_says(
     whole = dict(merged(base, named, CONFIG))
     await policy.serve_weights(policy.make_base_push(whole))
     assert await say(policy, None) == said
-    assert policy.base_differs(whole)
+    assert policy.checks.base_differs(whole)
 
 
-async def test_a_trainers_base_that_is_not_the_one_on_disk_is_synced(
+async def test_a_trainers_base_that_is_not_the_one_on_disk_is_pushed(
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]
 ) -> None:
     policy = deployment["policy"]
     other = {name: value + 0.01 for name, value in base.items()}
-    pending = policy.sync_base(other)
-    assert pending is not None
-    await pending
+    assert policy.checks.base_differs(other)
+    await policy.serve_weights(policy.make_base_push(other))
     of_base, _ = await held(policy)
     assert of_base == prints({name: other[name] for name in of_base})
     named = adapter(base, 6)

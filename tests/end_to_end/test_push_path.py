@@ -45,13 +45,13 @@ def test_a_right_path_is_proved_and_a_wrong_name_map_never_serves(
     with launch_local(config) as deployment:
         policy = deployment["policy"]
         before = generate(policy.url)
-        policy.prove_push_path(tensors).result(60)
+        policy.checks.push_path(tensors).result(60)
         assert generate(policy.url) == before
         assert policy.status().result(30).weight_version == 1
     with launch_local(config) as deployment:
         policy = deployment["policy"]
         with pytest.raises(PhaseFailed, match="weights differ") as caught:
-            policy.prove_push_path(tensors, name_map=exchanged).result(60)
+            policy.checks.push_path(tensors, name_map=exchanged).result(60)
         assert KEY in str(caught.value)
         assert VALUE in str(caught.value)
         status = policy.status().result(30)

@@ -89,14 +89,14 @@ async def test_an_async_window_does_the_same(policy: ServerHandle, model: Any) -
 
 def verbs(policy: ServerHandle, model: Any) -> list[Any]:
     return [
-        policy.pause_generation,
-        policy.flush_cache,
-        policy.release_memory_occupation,
-        policy.onload_weights,
-        lambda: policy.update_weights(model.state_dict()),
-        policy.verify,
-        policy.onload_kv,
-        policy.continue_generation,
+        policy.phases.pause_generation,
+        policy.phases.flush_cache,
+        policy.phases.release_memory_occupation,
+        policy.phases.onload_weights,
+        lambda: policy.phases.update_weights(model.state_dict()),
+        policy.phases.verify,
+        policy.phases.onload_kv,
+        policy.phases.continue_generation,
     ]
 
 
@@ -114,10 +114,10 @@ async def test_the_verbs_may_be_awaited(policy: ServerHandle, model: Any) -> Non
 def test_a_verb_out_of_order_is_refused_and_the_loop_can_go_on(
     policy: ServerHandle, model: Any
 ) -> None:
-    policy.pause_generation().result()
+    policy.phases.pause_generation().result()
     with pytest.raises(LifecycleError, match="cannot release while paused; legal now: flush"):
-        policy.release_memory_occupation().result()
-    policy.continue_generation().result()
+        policy.phases.release_memory_occupation().result()
+    policy.phases.continue_generation().result()
     assert where(policy) == ("serving", "open")
 
 
@@ -151,13 +151,13 @@ async def test_so_does_an_error_in_an_async_block(policy: ServerHandle, model: A
 )
 def test_both_calls_from_every_phase(policy: ServerHandle, model: Any, num_steps: int) -> None:
     steps = (
-        policy.pause_generation,
-        policy.flush_cache,
-        policy.release_memory_occupation,
-        policy.onload_weights,
-        lambda: policy.update_weights(model.state_dict()),
-        policy.verify,
-        policy.onload_kv,
+        policy.phases.pause_generation,
+        policy.phases.flush_cache,
+        policy.phases.release_memory_occupation,
+        policy.phases.onload_weights,
+        lambda: policy.phases.update_weights(model.state_dict()),
+        policy.phases.verify,
+        policy.phases.onload_kv,
     )
     for step in steps[:num_steps]:
         step().result()

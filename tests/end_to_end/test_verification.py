@@ -102,12 +102,12 @@ def test_an_engine_in_another_dtype_is_held_against_the_trainers_own_model(
     }
     forgetful = Forgetful()
     with policy(model, tmp_path, forgetful, **how) as server:
-        told = canary_logprobs(trainer, server.canary_prompts)
-        server.expect(told)
+        told = canary_logprobs(trainer, server.checks.canary_prompts)
+        server.checks.expect(told)
         server.serve_weights(tensors, version=1).result(60)
         server.serve_weights(load_file(model / "model.safetensors"), version=2).result(60)
         forgetful.num_left_out = 1
-        server.expect(told)
+        server.checks.expect(told)
         with pytest.raises(PhaseFailed, match="by the trainer's own model"):
             server.serve_weights(tensors, version=3).result(60)
 
@@ -115,13 +115,13 @@ def test_an_engine_in_another_dtype_is_held_against_the_trainers_own_model(
 def step(server: ServerHandle, *, lose: bool = False) -> None:
     """An offload and onload, phase by phase."""
     server.give_memory().result(60)
-    server.onload_weights().result(60)
+    server.phases.onload_weights().result(60)
     if lose:
         (engine,) = server.status().result(30).groups[0].engines
         _reset(engine.endpoint)
-    server.verify().result(60)
-    server.onload_kv().result(60)
-    server.continue_generation().result(60)
+    server.phases.verify().result(60)
+    server.phases.onload_kv().result(60)
+    server.phases.continue_generation().result(60)
 
 
 def _reset(endpoint: Endpoint) -> None:

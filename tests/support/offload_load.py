@@ -28,14 +28,14 @@ async def cycle(policy: RealPolicy, random: Random) -> int:
         return window.report.freed_bytes
     freed_bytes = 0
     for verb in (
-        handle.pause_generation,
-        handle.flush_cache,
-        handle.release_memory_occupation,
-        handle.onload_weights,
-        lambda: handle.update_weights(policy.next_tensors()),
-        handle.verify,
-        handle.onload_kv,
-        handle.continue_generation,
+        handle.phases.pause_generation,
+        handle.phases.flush_cache,
+        handle.phases.release_memory_occupation,
+        handle.phases.onload_weights,
+        lambda: handle.phases.update_weights(policy.next_tensors()),
+        handle.phases.verify,
+        handle.phases.onload_kv,
+        handle.phases.continue_generation,
     ):
         report = await verb()
         freed_bytes += report.freed_bytes

@@ -195,7 +195,7 @@ class VerbWalk:
         version = (await self.rig.status()).weight_version + 1
         if not await self._call("serve_weights", version, version, ""):
             # A group whose engines were all removed while offloaded is filled only now.
-            assert "fill a slot with add_engine" in self.log[-1], "serve_weights failed"
+            assert "fill a slot with engines.add" in self.log[-1], "serve_weights failed"
             await self._add()
             assert await self._call("serve_weights", version, version, ""), "serve_weights failed"
         await self._check()

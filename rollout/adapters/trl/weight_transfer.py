@@ -50,7 +50,7 @@ class WeightTransfer:
         Raises:
             LifecycleError: the engines' memory is released.
         """
-        self._policy.pause_generation().result()
+        self._policy.phases.pause_generation().result()
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Push new weights, bucket by bucket, and serve them.

@@ -95,7 +95,7 @@ def why_no_engine_holds(version: int | None, engines: EngineSet) -> str:
     """
     members = engines.unfenced()
     if vacant := engines.vacant_slots() if not len(engines) else ():
-        return f"it has no engine; fill a slot with add_engine: {', '.join(vacant)}"
+        return f"it has no engine; fill a slot with engines.add: {', '.join(vacant)}"
     if members and all(member.is_stale for member in members):
         return ""
     held = {member.weight_version for member in members}

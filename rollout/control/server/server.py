@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_PROVED = (
     "weights.prove_first_push is true, and released weights cannot be compared: before the first "
-    "offload, call prove_push_path or serve_weights with the weights of model_path, or set it to "
+    "offload, call checks.push_path or serve_weights with the weights of model_path, or set it to "
     "false"
 )
 

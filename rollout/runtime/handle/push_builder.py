@@ -20,8 +20,8 @@ from rollout.core.os_errors import naming_setting
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.fingerprint_check import method_of_push
+from rollout.runtime.calls.caller import Caller
 from rollout.runtime.handle.load_costs import LoadCosts
-from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.lora_check import check_adapter, completed_config
 from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.held_buffers import StoreCopies

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.core.types import EngineStatus, ServerStatus
-from rollout.runtime.handle.transport import Caller
+from rollout.runtime.calls.caller import Caller
 from rollout.weights.ranks.carrier_choice import EnginePlace
 
 

@@ -13,11 +13,11 @@ from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import RolloutError
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
+from rollout.runtime.calls.caller import Caller
 from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
 from rollout.runtime.handle.push_builder import check_name_map
 from rollout.runtime.handle.rank_work import RankWork
-from rollout.runtime.handle.transport import Caller
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.push_version import checked_version

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Unpack, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
-from rollout.control.engine.logprob_check import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import check_kind, check_number
-from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending, PendingWithTurn
-from rollout.core.types import EngineReport, EngineStatus, ServerStatus, StepReport
+from rollout.core.types import ServerStatus, StepReport
 from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
-from rollout.rules.canary import Logprobs, Prompt
 from rollout.rules.lifecycle import Command
+from rollout.runtime.calls.caller import Caller
+from rollout.runtime.calls.phase_commands import PhaseCommands
+from rollout.runtime.calls.sample_client import ReplyStream, SampleClient
+from rollout.runtime.calls.server_engines import ServerEngines
+from rollout.runtime.calls.weight_checks import WeightChecks
 from rollout.runtime.handle.offload_window import (
     WITHOUT_KV,
     BeforeKv,
     OffloadWindow,
     check_before_kv,
 )
-from rollout.runtime.handle.push_builder import PushBuilder, remote_engines
-from rollout.runtime.handle.sample_client import ReplyStream, SampleClient
-from rollout.runtime.handle.transport import Caller
-from rollout.weights.format.named import named_pairs
+from rollout.runtime.handle.push_builder import remote_engines
+from rollout.runtime.handle.server_pushes import ServerPushes
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.transport_choice import NEAR_ONLY, check_window, choose_transport
 from rollout.weights.push.weight_push import WeightPush
@@ -38,19 +38,26 @@ if TYPE_CHECKING:
     from rollout.runtime.handle.pusher import Pusher
     from rollout.weights.tensors import NamedTensors, NameMap
 
-P = ParamSpec("P")
-
 
 class ServerHandle:
-    """The handle of one rollout server.  It can be pickled at any time, without its open pushes."""
+    """The handle of one rollout server.  It can be pickled at any time, without its open pushes.
+
+    Attributes:
+        name: of the server, as in ``servers`` of the configuration.
+        phases: one command of the lifecycle at a time; see ``PhaseCommands``.
+        engines: removes and adds engines; see ``ServerEngines``.
+        checks: compares the engines' weights with the trainer's; see ``WeightChecks``.
+    """
 
     def __init__(self, name: str, config: ServerConfig, caller: Caller) -> None:
         self.name = name
         self._caller = caller
         self._url = ""
-        self._push_builder = PushBuilder(config, caller)
         self._config = config
-        self._expected: Logprobs = ()
+        self._pushes = ServerPushes(config, caller)
+        self.phases = PhaseCommands(caller, self._pushes)
+        self.engines = ServerEngines(caller)
+        self.checks = WeightChecks(config, self._pushes)
         self._has_pusher = False
         self._samples: SampleClient | None = None
 
@@ -74,6 +81,14 @@ class ServerHandle:
         """
         return self.status().result().weight_version
 
+    def status(self) -> Pending[ServerStatus]:
+        """Phase, engines, versions, gate; works also while a command runs.
+
+        Raises:
+            RolloutError: the deployment is closed.
+        """
+        return self._caller.call(RolloutServer.status)
+
     def __repr__(self) -> str:
         # Without a call: the address is shown once it is known.
         url = f", url={self._url!r}" if self._url else ""
@@ -81,32 +96,6 @@ class ServerHandle:
 
     def __reduce__(self) -> tuple[type[ServerHandle], tuple[str, ServerConfig, Caller]]:
         return ServerHandle, (self.name, self._config, self._caller)
-
-    # -- log-prob check ---------------------------------------------------------------------
-
-    @property
-    def canary_prompts(self) -> tuple[Prompt, ...]:
-        """Token ids of the prompts of the log-prob check."""
-        return prompts_of(self._config.lifecycle, self._config.model_path)
-
-    def expect(self, logprobs: Sequence[Sequence[float]]) -> None:
-        """Set the log-probs of the trainer's model for ``canary_prompts`` with the next push.
-
-        Engines with other log-probs are fenced, even if their fingerprints are right.
-
-        Args:
-            logprobs: for each prompt, of its tokens after the first.
-                ``weights.tensors.canary_logprobs`` computes them with a transformers model.
-
-        Raises:
-            WeightMismatch: the numbers of prompts or tokens differ.
-        """
-        try:
-            expected = tuple(tuple(map(float, values)) for values in logprobs)
-        except (TypeError, ValueError) as error:
-            raise WeightMismatch(f"log-probs are a list of floats per prompt: {error}") from None
-        check_expected(expected, self.canary_prompts)
-        self._expected = expected
 
     # -- whole transitions ------------------------------------------------------------------
 
@@ -122,7 +111,7 @@ class ServerHandle:
 
         Engines that serve are paused for it; released memory is resumed.  If it fails, the gate
         stays closed; call it again to continue.  With ``weights.prove_first_push``, the first call
-        is ``prove_push_path``.
+        is ``checks.push_path``.
 
         Args:
             named_tensors: tensors by checkpoint name, with the checkpoint's shapes, or an existing
@@ -141,10 +130,10 @@ class ServerHandle:
             PhaseFailed: from ``result()`` or ``await``: too few engines hold the weights.
         """
         check_before_kv(before_kv)
-        push = self._made(named_tensors, version, name_map)
+        push = self._pushes.push_of(named_tensors, version, name_map)
         if before_kv is None:
-            return self._sent(RolloutServer.serve_weights, push)
-        first = self._sent(RolloutServer.serve_weights, push, Command.VERIFY)
+            return self._pushes.send(RolloutServer.serve_weights, push)
+        first = self._pushes.send(RolloutServer.serve_weights, push, Command.VERIFY)
         return self._with_turn(first, before_kv)
 
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]:
@@ -186,50 +175,6 @@ class ServerHandle:
             WITHOUT_KV,
         )
 
-    def prove_push_path(
-        self,
-        named_tensors: NamedTensors | WeightPush,
-        *,
-        version: int | None = None,
-        name_map: NameMap | None = None,
-    ) -> Pending[StepReport]:
-        """Before the first push: check that a push arrives as the checkpoint does.
-
-        The engines copy their weights in host memory, overwrite them with noise, get this push as
-        any other, and compare.  An engine whose weights differ is fenced.
-
-        Args:
-            named_tensors: the weights of ``model_path``, as the trainer holds them.
-            version: the version of this push; by default one more than the last.
-            name_map: see ``serve_weights``.
-
-        Raises:
-            LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
-            PhaseFailed: weights differ; the message names them.
-        """
-        push = self._made(named_tensors, version, name_map)
-        return self._sent(RolloutServer.prove_push_path, push)
-
-    def sync_base(
-        self, named_tensors: NamedTensors, *, version: int | None = None
-    ) -> Pending[StepReport] | None:
-        """With ``update: lora``, at the start: push the trainer's base weights.
-
-        Args:
-            named_tensors: by checkpoint name, with the checkpoint's shapes.
-            version: the new weight version; by default one more than the last.
-
-        Returns None and sends nothing if the engines loaded the same weights from ``model_path``.
-
-        Raises:
-            WeightMismatch: they do not fit the model; nothing was sent.
-        """
-        chosen = self._next(version)
-        pairs = list(named_pairs(named_tensors))
-        if not self._push_builder.base_differs(pairs):
-            return None
-        return self.serve_weights(self.make_base_push(pairs, chosen))
-
     def offloaded(
         self,
         weights: Callable[[], NamedTensors] | None = None,
@@ -258,124 +203,6 @@ class ServerHandle:
         chosen = None if version is None else checked_version(version)
         check_reach = self._check_reach if self._pushes_near else None
         return OffloadWindow(self, weights, chosen, before_kv, check_reach=check_reach)
-
-    # -- one phase at a time ----------------------------------------------------------------
-    # Each runs one command of the lifecycle, and is refused in every other phase.  Use them to do
-    # something between two phases; ``give_memory`` and ``serve_weights`` run all that are needed.
-
-    def pause_generation(self) -> Pending[StepReport]:
-        """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests.
-
-        Raises:
-            LifecycleError: from ``result()`` or ``await``, here and in the next six: the command
-                is not legal in this phase; the error names those that are.
-            PhaseFailed: too few engines are left.
-        """
-        return self._caller.call(RolloutServer.pause_generation)
-
-    def flush_cache(self) -> Pending[StepReport]:
-        """Wait until no request is in flight, and drop the prefix caches.
-
-        Raises:
-            LifecycleError: generation is not paused.
-        """
-        return self._caller.call(RolloutServer.flush_cache)
-
-    def release_memory_occupation(self) -> Pending[StepReport]:
-        """Release the memory of the groups that offload; ``freed_bytes`` is measured.
-
-        Raises:
-            LifecycleError: the caches are not flushed.
-        """
-        return self._caller.call(RolloutServer.release_memory_occupation)
-
-    def onload_weights(self) -> Pending[StepReport]:
-        """Resume the memory of the weights; what it holds is not trusted yet.
-
-        Raises:
-            LifecycleError: the memory is not released.
-        """
-        return self._caller.call(RolloutServer.onload_weights)
-
-    def update_weights(
-        self,
-        named_tensors: NamedTensors | WeightPush,
-        *,
-        version: int | None = None,
-        name_map: NameMap | None = None,
-    ) -> Pending[StepReport]:
-        """Push new weights to engines that are flushed, or whose weights are onloaded.
-
-        The engines neither verify them nor serve.
-
-        Args:
-            named_tensors, version, name_map: see ``serve_weights``.
-
-        Raises:
-            WeightMismatch: as ``serve_weights``.
-            LifecycleError: from ``result()`` or ``await``: the engines cannot take weights now.
-        """
-        push = self._made(named_tensors, version, name_map)
-        return self._sent(RolloutServer.update_weights, push)
-
-    def verify(self) -> Pending[StepReport]:
-        """Check that every engine holds the weights that were pushed last.
-
-        Raises:
-            LifecycleError: they have no weights.
-        """
-        return self._caller.call(RolloutServer.verify)
-
-    def onload_kv(self) -> Pending[StepReport]:
-        """Resume the memory of KV caches and CUDA graphs.
-
-        Raises:
-            LifecycleError: the weights are not verified.
-        """
-        return self._caller.call(RolloutServer.onload_kv)
-
-    def continue_generation(self) -> Pending[StepReport]:
-        """Generate again, and open the gate.
-
-        Raises:
-            LifecycleError: the engines lack verified weights or KV caches.
-        """
-        return self._caller.call(RolloutServer.continue_generation)
-
-    # -- engines ----------------------------------------------------------------------------
-
-    def remove_engine(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
-        """Remove an engine while the others serve: drain, free and measure its memory, end it.
-
-        Args:
-            engine_id: as in ``status``.
-            keep_process: it only sleeps, with its memory released; ``add_engine`` wakes it.
-
-        Raises:
-            LifecycleError: from ``result()`` or ``await``: there is no such engine, or too few
-                would remain.
-        """
-        check_kind("keep_process", keep_process, bool, "True or False")
-        return self._caller.call(RolloutServer.remove_engine, engine_id, keep_process)
-
-    def add_engine(self, engine_id: str) -> Pending[EngineStatus]:
-        """Start or wake a removed engine; it serves after its weights are verified.
-
-        Args:
-            engine_id: one of the group's ``vacant_slots`` in ``status``.
-
-        Raises:
-            LifecycleError: from ``result()`` or ``await``: no engine of that id was removed.
-        """
-        return self._caller.call(RolloutServer.add_engine, engine_id)
-
-    def status(self) -> Pending[ServerStatus]:
-        """Phase, engines, versions, gate; works also while a command runs.
-
-        Raises:
-            RolloutError: the deployment is closed.
-        """
-        return self._caller.call(RolloutServer.status)
 
     # -- samples ----------------------------------------------------------------------------
 
@@ -501,8 +328,8 @@ class ServerHandle:
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        return self._push_builder.full(
-            named_tensors, self._next(version), name_map=name_map, may_stream=False
+        return self._pushes.builder.full(
+            named_tensors, self._pushes.next_version(version), name_map=name_map, may_stream=False
         )
 
     def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
@@ -514,20 +341,12 @@ class ServerHandle:
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        return self._push_builder.full(
-            named_tensors, self._next(version), may_stream=False, contents=WeightUpdate.FULL
+        return self._pushes.builder.full(
+            named_tensors,
+            self._pushes.next_version(version),
+            may_stream=False,
+            contents=WeightUpdate.FULL,
         )
-
-    def base_differs(self, named_tensors: NamedTensors) -> bool:
-        """Whether any tensor differs from the weights at ``model_path``.
-
-        Args:
-            named_tensors: by checkpoint name, with the checkpoint's shapes.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-        """
-        return self._push_builder.base_differs(named_tensors)
 
     def make_adapter_push(
         self,
@@ -545,7 +364,9 @@ class ServerHandle:
         Raises:
             WeightMismatch: it does not fit the model.
         """
-        return self._push_builder.adapter(named_tensors, config, self._next(version))
+        return self._pushes.builder.adapter(
+            named_tensors, config, self._pushes.next_version(version)
+        )
 
     def prepare(
         self, named_tensors: NamedTensors | WeightPush, version: int | None = None
@@ -559,8 +380,8 @@ class ServerHandle:
             WeightMismatch: they do not fit the model.
         """
         if isinstance(named_tensors, WeightPush):
-            return self._shipped(named_tensors)
-        return self._shipped(self.make_push(named_tensors, version))
+            return self._pushes.shipped(named_tensors)
+        return self._pushes.shipped(self.make_push(named_tensors, version))
 
     def pusher(self, group: Any = None, *, rank_timeout_s: float = 30.0) -> Pusher:
         """Pushes from every rank of the trainer; a collective: every rank calls it, once.
@@ -603,41 +424,9 @@ class ServerHandle:
             ConfigError: it is no push.
         """
         check_kind("push", push, WeightPush, "what make_push returned")
-        self._push_builder.end(push.version)
+        self._pushes.builder.end(push.version)
 
     def close(self) -> None:
         """End all pushes and remove their files; the server keeps running."""
-        self._push_builder.close()
+        self._pushes.builder.close()
         self._samples = None
-
-    def _next(self, version: int | None) -> int:
-        if version is not None:
-            return checked_version(version)
-        return self.weight_version + 1
-
-    def _made(
-        self,
-        named_tensors: NamedTensors | WeightPush,
-        version: int | None,
-        name_map: NameMap | None,
-    ) -> WeightPush:
-        if isinstance(named_tensors, WeightPush):
-            return named_tensors
-        return self._push_builder.full(
-            named_tensors, self._next(version), name_map=name_map, may_stream=True
-        )
-
-    def _sent(
-        self,
-        method: Callable[Concatenate[RolloutServer, WeightPush, P], Awaitable[StepReport]],
-        push: WeightPush,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Pending[StepReport]:
-        pending = self._caller.call(method, self._shipped(push), *args, **kwargs)
-        return self._push_builder.ended_with(pending, push)
-
-    def _shipped(self, push: WeightPush) -> WeightPush:
-        if self._expected:
-            push, self._expected = replace(push, canary=self._expected), ()
-        return self._caller.ship(push)

@@ -90,7 +90,7 @@ def why_not_newer(
 
 
 def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:
-    """Why ``prove_push_path`` cannot check the push path; empty if it can.
+    """Why ``checks.push_path`` cannot check the push path; empty if it can.
 
     Args:
         pushed: the version pushed last; None if the engines hold what they loaded.
@@ -106,7 +106,7 @@ def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:
         # The same path twice gives the same weights, also when it is wrong.
         return (
             f"the engines hold pushed weights, version {pushed}, and a comparison with those shows "
-            "nothing; call prove_push_path before the first push"
+            "nothing; call checks.push_path before the first push"
         )
     return ""
 

@@ -53,7 +53,7 @@ def make_push(
 
 
 def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities of each prompt's tokens after the first, for ``ServerHandle.expect``.
+    """Log-probabilities of each prompt's tokens after the first, for ``WeightChecks.expect``.
 
     Args:
         model: called with ids of shape ``[1, tokens]``, as in transformers; returns logits, or an

@@ -40,7 +40,7 @@ fused weights (Megatron):
         else:
             yield HF_NAMES[name], tensor
 
-    server.update_weights(megatron_tensors, name_map=to_hf)
+    policy.phases.update_weights(megatron_tensors, name_map=to_hf)
 
 DTensors are gathered here.  The caller gathers all other shards of tensor, pipeline and expert
 parallelism: pass an iterable of (name, tensor) that uses the framework's own gathers.

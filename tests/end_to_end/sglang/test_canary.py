@@ -36,13 +36,13 @@ def frozen(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
 
 def step(policy: ServerHandle, *, lose: bool = False) -> None:
     policy.give_memory().result(120)
-    policy.onload_weights().result(120)
+    policy.phases.onload_weights().result(120)
     if lose:
         (engine,) = policy.status().result(30).groups[0].engines
         reset(engine.endpoint)
-    policy.verify().result(120)
-    policy.onload_kv().result(120)
-    policy.continue_generation().result(120)
+    policy.phases.verify().result(120)
+    policy.phases.onload_kv().result(120)
+    policy.phases.continue_generation().result(120)
 
 
 def reset(endpoint: Endpoint) -> None:
@@ -90,12 +90,12 @@ def test_an_engine_is_held_against_the_trainers_own_model(
     model: Any = AutoModelForCausalLM.from_pretrained(models[1])
     tensors = load_file(models[1] / "model.safetensors")
     with serving(models[0], tmp_path) as policy:
-        told = canary_logprobs(model, policy.canary_prompts)
-        policy.expect(told)
+        told = canary_logprobs(model, policy.checks.canary_prompts)
+        policy.checks.expect(told)
         policy.serve_weights(tensors).result(120)
         assert policy.status().result(30).gate == "open"
         # The next push is not what its trainer holds.
-        policy.expect(told)
+        policy.checks.expect(told)
         other = load_file(models[2] / "model.safetensors")
         with pytest.raises(rollout.PhaseFailed, match="by the trainer's own model") as failed:
             policy.serve_weights(other).result(120)

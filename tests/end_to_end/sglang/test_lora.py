@@ -142,11 +142,10 @@ def are_of(path: Path, found: list[Answer]) -> bool:
 
 
 def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -> None:
-    # The trainer's base is not what the engines have loaded: it is synced once, at the start.
+    # The trainer's base is not what the engines have loaded: it is pushed once, at the start.
     assert are_of(trainer.disk, answers(policy))
-    synced = policy.sync_base(trainer.weights())
-    assert synced is not None
-    synced.result(120)
+    assert policy.checks.base_differs(trainer.weights())
+    policy.serve_weights(policy.make_base_push(trainer.weights())).result(120)
     version = policy.weight_version
     base = answers(policy)
     assert are_of(trainer.base, base)

@@ -30,16 +30,16 @@ def test_a_right_path_is_proved_and_a_wrong_name_map_never_serves(
     tensors = load_file(models[0] / "model.safetensors")
     with launch_local(config) as deployment:
         policy = deployment["policy"]
-        policy.prove_push_path(tensors).result(200)
+        policy.checks.push_path(tensors).result(200)
         status = policy.status().result(30)
         assert (status.gate, status.weight_version) == ("open", 1)
         with pytest.raises(rollout.LifecycleError, match="hold pushed weights"):
-            policy.prove_push_path(tensors).result(30)
+            policy.checks.push_path(tensors).result(30)
         policy.serve_weights(tensors).result(200)
     with launch_local(config) as deployment:
         policy = deployment["policy"]
         with pytest.raises(rollout.PhaseFailed, match=r"layers\.0\.self_attn\.qkv_proj"):
-            policy.prove_push_path(tensors, name_map=exchanged).result(200)
+            policy.checks.push_path(tensors, name_map=exchanged).result(200)
         status = policy.status().result(30)
         assert status.gate == "closed"
         assert [engine.state for engine in status.groups[0].engines] == ["fenced"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,6 @@ import aiohttp
 import pytest
 
 from rollout.core.types import ServerStatus
-from rollout.runtime.handle import ServerHandle
 from tests.engines.embedded.reference import greedy
 from tests.support.real_policy import RealPolicy, one_engine, real_policy
 from tests.support.verb_walk import VerbWalk
@@ -34,21 +34,18 @@ HEALTH = {
     "backoff_s": 0.1,
     "max_backoff_s": 0.1,
 }
-CALLS: Mapping[str, Any] = {
-    "give_memory": ServerHandle.give_memory,
-    "serve": ServerHandle.serve,
-    "pause": ServerHandle.pause_generation,
-    "flush": ServerHandle.flush_cache,
-    "release": ServerHandle.release_memory_occupation,
-    "onload_weights": ServerHandle.onload_weights,
-    "verify": ServerHandle.verify,
-    "onload_kv": ServerHandle.onload_kv,
-    "continue": ServerHandle.continue_generation,
+CALLS = {
+    "give_memory": "give_memory",
+    "serve": "serve",
+    "pause": "phases.pause_generation",
+    "flush": "phases.flush_cache",
+    "release": "phases.release_memory_occupation",
+    "onload_weights": "phases.onload_weights",
+    "verify": "phases.verify",
+    "onload_kv": "phases.onload_kv",
+    "continue": "phases.continue_generation",
 }
-PUSHES: Mapping[str, Any] = {
-    "serve_weights": ServerHandle.serve_weights,
-    "update_weights": ServerHandle.update_weights,
-}
+PUSHES = {"serve_weights": "serve_weights", "update_weights": "phases.update_weights"}
 
 
 class SGLangRig:
@@ -61,13 +58,13 @@ class SGLangRig:
     async def call(self, verb: str, push: Any = None, engine_id: str = "") -> None:
         server = self._policy.handle
         if verb in PUSHES:
-            await PUSHES[verb](server, push)
+            await attrgetter(PUSHES[verb])(server)(push)
         elif verb in ("remove", "lend"):
-            await server.remove_engine(engine_id, keep_process=verb == "lend")
+            await server.engines.remove(engine_id, keep_process=verb == "lend")
         elif verb == "add":
-            await server.add_engine(engine_id)
+            await server.engines.add(engine_id)
         else:
-            await CALLS[verb](server)
+            await attrgetter(CALLS[verb])(server)()
 
     def push(self, version: int, contents: int) -> Any:
         return self._policy.handle.make_push(self._policy.tensors_of(contents), version)

@@ -90,7 +90,7 @@ def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
     policy = deployment["policy"]
     with engines_of(policy) as engines:
         engines["shared-1"].hold("pause_generation")
-        pending = policy.pause_generation()
+        pending = policy.phases.pause_generation()
         engines["shared-1"].wait_entered("pause_generation")
         until(
             lambda: alone_and_stuck(json.loads(invoke("doctor", run, *now, "--json").output)),
@@ -99,7 +99,7 @@ def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
         output = run_command("doctor", run, *now, status=3)
         engines["shared-1"].open("pause_generation")
         pending.result(30)
-        policy.continue_generation().result(30)
+        policy.phases.continue_generation().result(30)
     assert "STUCK" in output
     assert "s for engine shared-1, since" in output.splitlines()[1]
     assert "HTTP call pause_generation without a reply" in output

@@ -269,44 +269,49 @@ SERVER = {
     "ServerHandle.weight_version": Case(lambda on: on.gone.weight_version, RolloutError, CLOSED),
     "ServerHandle.status": Case(lambda on: on.gone.status(), RolloutError, CLOSED),
     "ServerHandle.give_memory": Case(lambda on: on.gone.give_memory(), RolloutError, CLOSED),
-    "ServerHandle.pause_generation": Case(
-        lambda on: on.gone.pause_generation(), RolloutError, CLOSED
+    "PhaseCommands.pause_generation": Case(
+        lambda on: on.gone.phases.pause_generation(), RolloutError, CLOSED
     ),
-    "ServerHandle.verify": Case(lambda on: on.gone.verify(), RolloutError, CLOSED),
-    "ServerHandle.continue_generation": Case(
-        lambda on: on.gone.continue_generation(), RolloutError, CLOSED
+    "PhaseCommands.verify": Case(lambda on: on.gone.phases.verify(), RolloutError, CLOSED),
+    "PhaseCommands.continue_generation": Case(
+        lambda on: on.gone.phases.continue_generation(), RolloutError, CLOSED
     ),
-    "ServerHandle.flush_cache": Case(
-        ended(lambda on: on.policy.flush_cache()), LifecycleError, "cannot flush while serving"
+    "PhaseCommands.flush_cache": Case(
+        ended(lambda on: on.policy.phases.flush_cache()),
+        LifecycleError,
+        "cannot flush while serving",
     ),
-    "ServerHandle.release_memory_occupation": Case(
-        ended(lambda on: on.policy.release_memory_occupation()),
+    "PhaseCommands.release_memory_occupation": Case(
+        ended(lambda on: on.policy.phases.release_memory_occupation()),
         LifecycleError,
         "cannot release while serving; legal now: pause",
     ),
-    "ServerHandle.onload_weights": Case(
-        ended(lambda on: on.policy.onload_weights()), LifecycleError, "cannot resume_weights while"
+    "PhaseCommands.onload_weights": Case(
+        ended(lambda on: on.policy.phases.onload_weights()),
+        LifecycleError,
+        "cannot resume_weights while",
     ),
-    "ServerHandle.onload_kv": Case(
-        ended(lambda on: on.policy.onload_kv()), LifecycleError, "cannot resume_kv while serving"
+    "PhaseCommands.onload_kv": Case(
+        ended(lambda on: on.policy.phases.onload_kv()),
+        LifecycleError,
+        "cannot resume_kv while serving",
     ),
-    "ServerHandle.update_weights": Case(
-        ended(lambda on: on.policy.update_weights(push(9))),
+    "PhaseCommands.update_weights": Case(
+        ended(lambda on: on.policy.phases.update_weights(push(9))),
         LifecycleError,
         "cannot update_weights while serving",
     ),
-    "ServerHandle.expect": Case(
-        lambda on: on.policy.expect(5), WeightMismatch, "a list of floats per prompt"
+    "WeightChecks.expect": Case(
+        lambda on: on.policy.checks.expect(5), WeightMismatch, "a list of floats per prompt"
     ),
     "ServerHandle.serve_weights": Case(
         lambda on: on.policy.serve_weights(5), WeightMismatch, NOT_TENSORS
     ),
-    "ServerHandle.prove_push_path": Case(
-        lambda on: on.policy.prove_push_path(5), WeightMismatch, NOT_TENSORS
+    "WeightChecks.push_path": Case(
+        lambda on: on.policy.checks.push_path(5), WeightMismatch, NOT_TENSORS
     ),
-    "ServerHandle.sync_base": Case(lambda on: on.policy.sync_base(5), WeightMismatch, NOT_TENSORS),
-    "ServerHandle.base_differs": Case(
-        lambda on: on.policy.base_differs(5), WeightMismatch, NOT_TENSORS
+    "WeightChecks.base_differs": Case(
+        lambda on: on.policy.checks.base_differs(5), WeightMismatch, NOT_TENSORS
     ),
     "ServerHandle.prepare": Case(lambda on: on.policy.prepare(5), WeightMismatch, NOT_TENSORS),
     "ServerHandle.make_push": Case(
@@ -333,13 +338,13 @@ SERVER = {
         ConfigError,
         "a function that returns tensors, not a dict",
     ),
-    "ServerHandle.remove_engine": Case(
-        ended(lambda on: on.policy.remove_engine("x")),
+    "ServerEngines.remove": Case(
+        ended(lambda on: on.policy.engines.remove("x")),
         LifecycleError,
         "no engine x to remove; known: main-0",
     ),
-    "ServerHandle.add_engine": Case(
-        ended(lambda on: on.policy.add_engine("x")),
+    "ServerEngines.add": Case(
+        ended(lambda on: on.policy.engines.add("x")),
         LifecycleError,
         "no vacant slot x; vacant: none",
     ),

@@ -22,8 +22,9 @@ SAFE_FOR = {
     "only the library makes it, and its fields are only read": """
         AgentSession DeploymentHandle EngineRank EngineReport EngineSlot EngineSpan EngineStatus
         EvalResult GapFigures GenerateReply GroupStatus LogprobReport Mismatch Mistake NodeShare
-        OffloadWindow Pending PhaseReport PushStage Pusher ReplyStream RunHandle ServerHandle
-        ServerStatus Session StepReport StoreStatus TrainerSlot
+        OffloadWindow Pending PhaseCommands PhaseReport PushStage Pusher ReplyStream RunHandle
+        ServerEngines ServerHandle ServerStatus Session StepReport StoreStatus TrainerSlot
+        WeightChecks
     """,
     "it may be called at any time, and again": """
         Driver.close DeploymentHandle.stop Pending.cancel Pusher.close RemoteReward.close
@@ -37,7 +38,7 @@ SAFE_FOR = {
         PushStage.gib_per_s Pusher.writers Replay.rollout_ids RolloutConfig.conflicts
         RolloutDriver.weight_version Sample.is_unfinished Sample.mask Sample.versions
         SampleGroup.has_zero_std SampleGroup.rewards SamplingParams.can_continue
-        SamplingParams.to_wire ServerHandle.canary_prompts Session.num_left
+        SamplingParams.to_wire Session.num_left WeightChecks.canary_prompts
     """,
 }
 SAFE = {name: reason for reason, names in SAFE_FOR.items() for name in names.split()}

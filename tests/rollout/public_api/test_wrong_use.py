@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,20 @@ PUSHES = [
     ({"model.norm.weight": [1.0]}, "'model.norm.weight' is a list, not a tensor"),
     ({"model.norm.weight": None}, "is a NoneType, not a tensor"),
 ]
-SENDERS = ["serve_weights", "update_weights", "make_push", "make_base_push", "prepare"]
+SENDERS = [
+    *("serve_weights", "phases.update_weights", "checks.push_path"),
+    *("make_push", "make_base_push", "prepare"),
+]
 
 
-@pytest.mark.parametrize("method", [*SENDERS, "base_differs", "sync_base"])
+@pytest.mark.parametrize("method", [*SENDERS, "checks.base_differs"])
 @pytest.mark.parametrize(("value", "said"), PUSHES, ids=[str(value) for value, _ in PUSHES])
 @pytest.mark.torch
 def test_a_push_of_something_else_is_refused(
     method: str, value: Any, said: str, deployment: DeploymentHandle
 ) -> None:
     with pytest.raises(WeightMismatch, match=said):
-        getattr(deployment["policy"], method)(value)
+        attrgetter(method)(deployment["policy"])(value)
 
 
 @pytest.mark.parametrize("version", ["7", 1.5, True, [1], b"7"])
@@ -90,22 +94,26 @@ def test_a_version_that_is_no_number_is_refused(
     method: str, version: Any, deployment: DeploymentHandle
 ) -> None:
     with pytest.raises(WeightMismatch, match=r"is not an integer from 0 to 2\*\*63 - 1"):
-        getattr(deployment["policy"], method)({}, version=version)
+        attrgetter(method)(deployment["policy"])({}, version=version)
 
 
 HANDLE: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda p: p.serve_weights({}, name_map={"a": "b"}), WeightMismatch, "name_map is a function"),
     (lambda p: p.serve_weights({}, before_kv=5), ConfigError, "before_kv takes a plain function"),
     (lambda p: p.serve(before_kv=5), ConfigError, "before_kv takes a plain function"),
-    (lambda p: p.expect(5), WeightMismatch, "a list of floats per prompt"),
-    (lambda p: p.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
-    (lambda p: p.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
+    (lambda p: p.checks.expect(5), WeightMismatch, "a list of floats per prompt"),
+    (lambda p: p.checks.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
+    (lambda p: p.checks.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
     (lambda p: p.offloaded({}), ConfigError, "a function that returns tensors, not a dict"),
     (lambda p: p.make_adapter_push({}, {}), WeightMismatch, "adapters need lora"),
-    (lambda p: p.remove_engine("nope").result(TIMEOUT_S), RolloutError, "nope"),
-    (lambda p: p.remove_engine(5).result(TIMEOUT_S), RolloutError, "5"),
-    (lambda p: p.add_engine("nope").result(TIMEOUT_S), RolloutError, "nope"),
-    (lambda p: p.onload_kv().result(TIMEOUT_S), LifecycleError, "cannot resume_kv while serving"),
+    (lambda p: p.engines.remove("nope").result(TIMEOUT_S), RolloutError, "nope"),
+    (lambda p: p.engines.remove(5).result(TIMEOUT_S), RolloutError, "5"),
+    (lambda p: p.engines.add("nope").result(TIMEOUT_S), RolloutError, "nope"),
+    (
+        lambda p: p.phases.onload_kv().result(TIMEOUT_S),
+        LifecycleError,
+        "cannot resume_kv while serving",
+    ),
 ]
 
 
@@ -145,7 +153,7 @@ def test_a_command_in_the_wrong_phase_says_what_was_wrong_in_the_callers_words(
     ):
         policy.serve().result(TIMEOUT_S)
     with pytest.raises(LifecycleError, match="cannot flush while weights_onloaded"):
-        policy.flush_cache().result(TIMEOUT_S)
+        policy.phases.flush_cache().result(TIMEOUT_S)
     # The weights have their memory again, and both ways lead on from there.
     policy.give_memory().result(TIMEOUT_S)
     assert policy.status().result(TIMEOUT_S).phase == "offloaded"

@@ -152,8 +152,8 @@ def test_a_turn_that_fails_leaves_weights_without_kv_and_the_next_onload_goes_on
         if last_step == "onload":
             policy.serve().result(30)
         else:
-            policy.onload_kv().result(30)
-            policy.continue_generation().result(30)
+            policy.phases.onload_kv().result(30)
+            policy.phases.continue_generation().result(30)
         status = policy.status().result(30)
         assert (status.phase, status.gate, status.weight_version) == ("serving", "open", 1)
 

@@ -143,7 +143,7 @@ def test_only_commands_of_a_server_can_be_called(run: DeploymentHandle, method: 
 def test_an_error_of_the_server_comes_back_whole(run: DeploymentHandle) -> None:
     policy = rollout.connect(connect_file(run).parent)["policy"]
     with pytest.raises(rollout.LifecycleError) as refused:
-        policy.onload_kv().result(30)
+        policy.phases.onload_kv().result(30)
     assert refused.value.command == "resume_kv"
 
 
@@ -186,7 +186,7 @@ def test_a_long_command_gives_signs_of_life(
     with engines_of(run["policy"]) as engines:
         engine = next(iter(engines.values()))
         engine.hold("pause_generation")
-        pending = policy.pause_generation()
+        pending = policy.phases.pause_generation()
         engine.wait_entered("pause_generation")
         with pytest.raises(TimeoutError):
             pending.result(2.5)  # longer than a silence would be accepted

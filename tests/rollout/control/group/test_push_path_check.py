@@ -295,7 +295,7 @@ def test_over_http_a_swap_is_found_and_named(tmp_path: Path) -> None:
         launched(launch_local, tmp_path, ONE, health={"recover": False}) as deployment,
         pytest.raises(PhaseFailed, match=f"weights differ .*{TENSOR_NAMES[0]}"),
     ):
-        deployment["policy"].prove_push_path(SWAPPED).result()
+        deployment["policy"].checks.push_path(SWAPPED).result()
     with launched(launch_local, tmp_path / "right", ONE) as deployment:
-        deployment["policy"].prove_push_path(same()).result()
+        deployment["policy"].checks.push_path(same()).result()
         assert deployment["policy"].status().result().gate == "open"

@@ -92,10 +92,10 @@ async def test_no_request_is_lost_while_an_engine_leaves_and_comes_back(
         policy = handle["policy"]
         url = (await policy.status()).router_url
         async with under_load(url) as load:
-            await policy.remove_engine("main-1", keep_process=keep_process)
+            await policy.engines.remove("main-1", keep_process=keep_process)
             await load.more(50)
             assert (await policy.status()).groups[0].vacant_slots == ("main-1",)
-            await policy.add_engine("main-1")
+            await policy.engines.add("main-1")
             await load.more(50)
             await policy.give_memory()
             await policy.serve_weights(push(1))

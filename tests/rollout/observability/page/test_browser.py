@@ -131,7 +131,7 @@ def test_a_phase_that_hangs_is_seen_with_its_deadline_ticking(
     policy = deployment["policy"]
     with engines_of(policy) as engines:
         engines["shared-1"].hold("pause_generation")
-        pending = policy.pause_generation()
+        pending = policy.phases.pause_generation()
         engines["shared-1"].wait_entered("pause_generation")
         opened.wait_for_selector(".phase .who:has-text('waits for 1 of 3: shared-1')")
         first = text(opened, ".phase .clock")
@@ -141,7 +141,7 @@ def test_a_phase_that_hangs_is_seen_with_its_deadline_ticking(
         shot(opened, "hanging")
         engines["shared-1"].open("pause_generation")
         pending.result(30)
-        policy.continue_generation().result(30)
+        policy.phases.continue_generation().result(30)
     opened.wait_for_selector("#running .quiet:has-text('No phase runs')")
 
 
@@ -222,7 +222,7 @@ def test_when_the_server_is_gone_the_page_is_grey_and_says_since_when(
             page.goto(str(client.base_url))
         page.wait_for_selector("#link.live")
         page.wait_for_selector("#rows tr")
-        handle["policy"].pause_generation().result(30)
+        handle["policy"].phases.pause_generation().result(30)
         page.wait_for_selector("#phase:text-is('paused')")
         assert not page.locator("body.gone").count()
     page.wait_for_selector("body.gone #link:has-text('last heard')")

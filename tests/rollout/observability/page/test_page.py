@@ -67,8 +67,8 @@ def test_spans_come_since_a_cursor(page: httpx.Client, deployment: DeploymentHan
         page.get("/api/spans", params={"since": first["cursor"], "fresh": True}).json()["spans"]
         == []
     )
-    deployment["policy"].pause_generation().result(30)
-    deployment["policy"].continue_generation().result(30)
+    deployment["policy"].phases.pause_generation().result(30)
+    deployment["policy"].phases.continue_generation().result(30)
     new = page.get("/api/spans", params={"since": first["cursor"], "fresh": True}).json()["spans"]
     assert {"pause", "continue"} <= {span["name"] for span in new if span["kind"] == "phase"}
 
@@ -177,7 +177,7 @@ def test_a_stuck_phase_is_seen_while_it_is_stuck(
     policy, now = deployment["policy"], {}
     with engines_of(policy) as engines:
         engines["shared-1"].hold("pause_generation")
-        pending = policy.pause_generation()
+        pending = policy.phases.pause_generation()
         engines["shared-1"].wait_entered("pause_generation")
         doing: dict = {}
 
@@ -189,7 +189,7 @@ def test_a_stuck_phase_is_seen_while_it_is_stuck(
         until(is_alone, "shared-1 is the only one that still pauses")
         engines["shared-1"].open("pause_generation")
         pending.result(30)
-        policy.continue_generation().result(30)
+        policy.phases.continue_generation().result(30)
     assert doing["shared-1"]["name"] == "pause"
     assert doing["shared-0"] is None
     assert now["lock_owner"] == "pause_generation"
@@ -206,10 +206,10 @@ def test_changes_come_as_they_happen(page: httpx.Client, deployment: DeploymentH
             if line.startswith("event: "):
                 seen.append(line.removeprefix("event: "))
             if line == "event: spans" and seen == ["hello", "state", "spans"]:
-                deployment["policy"].pause_generation().result(30)
+                deployment["policy"].phases.pause_generation().result(30)
             if line.startswith("data: ") and seen[-1] == "change" and '"phase":"paused"' in line:
                 break
-    deployment["policy"].continue_generation().result(30)
+    deployment["policy"].phases.continue_generation().result(30)
     assert seen[:3] == ["hello", "state", "spans"]
 
 

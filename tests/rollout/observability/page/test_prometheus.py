@@ -154,13 +154,13 @@ def test_a_phase_that_hangs_is_seen_and_nothing_is_wrong_with_the_rules(
     policy = deployment["policy"]
     with engines_of(policy) as engines:
         engines["shared-1"].hold("pause_generation")
-        pending = policy.pause_generation()
+        pending = policy.phases.pause_generation()
         engines["shared-1"].wait_entered("pause_generation")
         query = 'rollout_phase_running_seconds{command="pause"} / rollout_phase_budget_seconds > 0'
         until(partial(query_prometheus, prometheus, query), "the phase that runs is scraped")
         engines["shared-1"].open("pause_generation")
         pending.result(30)
-        policy.continue_generation().result(30)
+        policy.phases.continue_generation().result(30)
     groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["health"] for rule in rules} == {"ok"}, rules

@@ -79,14 +79,14 @@ def test_every_verb_returns_its_object_ref_before_its_work_is_done(
         return policy._caller.call(RolloutServer.update_weights, shipped)
 
     verbs: dict[str, tuple[Callable[[], Pending[Any]], str]] = {
-        "pause": (policy.pause_generation, "pause_generation"),
-        "flush": (policy.flush_cache, "flush_cache"),
-        "release": (policy.release_memory_occupation, "release_memory_occupation"),
-        "resume_weights": (policy.onload_weights, "resume_memory_occupation"),
+        "pause": (policy.phases.pause_generation, "pause_generation"),
+        "flush": (policy.phases.flush_cache, "flush_cache"),
+        "release": (policy.phases.release_memory_occupation, "release_memory_occupation"),
+        "resume_weights": (policy.phases.onload_weights, "resume_memory_occupation"),
         "update_weights": (update, "update_weights_from_tensor"),
-        "verify": (policy.verify, "model_info"),
-        "resume_kv": (policy.onload_kv, "resume_memory_occupation"),
-        "continue": (policy.continue_generation, "continue_generation"),
+        "verify": (policy.phases.verify, "model_info"),
+        "resume_kv": (policy.phases.onload_kv, "resume_memory_occupation"),
+        "continue": (policy.phases.continue_generation, "continue_generation"),
     }
     for command, (verb, operation) in verbs.items():
         engines["shared-1"].hold(operation)
@@ -127,12 +127,12 @@ def test_a_push_that_differs_from_the_checkpoint_is_named_across_actors(
 def test_an_engine_leaves_and_comes_back_while_the_others_serve(
     policy: ServerHandle,
 ) -> None:
-    removed = policy.remove_engine("shared-1").result(TIMEOUT_S)
+    removed = policy.engines.remove("shared-1").result(TIMEOUT_S)
     assert removed.engine_id == "shared-1"
     with pytest.raises(LifecycleError, match="no engine shared-1 to remove"):
-        policy.remove_engine("shared-1").result(TIMEOUT_S)
+        policy.engines.remove("shared-1").result(TIMEOUT_S)
     window(policy)
-    assert policy.add_engine("shared-1").result(TIMEOUT_S).state == "stale"
+    assert policy.engines.add("shared-1").result(TIMEOUT_S).state == "stale"
     window(policy)
     engines = policy.status().result(TIMEOUT_S).groups[0].engines
     assert [(one.engine_id, one.state) for one in engines] == [
@@ -142,34 +142,34 @@ def test_an_engine_leaves_and_comes_back_while_the_others_serve(
 
 
 async def test_a_call_may_be_awaited_on_any_loop(policy: ServerHandle) -> None:
-    assert (await policy.pause_generation()).reports[0].phase == "paused"
-    assert (await policy.continue_generation()).reports[0].phase == "serving"
+    assert (await policy.phases.pause_generation()).reports[0].phase == "paused"
+    assert (await policy.phases.continue_generation()).reports[0].phase == "serving"
 
 
 def test_status_answers_while_a_command_runs(
     policy: ServerHandle, engines: dict[str, ServedEngine]
 ) -> None:
     engines["apart-0"].hold("pause_generation")
-    pausing = policy.pause_generation()
+    pausing = policy.phases.pause_generation()
     engines["apart-0"].wait_entered("pause_generation")
     status = policy.status().result(TIMEOUT_S)
     assert (status.lock_owner, status.gate) == ("pause_generation", "holding")
     engines["apart-0"].open("pause_generation")
     pausing.result(TIMEOUT_S)
-    policy.continue_generation().result(TIMEOUT_S)
+    policy.phases.continue_generation().result(TIMEOUT_S)
 
 
 def test_giving_up_on_a_call_does_not_stop_it(
     policy: ServerHandle, engines: dict[str, ServedEngine]
 ) -> None:
     engines["shared-0"].hold("pause_generation")
-    pausing = policy.pause_generation()
+    pausing = policy.phases.pause_generation()
     with pytest.raises(TimeoutError, match="the call goes on"):
         pausing.result(timeout_s=0.01)
     engines["shared-0"].wait_entered("pause_generation")
     engines["shared-0"].open("pause_generation")
     assert pausing.result(TIMEOUT_S).phase_s.keys() == {"pause"}
-    policy.continue_generation().result(TIMEOUT_S)
+    policy.phases.continue_generation().result(TIMEOUT_S)
 
 
 # -- phases are barriers --------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_no_group_begins_a_phase_before_every_group_has_ended_the_one_before(
 def test_a_deployment_goes_on_from_where_its_server_is(
     deployment: DeploymentHandle, policy: ServerHandle
 ) -> None:
-    policy.pause_generation().result(TIMEOUT_S)
+    policy.phases.pause_generation().result(TIMEOUT_S)
     done = deployment.give_memory().result(TIMEOUT_S)["policy"].phase_s
     assert {"flush", "release"} <= done.keys()
     policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
@@ -245,12 +245,12 @@ def test_buckets_travel_by_object_ref_and_every_engine_gets_them_all(
 
 
 async def test_an_error_arrives_as_it_was_raised(policy: ServerHandle) -> None:
-    await policy.pause_generation()
+    await policy.phases.pause_generation()
     with pytest.raises(LifecycleError) as caught:
-        policy.release_memory_occupation().result(TIMEOUT_S)
+        policy.phases.release_memory_occupation().result(TIMEOUT_S)
     with pytest.raises(LifecycleError) as awaited:
-        await policy.release_memory_occupation()
-    await policy.continue_generation()
+        await policy.phases.release_memory_occupation()
+    await policy.phases.continue_generation()
     for error in (caught.value, awaited.value):
         assert type(error) is LifecycleError
         assert str(error) == "cannot release while paused; legal now: flush, continue"

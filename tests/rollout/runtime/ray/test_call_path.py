@@ -17,6 +17,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,14 +115,18 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentH
 
 
 def measured(deployment: DeploymentHandle, verb: str, patch: pytest.MonkeyPatch) -> Chain:
-    """The chain from ``verb`` of the handle to ``/release_memory_occupation``, on all engines."""
+    """The chain from ``verb`` of the handle to ``/release_memory_occupation``, on all engines.
+
+    Args:
+        verb: the path of the method from the handle.
+    """
     policy = deployment["policy"]
-    if verb == "release_memory_occupation":
-        policy.pause_generation().result(TIMEOUT_S)
-        policy.flush_cache().result(TIMEOUT_S)
+    if verb == "phases.release_memory_occupation":
+        policy.phases.pause_generation().result(TIMEOUT_S)
+        policy.phases.flush_cache().result(TIMEOUT_S)
     with patch.context() as during:
         tracer = Tracer(during)
-        getattr(policy, verb)().result(TIMEOUT_S)
+        attrgetter(verb)(policy)().result(TIMEOUT_S)
     version = policy.status().result(TIMEOUT_S).weight_version + 1
     policy.serve_weights(push(version)).result(TIMEOUT_S)
     chains = [one for url, one in tracer.requests if url.endswith("/release_memory_occupation")]
@@ -131,20 +136,28 @@ def measured(deployment: DeploymentHandle, verb: str, patch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("verb", "num_functions"), [("release_memory_occupation", 17), ("give_memory", 18)]
+    ("verb", "first", "num_functions"),
+    [
+        ("phases.release_memory_occupation", "PhaseCommands.release_memory_occupation", 17),
+        ("give_memory", "ServerHandle.give_memory", 18),
+    ],
 )
 def test_the_way_from_a_handle_to_the_request_is_short(
-    deployment: DeploymentHandle, verb: str, num_functions: int, monkeypatch: pytest.MonkeyPatch
+    deployment: DeploymentHandle,
+    verb: str,
+    first: str,
+    num_functions: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chain = measured(deployment, verb, monkeypatch)
     functions = [one for one in chain if one != HOP]
     words = "\n".join(f"{number} {name} {path}" for number, (path, name) in enumerate(functions, 1))
     # The chain is whole: both ends of it, and all three processes.
     names = [name for _, name in functions]
-    assert (names[0], names[-1]) == (f"ServerHandle.{verb}", "Connections.post"), words
+    assert (names[0], names[-1]) == (first, "Connections.post"), words
     assert chain.count(HOP) == 2, words
     for name in (
-        f"RolloutServer.{verb}",
+        f"RolloutServer.{verb.rpartition('.')[2]}",
         "ServerGroup.run",
         "EngineClient.release_memory_occupation",
     ):

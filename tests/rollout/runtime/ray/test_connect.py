@@ -26,9 +26,9 @@ OTHER_PROCESS = """
 import sys, rollout
 run, address, namespace = sys.argv[1:]
 policy = rollout.connect(run, backend="ray", address=address, namespace=namespace)["policy"]
-policy.pause_generation().result(30)
+policy.phases.pause_generation().result(30)
 print(policy.status().result(30).phase, policy.weight_version, policy.url)
-policy.continue_generation().result(30)
+policy.phases.continue_generation().result(30)
 """
 
 

@@ -26,7 +26,7 @@ def test_a_run_is_found_by_name_and_answers_while_a_phase_hangs(
         (source,) = find_servers("looked-at", address="auto", namespace="rollout")
         assert source.state()["phase"] == "serving"
         engines["main-0"].hold("pause_generation")
-        pending = handle["policy"].pause_generation()
+        pending = handle["policy"].phases.pause_generation()
         engines["main-0"].wait_entered("pause_generation")
         until(lambda: source.state()["engines"][0]["doing"] is not None, "it is seen pausing")
         assert source.state()["lock_owner"] == "pause_generation"

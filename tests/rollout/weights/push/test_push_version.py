@@ -50,10 +50,11 @@ def test_a_version_that_is_no_integer_or_too_large_is_refused(version: Any) -> N
 
 
 ENTRIES = {
-    "onload": lambda server, version: server.serve_weights({}, version=version),
     "serve_weights": lambda server, version: server.serve_weights({}, version=version),
-    "sync_base": lambda server, version: server.sync_base({}, version=version),
-    "update_weights": lambda server, version: server.update_weights({}, version=version),
+    "phases.update_weights": lambda server, version: server.phases.update_weights(
+        {}, version=version
+    ),
+    "checks.push_path": lambda server, version: server.checks.push_path({}, version=version),
     "make_push": lambda server, version: server.make_push({}, version),
     "make_base_push": lambda server, version: server.make_base_push({}, version),
     "make_adapter_push": lambda server, version: server.make_adapter_push({}, {}, version),

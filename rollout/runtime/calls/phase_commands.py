@@ -1,0 +1,106 @@
+"""The commands of the lifecycle, one at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.control.server.server import RolloutServer
+from rollout.core.pending import Pending
+from rollout.core.types import StepReport
+from rollout.runtime.calls.caller import Caller
+from rollout.runtime.calls.push_calls import PushCalls
+from rollout.weights.push.weight_push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import NamedTensors, NameMap
+
+
+class PhaseCommands:
+    """``policy.phases``: one command of the lifecycle at a time, refused in every other phase.
+
+    Use them to do something between two phases.  ``give_memory`` and ``serve_weights`` of the
+    handle run all that are needed.
+    """
+
+    def __init__(self, caller: Caller, pushes: PushCalls) -> None:
+        self._caller = caller
+        self._pushes = pushes
+
+    def pause_generation(self) -> Pending[StepReport]:
+        """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests.
+
+        Raises:
+            LifecycleError: from ``result()`` or ``await``, here and in the next seven: the command
+                is not legal in this phase; the error names those that are.
+            PhaseFailed: too few engines are left.
+        """
+        return self._caller.call(RolloutServer.pause_generation)
+
+    def flush_cache(self) -> Pending[StepReport]:
+        """Wait until no request is in flight, and drop the prefix caches.
+
+        Raises:
+            LifecycleError: generation is not paused.
+        """
+        return self._caller.call(RolloutServer.flush_cache)
+
+    def release_memory_occupation(self) -> Pending[StepReport]:
+        """Release the memory of the groups that offload; ``freed_bytes`` is measured.
+
+        Raises:
+            LifecycleError: the caches are not flushed.
+        """
+        return self._caller.call(RolloutServer.release_memory_occupation)
+
+    def onload_weights(self) -> Pending[StepReport]:
+        """Resume the memory of the weights; what it holds is not trusted yet.
+
+        Raises:
+            LifecycleError: the memory is not released.
+        """
+        return self._caller.call(RolloutServer.onload_weights)
+
+    def update_weights(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        """Push new weights to engines that are flushed, or whose weights are onloaded.
+
+        The engines neither verify them nor serve.
+
+        Args:
+            named_tensors, version, name_map: see ``ServerHandle.serve_weights``.
+
+        Raises:
+            WeightMismatch: as ``ServerHandle.serve_weights``.
+            LifecycleError: from ``result()`` or ``await``: the engines cannot take weights now.
+        """
+        push = self._pushes.push_of(named_tensors, version, name_map)
+        return self._pushes.send(RolloutServer.update_weights, push)
+
+    def verify(self) -> Pending[StepReport]:
+        """Check that every engine holds the weights that were pushed last.
+
+        Raises:
+            LifecycleError: they have no weights.
+        """
+        return self._caller.call(RolloutServer.verify)
+
+    def onload_kv(self) -> Pending[StepReport]:
+        """Resume the memory of KV caches and CUDA graphs.
+
+        Raises:
+            LifecycleError: the weights are not verified.
+        """
+        return self._caller.call(RolloutServer.onload_kv)
+
+    def continue_generation(self) -> Pending[StepReport]:
+        """Generate again, and open the gate.
+
+        Raises:
+            LifecycleError: the engines lack verified weights or KV caches.
+        """
+        return self._caller.call(RolloutServer.continue_generation)

@@ -1,0 +1,86 @@
+"""Checks that the engines hold the trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollout.config import ServerConfig
+from rollout.control.engine.logprob_check import check_expected, prompts_of
+from rollout.control.server.server import RolloutServer
+from rollout.core.errors import WeightMismatch
+from rollout.core.pending import Pending
+from rollout.core.types import StepReport
+from rollout.rules.canary import Prompt
+from rollout.runtime.calls.push_calls import PushCalls
+from rollout.weights.push.weight_push import WeightPush
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors import NamedTensors, NameMap
+
+
+class WeightChecks:
+    """``policy.checks``: whether the engines hold, or would get, the trainer's weights."""
+
+    def __init__(self, config: ServerConfig, pushes: PushCalls) -> None:
+        self._config = config
+        self._pushes = pushes
+
+    @property
+    def canary_prompts(self) -> tuple[Prompt, ...]:
+        """Token ids of the prompts of the log-prob check."""
+        return prompts_of(self._config.lifecycle, self._config.model_path)
+
+    def expect(self, logprobs: Sequence[Sequence[float]]) -> None:
+        """Set the log-probs of the trainer's model for ``canary_prompts`` with the next push.
+
+        Engines with other log-probs are fenced, even if their fingerprints are right.
+
+        Args:
+            logprobs: for each prompt, of its tokens after the first.
+                ``weights.tensors.canary_logprobs`` computes them with a transformers model.
+
+        Raises:
+            WeightMismatch: the numbers of prompts or tokens differ.
+        """
+        try:
+            expected = tuple(tuple(map(float, values)) for values in logprobs)
+        except (TypeError, ValueError) as error:
+            raise WeightMismatch(f"log-probs are a list of floats per prompt: {error}") from None
+        check_expected(expected, self.canary_prompts)
+        self._pushes.expected = expected
+
+    def push_path(
+        self,
+        named_tensors: NamedTensors | WeightPush,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+    ) -> Pending[StepReport]:
+        """Before the first push: check that a push arrives as the checkpoint does.
+
+        The engines copy their weights in host memory, overwrite them with noise, get this push as
+        any other, and compare.  An engine whose weights differ is fenced.
+
+        Args:
+            named_tensors: the weights of ``model_path``, as the trainer holds them.
+            version: the version of this push; by default one more than the last.
+            name_map: see ``ServerHandle.serve_weights``.
+
+        Raises:
+            LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
+            PhaseFailed: weights differ; the message names them.
+        """
+        push = self._pushes.push_of(named_tensors, version, name_map)
+        return self._pushes.send(RolloutServer.prove_push_path, push)
+
+    def base_differs(self, named_tensors: NamedTensors) -> bool:
+        """Whether any tensor differs from the weights at ``model_path``.
+
+        Args:
+            named_tensors: by checkpoint name, with the checkpoint's shapes.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
+        return self._pushes.base_differs(named_tensors)
