@@ -21,8 +21,8 @@ from rollout.core.arguments import (
     wrong,
 )
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.core.pending import LoopThread, Pending
 from rollout.core.samples import SampleGroup, all_samples
+from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blocking, started
 from rollout.driver.client.completer import Completer
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.http_client import HttpGenerationClient
@@ -436,129 +436,26 @@ def _check_connection(url: str, *keys: str) -> None:
         raise ConfigError("key, control_key: must be printable ASCII text")
 
 
-class Driver:
-    """The driver for training loops without an event loop: calls return a ``Pending``.
+class Driver(BlockingFacade[RolloutDriver]):
+    """The driver for training loops without an event loop: ``RolloutDriver`` on one of its own.
 
-    Takes the arguments of ``RolloutDriver``.  Use it as a context manager, or call ``close``.
-    Hooks and callbacks are called on the driver's thread.
+    Takes the arguments of ``RolloutDriver``, and has its methods with their arguments.  Use it as a
+    context manager, or call ``close``.  Hooks and callbacks are called on the driver's thread.
     """
 
-    def __init__(self, url: str, reward: Reward | None = None, **settings: Any) -> None:
-        self._loop = LoopThread("driver")
-        try:
-            self._driver: RolloutDriver = self._run_on_loop(
-                lambda: RolloutDriver(url, reward, **settings)
-            )
-        except BaseException:
-            self._loop.close()
-            raise
+    @arguments_of(RolloutDriver)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("driver", lambda: RolloutDriver(*args, **kwargs))
 
-    def rollout(
-        self,
-        rollout_id: int,
-        prompts: Sequence[Prompt] | PromptSource,
-        *,
-        group_size: int,
-        sampling: SamplingParams,
-        **more: Any,
-    ) -> Pending[list[SampleGroup]]:
-        """``RolloutDriver.rollout``, started at once.
-
-        Args:
-            rollout_id, prompts, group_size, sampling, more: see there.
-
-        Raises:
-            RolloutError: the driver is closed.  All others come from ``result()`` or ``await``.
-        """
-        return self._loop.submit(
-            self._driver.rollout(
-                rollout_id, prompts, group_size=group_size, sampling=sampling, **more
-            )
-        )
-
-    def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> Pending[EvalResult]:
-        """``RolloutDriver.evaluate``, started at once.
-
-        Args:
-            rollout_id, datasets: see there.
-
-        Raises:
-            RolloutError: the driver is closed.  All others come from ``result()`` or ``await``.
-        """
-        return self._loop.submit(self._driver.evaluate(rollout_id, datasets))
-
-    def check_logprobs(
-        self, groups: Sequence[SampleGroup], trainer_logprobs: Any, **more: Any
-    ) -> LogprobReport:
-        """``RolloutDriver.check_logprobs``; returns the report itself.
-
-        Args:
-            groups, trainer_logprobs, more: see there.
-
-        Raises:
-            As there.
-        """
-        return self._loop.submit(
-            self._driver.check_logprobs(groups, trainer_logprobs, **more)
-        ).result()
-
-    def set_weight_version(self, version: int) -> None:
-        """``RolloutDriver.set_weight_version``.
-
-        Args:
-            version: see there.
-
-        Raises:
-            As there; RolloutError if the driver is closed.
-        """
-        self._run_on_loop(lambda: self._driver.set_weight_version(version))
-
-    def state_of(self, source: PromptSource) -> dict[str, Any]:
-        """``RolloutDriver.state_of``.
-
-        Args:
-            source: see there.
-
-        Raises:
-            As there; RolloutError if the driver is closed.
-        """
-        state: dict[str, Any] = self._run_on_loop(lambda: self._driver.state_of(source))
-        return state
-
-    def restore(self, source: PromptSource, state: Mapping[str, Any], **batch: Any) -> None:
-        """``RolloutDriver.restore``.
-
-        Args:
-            source, state, batch: see there.
-
-        Raises:
-            As there.
-        """
-        self._run_on_loop(lambda: self._driver.restore(source, state, **batch))
-
-    def close(self) -> None:
-        """Abort all requests in flight and close the connections; again, it does nothing."""
-        if self._loop.is_closed:
-            return
-        try:
-            self._loop.submit(self._driver.close()).result()
-        finally:
-            self._loop.close()
-
-    def __enter__(self) -> Driver:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Driver:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    def _run_on_loop(self, call: Callable[[], Any]) -> Any:
-        async def on_the_loop() -> Any:
-            return call()
-
-        return self._loop.submit(on_the_loop()).result()
+    rollout = started(RolloutDriver.rollout)
+    """Starts ``RolloutDriver.rollout`` and returns a ``Pending`` at once."""
+    evaluate = started(RolloutDriver.evaluate)
+    """Starts ``RolloutDriver.evaluate`` and returns a ``Pending`` at once."""
+    check_logprobs = blocking(RolloutDriver.check_logprobs)
+    """``RolloutDriver.check_logprobs``; returns the report itself."""
+    set_weight_version = blocking(RolloutDriver.set_weight_version)
+    """``RolloutDriver.set_weight_version``."""
+    state_of = blocking(RolloutDriver.state_of)
+    """``RolloutDriver.state_of``."""
+    restore = blocking(RolloutDriver.restore)
+    """``RolloutDriver.restore``."""

@@ -1,0 +1,138 @@
+"""Coroutines for callers without an event loop: a facade whose object lives on a loop of its own.
+
+A facade names the methods that it has, and how a call of each ends; their arguments, types and
+documentation are those of the object:
+
+    class Files(BlockingFacade[AsyncFiles]):
+        @arguments_of(AsyncFiles)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("files", lambda: AsyncFiles(*args, **kwargs))
+
+        read = started(AsyncFiles.read)  # returns a Pending
+        size = blocking(AsyncFiles.size)  # returns the result
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+
+from rollout.core.pending import LoopThread, Pending
+
+
+class Closable(Protocol):
+    """What can be closed by a coroutine."""
+
+    async def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+D = TypeVar("D", bound=Closable)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BlockingFacade(Generic[D]):
+    """An object on the event loop of a thread; a context manager, sync and async.
+
+    Args:
+        name: of the thread and in errors.
+        make: makes the object; called on the loop.
+    """
+
+    def __init__(self, name: str, make: Callable[[], D]) -> None:
+        self._loop = LoopThread(name)
+        try:
+            self._inner = self._loop.submit(_result_of(make)).result()
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def close(self) -> None:
+        """Close the object and end the thread; again, it does nothing."""
+        if self._loop.is_closed:
+            return
+        try:
+            self._loop.submit(self._inner.close()).result()
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def arguments_of(
+    kind: Callable[P, D],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[BlockingFacade[D], P], None]]:
+    """Give an ``__init__`` the arguments of ``kind``, for type checkers and ``help``."""
+
+    def typed(init: Callable[..., None]) -> Callable[Concatenate[BlockingFacade[D], P], None]:
+        return update_wrapper(init, kind.__init__)
+
+    return typed
+
+
+def started(
+    method: Callable[Concatenate[D, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingFacade[D], P], Pending[T]]:
+    """A method that starts this coroutine at once, and returns a ``Pending`` of its result."""
+
+    def call(facade: BlockingFacade[D], /, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        return facade._loop.submit(method(facade._inner, *args, **kwargs))
+
+    how = "It starts at once and returns a ``Pending``; errors come from ``result()`` or ``await``."
+    return _documented(call, method, how, "Pending[{}]")
+
+
+@overload
+def blocking(
+    method: Callable[Concatenate[D, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingFacade[D], P], T]: ...
+
+
+@overload
+def blocking(
+    method: Callable[Concatenate[D, P], T],
+) -> Callable[Concatenate[BlockingFacade[D], P], T]: ...
+
+
+def blocking(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs this one on the loop, and returns its result."""
+
+    def call(facade: BlockingFacade[Any], /, *args: Any, **kwargs: Any) -> Any:
+        return facade._loop.submit(
+            _result_of(lambda: method(facade._inner, *args, **kwargs))
+        ).result()
+
+    return _documented(call, method, "It blocks until it has ended.", "{}")
+
+
+async def _result_of(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
+
+
+def _documented(
+    call: Callable[P, T], method: Callable[..., Any], how: str, returns: str
+) -> Callable[P, T]:
+    """``call`` with the name, parameters and documentation of ``method``, and how it ends."""
+    update_wrapper(call, method)
+    first, _, rest = inspect.cleandoc(method.__doc__ or "").partition("\n\n")
+    call.__doc__ = f"{first}\n\n{how}\n\n{rest}"
+    signature = inspect.signature(method)
+    annotation = returns.format(signature.return_annotation)
+    call.__signature__ = signature.replace(return_annotation=annotation)  # type: ignore[attr-defined]
+    return call
