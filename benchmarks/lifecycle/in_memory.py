@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.control.server.server import RolloutServer
+from rollout.runtime.ray.worker_process import collect_rarely
 from tests.support.builders import make_server, push
 
 
@@ -48,6 +49,7 @@ async def measure(nums: Sequence[int], num_rounds: int, folder: Path) -> dict[st
         nums: numbers of engines, ascending; the growth compares the last with the one before it.
     """
     servers: list[RolloutServer] = []
+    thresholds = gc.get_threshold()
     try:
         fleets = []
         for num in nums:
@@ -56,10 +58,10 @@ async def measure(nums: Sequence[int], num_rounds: int, folder: Path) -> dict[st
             await server.start()
             servers.append(server)
             fleets.append(Fleet(server, num))
-        gc.collect()
-        gc.freeze()  # as the actors do when they start
+        collect_rarely()  # as the actors do when they start
         rounds = [await _round(fleets) for _ in range(num_rounds + 1)][1:]
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
         for server in servers:
             await server.stop()

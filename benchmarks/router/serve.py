@@ -7,7 +7,6 @@ engine can continue a request; ``fastapi_httpx`` is a plain proxy.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import json
 import socket
@@ -23,7 +22,7 @@ from fastapi.responses import Response, StreamingResponse
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router import Backend, RouterHost
-from rollout.runtime.ray.worker_process import keep_freed_memory
+from rollout.runtime.ray.worker_process import collect_rarely, keep_freed_memory
 
 
 async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
@@ -34,8 +33,7 @@ async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
     members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
     await host.set_members(1, members)
     await host.set_gate("open", weight_version=1)
-    gc.collect()  # as the router's actor does: a full collection would be the slowest request
-    gc.freeze()
+    collect_rarely()  # as the router's actor does: a full collection would be the slowest request
     print(json.dumps(endpoint.port), flush=True)
     await asyncio.Event().wait()
 

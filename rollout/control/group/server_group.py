@@ -223,6 +223,8 @@ class ServerGroup:
         target: Phase,
         started: float,
     ) -> PhaseReport:
+        # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
+        with_check = self._logprob_check.any_pending(self._engines.unfenced())
         work: dict[Command, Callable[[EngineState], Awaitable[Any]]] = {
             Command.PAUSE: self._pause,
             Command.FLUSH: self._flush,
@@ -231,7 +233,7 @@ class ServerGroup:
             Command.SNAPSHOT: take_snapshot,
             Command.VERIFY: partial(collect_fingerprints, version=version),
             Command.RESUME_KV: self._memory.resume_kv,
-            Command.CONTINUE: self._continue,
+            Command.CONTINUE: partial(self._continue, with_check=with_check),
         }
         answers = await fan_out(
             {
@@ -269,15 +271,11 @@ class ServerGroup:
             return await run_to_completion(self._path_check.run(push))
         return await self._weight_updater.push(push)
 
-    async def _continue(self, member: EngineState) -> Verification | None:
-        # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
-        any_pending = self._logprob_check.any_pending(self._engines.unfenced())
+    async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
         await member.engine.continue_generation()
-        return (
-            await self._logprob_check.collect(member)
-            if any_pending and not member.is_stale
-            else None
-        )
+        if with_check and not member.is_stale:
+            return await self._logprob_check.collect(member)
+        return None
 
     # -- status -----------------------------------------------------------------------------
 

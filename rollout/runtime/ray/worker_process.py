@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 _RAY_WORKER = "default_worker.py"
+# By default 700, 10, 10.
+_COLLECTION_THRESHOLDS = 10_000, 20, 20
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 128 << 20
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 32 << 20
@@ -19,15 +21,21 @@ def is_own_process() -> bool:
 
 
 def keep_what_is_loaded() -> None:
-    """Exclude all current objects from later garbage collections.
+    """``collect_rarely``, but only in our own process: another one may hold garbage now."""
+    if is_own_process():
+        collect_rarely()
+
+
+def collect_rarely() -> None:
+    """Exclude all current objects from garbage collections, and let those visit more new ones.
 
     Ray and all imports are very many objects, and a full collection visits each of them: a quarter
-    of a group's CPU in a cycle, and a pause of a serving router.  Only in our own process, because
-    another one may hold garbage now.
+    of a group's CPU in a cycle, and a pause of a serving router.  A command on 512 engines makes
+    thousands of objects that all live until its end, and each collection meanwhile visits them.
     """
-    if is_own_process():
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
 def take_short_turns() -> None:

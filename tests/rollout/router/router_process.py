@@ -6,7 +6,6 @@ It reads one JSON list per line, a command and its arguments, and writes one JSO
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 
 from engines.protocol import Endpoint
 from rollout.router import Backend, RouterHost
+from rollout.runtime.ray.worker_process import collect_rarely
 from tests.rollout.router.conftest import router_config
 
 ROOT = Path(__file__).parents[3]
@@ -65,9 +65,7 @@ class Memory:
 async def main() -> None:
     host = RouterHost(router_config(**json.loads(sys.argv[1])))
     endpoint = await host.start()
-    # The garbage collector's pauses grow with what was imported, whatever requests come.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()  # as the router's actor does
     watch, memory = LoopWatch(), Memory()
     await host._on_loop(watch.start)
     sampling = asyncio.ensure_future(memory.sample())

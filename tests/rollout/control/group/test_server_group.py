@@ -12,6 +12,7 @@ from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo
 from engines.protocol.errors import EngineNotReady, EngineRejected, EngineUnreachable
+from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
 from rollout.rules.lifecycle import Command
@@ -651,3 +652,21 @@ async def test_an_engine_that_keeps_its_memory_is_fenced_before_the_trainer_gets
     assert "freed 100 MiB, at least 268 MiB must be freed; 800 MiB are still in use" in said
     assert launcher.processes["main-1"].is_stopped
     assert report.freed_bytes == 900 * MIB
+
+
+# -- many engines -------------------------------------------------------------------------------
+
+
+async def test_a_command_asks_once_for_all_engines_whether_any_needs_the_logprob_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _ = await started_group(16)
+    await offload(group)
+    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.RESUME_KV)
+    asked = []
+    monkeypatch.setattr(LogprobCheck, "any_pending", lambda self, members: asked.append(members))
+    await group.run(Command.CONTINUE)
+    assert len(asked) == 1
