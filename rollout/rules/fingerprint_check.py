@@ -127,9 +127,14 @@ def without_experts(report: WeightsReport) -> WeightsReport:
     return replace(report, checksum=None, tensors=tensors)
 
 
+def adapter_prefix(adapter: str) -> str:
+    """How the names of an adapter's tensors begin, in fingerprints and manifests."""
+    return f"{ADAPTER_PREFIX}{adapter}:"
+
+
 def reports_adapter(adapter: str, report: WeightsReport) -> bool:
     """Whether the fingerprints include an adapter's tensors; SGLang leaves them out."""
-    prefix = f"{ADAPTER_PREFIX}{adapter}:"
+    prefix = adapter_prefix(adapter)
     return any(name.startswith(prefix) for rank in report.tensors for name in rank)
 
 
@@ -151,13 +156,17 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
     if not engine.changed:
         return first_difference(engine.record, engine.report)
     base = frozenset(name for name in engine.changed if not name.startswith(ADAPTER_PREFIX))
+    own = adapter_prefix(engine.adapter)
+    has_new_adapter = any(name.startswith(own) for name in engine.changed)
     for before, now in zip(engine.record.tensors, engine.report.tensors, strict=False):
         # SGLang fuses and shards tensors.  If its names are not those of the checkpoint, it is
         # unknown which of its tensors were pushed.
         if not base <= before.keys():
             continue
         for name in sorted(before.keys() - engine.changed):
-            if now.get(name) != before[name]:
+            # A new adapter replaces the one before: names that it lacks must be gone.
+            is_replaced = has_new_adapter and name.startswith(own)
+            if now.get(name) != (None if is_replaced else before[name]):
                 return name
     return ""
 

@@ -134,6 +134,22 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_serves(
     assert await held(policy) == before
 
 
+async def test_an_adapter_of_other_tensors_replaces_the_one_before_and_no_engine_ends(
+    deployment: DeploymentHandle, base: dict[str, torch.Tensor]
+) -> None:
+    policy = deployment["policy"]
+    both = adapter(base, 7)
+    fewer = {name: one for name, one in both.items() if "q_proj" in name}
+    renamed = {name.replace("layers.0", "layers.1"): one for name, one in fewer.items()}
+    pid = engine_of(policy).pid
+    for named in (both, fewer, renamed, both):
+        async with policy.offloaded() as window:
+            window.push_adapter(named, CONFIG)
+        assert (await held(policy))[1] == prints(named)
+        assert engine_of(policy).weight_version == policy.weight_version
+    assert (engine_of(policy).pid, engine_of(policy).fence_reason) == (pid, "")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without_a_push(

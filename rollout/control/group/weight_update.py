@@ -7,7 +7,7 @@ verified, so that half a push never serves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engines.protocol.errors import EngineRejected
 from rollout.config import WeightUpdate
@@ -16,7 +16,7 @@ from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import EngineFailure, WeightMismatch
 from rollout.core.fanout import EngineReply
-from rollout.rules.fingerprint_check import ALL_TENSORS
+from rollout.rules.fingerprint_check import ALL_TENSORS, adapter_prefix
 from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from rollout.weights.push.weight_source import AdapterSource
@@ -94,7 +94,7 @@ class WeightUpdater:
         for member in self._engines.unfenced():
             member.weight_version = None
             member.is_verified = False
-            member.changed |= changed
+            member.changed = frozenset(_outlast(member.changed, push)) | changed
 
     async def _why_adapter_refused(
         self,
@@ -117,8 +117,7 @@ class WeightUpdater:
         self, member: EngineState, push: WeightPush, contents: WeightUpdate, sent: Mapping[str, str]
     ) -> None:
         known = {} if contents is WeightUpdate.FULL else member.pushed
-        kept = {name: value for name, value in known.items() if name not in push.manifest.tensors}
-        member.pushed = kept | dict(sent)
+        member.pushed = {name: known[name] for name in _outlast(known, push)} | dict(sent)
         member.pushed_dtypes |= {
             name: tensor.dtype for name, tensor in push.manifest.tensors.items()
         }
@@ -145,6 +144,17 @@ def _target(member: EngineState) -> PushTarget:
         member.takes_flat_broadcast,
         member.reports_groups,
     )
+
+
+def _outlast(known: Iterable[str], push: WeightPush) -> list[str]:
+    """The tensors that a push does not replace: a new adapter replaces all of the one before."""
+    carrier = push.carrier
+    replaced = (adapter_prefix(carrier.name),) if isinstance(carrier, AsAdapter) else ()
+    return [
+        name
+        for name in known
+        if name not in push.manifest.tensors and not name.startswith(replaced)
+    ]
 
 
 def _is_refusal(failure: EngineFailure | None) -> bool:

@@ -113,6 +113,42 @@ def test_a_push_without_a_reference_is_inconclusive() -> None:
     assert "'a'" in why_inconclusive(EngineFingerprints(AFTER, BEFORE, frozenset({"a"})), 0)
 
 
+OLD_ADAPTER = WeightsReport("s", ({"a": "1", "lora:mine:x": "2", "lora:mine:y": "3"},))
+FEWER = frozenset({"lora:mine:x"})
+
+
+@pytest.mark.parametrize(
+    "pushed", [{"lora:mine:x": "4"}, {"lora:mine:z": "5"}, {"lora:mine:x": "2", "lora:mine:z": "6"}]
+)
+def test_names_of_the_replaced_adapter_are_not_lost(pushed: dict[str, str]) -> None:
+    now = WeightsReport("t", ({"a": "1", **pushed},))
+    engine = EngineFingerprints(now, OLD_ADAPTER, frozenset(pushed), pushed, adapter="mine")
+    assert find_mismatches({"e-0": engine}) == {}
+    assert why_inconclusive(engine, 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("now", "name"),
+    [
+        ({"a": "1", "lora:mine:x": "4", "lora:mine:y": "3"}, "lora:mine:y"),
+        ({"a": "9", "lora:mine:x": "4"}, "a"),
+    ],
+)
+def test_with_a_new_adapter_what_remains_of_the_old_one_is_found_and_so_is_a_lost_base(
+    now: dict[str, str], name: str
+) -> None:
+    sent = {"lora:mine:x": "4"}
+    report = WeightsReport("t", (now,))
+    engine = EngineFingerprints(report, OLD_ADAPTER, FEWER, sent, adapter="mine")
+    assert f"tensor {name!r} is not what it was" in find_mismatches({"e-0": engine})["e-0"]
+
+
+def test_an_adapter_without_a_push_keeps_all_its_tensors() -> None:
+    now = WeightsReport("t", ({"a": "4", "lora:mine:x": "2"},))
+    pushed = EngineFingerprints(now, OLD_ADAPTER, frozenset({"a"}), adapter="mine")
+    assert "tensor 'lora:mine:y' is not" in find_mismatches({"e-0": pushed})["e-0"]
+
+
 def test_an_adapter_without_fingerprints_is_inconclusive_with_or_without_a_push() -> None:
     known = WeightsReport("s", ({"a": "1", "lora:mine:x": "2"},))
     assert why_inconclusive(EngineFingerprints(known, known, adapter="mine"), 0) == ""

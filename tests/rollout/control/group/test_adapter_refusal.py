@@ -1,11 +1,14 @@
 """An adapter that all engines refuse is an error, and fences none of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from engines.fake import FakeEngine
 from engines.protocol.errors import EngineRejected
 from rollout.config import WeightUpdate
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.group.weight_update import _outlast
 from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.lora_check import completed_config
@@ -102,3 +105,12 @@ def test_a_config_is_completed_from_the_names_of_the_tensors() -> None:
     }
     own = {"target_modules": "all-linear", "peft_type": "LORA"}
     assert completed_config(own, tensors) == own
+
+
+def test_a_new_adapter_replaces_all_names_of_the_one_before() -> None:
+    old = adapter(1)
+    other = Manifest.of([TensorSpec("lora:policy:b", "float32", (2, 2))])
+    known = ["lora:policy:a", "lora:other:a", "base"]
+    assert _outlast(known, replace(old, manifest=other)) == ["lora:other:a", "base"]
+    full = WeightPush(2, Manifest.of([TensorSpec("base", "float32", (2,))]), [b"w"])
+    assert _outlast(known, full) == known[:2]
