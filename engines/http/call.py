@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import orjson
 from aiohttp.http_exceptions import ContentEncodingError
 
 from engines.http.call_watcher import watch_call
 from engines.http.connections import HttpReply
-from engines.protocol.errors import EngineHung, EngineRejected, EngineUnreachable
+from engines.protocol.errors import (
+    EngineHung,
+    EngineRejected,
+    EngineUnreachable,
+    NotEncodable,
+)
 from engines.protocol.plain_text import describe
 
 
@@ -67,6 +73,18 @@ class EngineCall:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
+
+    def encoded(self, body: Mapping[str, Any]) -> bytes:
+        """The body as JSON.
+
+        Raises:
+            NotEncodable: JSON cannot express it.
+        """
+        try:
+            # orjson: weights by value are hundreds of megabytes of text, which json escapes slowly.
+            return orjson.dumps(body)
+        except TypeError as error:
+            raise NotEncodable(f"{self.operation} was not sent: {error}") from error
 
     async def send(self, sending: Awaitable[HttpReply], *, num_bytes: int = 0) -> HttpReply:
         """The reply, within the deadline; reported to the watcher.

@@ -12,8 +12,6 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from http import HTTPStatus
 from typing import Any, TypeVar, Unpack
 
-import orjson
-
 from engines.http import sglang_json
 from engines.http.call import Deadlines, EngineCall
 from engines.http.connections import Connections, HttpReply
@@ -253,7 +251,7 @@ class EngineClient:
         body = sglang_json.generate_body(**request)
         call = EngineCall(self._engine, "generate", self.deadlines.generate_s)
         async with AsyncExitStack() as stack:
-            content = orjson.dumps(body | {"stream": True})
+            content = call.encoded(body | {"stream": True})
             async with call.bounded():
                 status, pieces = await stack.enter_async_context(
                     self._control.post_for_stream("/generate", content)
@@ -298,8 +296,7 @@ class EngineClient:
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
     ) -> tuple[EngineCall, HttpReply]:
         call = EngineCall(self._engine, operation, budget_s)
-        # orjson: weights by value are hundreds of megabytes of text, which json escapes slowly.
-        content = orjson.dumps(body)
+        content = call.encoded(body)
         sending = self._control.post(f"/{operation}{query}", content)
         return call, await call.send(sending, num_bytes=len(content))
 

@@ -7,7 +7,9 @@
       EngineHung          no reply within the deadline
       PortTaken           the port it should listen on is in use
 
-An error here knows one engine and one call.  What a failure means for a group is decided in
+    NotEncodable          JSON cannot express what should be sent; no engine is to blame
+
+An ``EngineError`` knows one engine and one call.  What a failure means for a group is decided in
 ``rollout``.  Every error survives pickling: the message is the only positional argument and
 every other field is a keyword with a default.
 """
@@ -115,3 +117,7 @@ class PortTaken(EngineError):
     ) -> None:
         super().__init__(message, engine=engine, operation=operation)
         self.port = port
+
+
+class NotEncodable(ValueError):
+    """JSON cannot express what should be sent: an error of the caller.  Nothing was sent."""

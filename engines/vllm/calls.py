@@ -7,8 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-import orjson
-
 from engines.http.call import Deadlines, EngineCall
 from engines.http.connections import Connections, HttpReply
 from engines.protocol import Endpoint
@@ -80,7 +78,7 @@ class VllmCalls:
     ) -> tuple[EngineCall, HttpReply]:
         """POST, and wait for a 2xx."""
         call = self._call(operation, budget_s)
-        content = orjson.dumps(body or {})
+        content = call.encoded(body or {})
         try:
             sending = self._control.post(path, content)
             return call, await call.send(sending, num_bytes=len(content))

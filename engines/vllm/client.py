@@ -23,8 +23,6 @@ from http import HTTPStatus
 from typing import Any, Unpack
 from urllib.parse import urlencode
 
-import orjson
-
 from engines.http.call import Deadlines, EngineCall
 from engines.http.connections import HttpReply
 from engines.http.sglang_json import DONE, sse_payloads
@@ -405,7 +403,7 @@ class VllmClient(VllmCalls):
         call = self._call("is_healthy", self.deadlines.health_s)
         body = vllm_json.generate_body([1], _ONE_TOKEN)
         try:
-            await call.send(self._probes.post(routes.GENERATE, orjson.dumps(body)))
+            await call.send(self._probes.post(routes.GENERATE, call.encoded(body)))
         except EngineHung:
             # A pause may have come between.
             return await self._is_paused("is_healthy", self.deadlines.ready_s)
@@ -470,7 +468,7 @@ class VllmClient(VllmCalls):
         reader = vllm_json.ReplyReader(prompt)
         call = self._call("generate", self.deadlines.generate_s)
         async with AsyncExitStack() as stack:
-            content = orjson.dumps(body | {"stream": True})
+            content = call.encoded(body | {"stream": True})
             async with call.bounded():
                 status, pieces = await stack.enter_async_context(
                     self._control.post_for_stream(routes.GENERATE, content)

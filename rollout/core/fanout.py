@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from engines.http.call_watcher import watch_engine
+from engines.protocol.errors import NotEncodable
 from engines.protocol.plain_text import describe
 from rollout.core.errors import EngineFailure, PhaseTimeout
 
@@ -50,6 +51,9 @@ async def fan_out(
 
     Args:
         budget_s: deadline of each call.
+
+    Raises:
+        NotEncodable: what should be sent cannot be; no engine is to blame for that.
     """
     if not calls:
         return {}
@@ -60,6 +64,9 @@ async def fan_out(
         for engine_id, call in calls.items()
     }
     await wait_all(tasks.values())
+    for error in [task.exception() for task in tasks.values()]:
+        if error is not None:
+            raise error
     return {engine_id: task.result() for engine_id, task in tasks.items()}
 
 
@@ -97,6 +104,8 @@ async def _call_one(
         with watch_engine(engine_id, operation, budget_s):
             async with limit:
                 value = await call()
+    except NotEncodable:
+        raise
     # BaseException: a call that was cancelled from within must count as failed.
     except BaseException as error:
         elapsed = clock() - started

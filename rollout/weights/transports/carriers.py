@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 import pybase64
 
 from engines.protocol import Engine
@@ -157,11 +158,24 @@ class AsAdapter(Carrier):
 
     Attributes:
         name: the value of ``lora_path`` in requests.
-        config: PEFT's ``adapter_config.json``.
+        config: PEFT's ``adapter_config.json``.  It is read back from JSON, so that every engine
+            can be sent it.
+
+    Raises:
+        WeightMismatch: JSON cannot express the config.
     """
 
     name: str
     config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        try:
+            config = orjson.loads(orjson.dumps(dict(self.config)))
+        except TypeError as error:
+            raise WeightMismatch(
+                f"an adapter's config must consist of values of JSON: {error}"
+            ) from None
+        object.__setattr__(self, "config", config)
 
     def pack(self, payload: Payload) -> Any:
         return _encode(payload, "an adapter travels as bytes")

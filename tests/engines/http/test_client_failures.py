@@ -13,7 +13,14 @@ import pytest
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint, FinishReason, GenerateReply
-from engines.protocol.errors import EngineError, EngineHung, EngineRejected, EngineUnreachable
+from engines.protocol.errors import (
+    EngineError,
+    EngineHung,
+    EngineRejected,
+    EngineUnreachable,
+    NotEncodable,
+)
+from engines.vllm.client import VllmClient
 
 HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -90,6 +97,18 @@ async def fail(endpoint: Endpoint, deadlines: Deadlines = DEFAULT) -> EngineErro
         await client.aclose()
     assert "engine decode-1: continue_generation" in str(caught.value)
     return caught.value
+
+
+@pytest.mark.parametrize("client", [EngineClient, VllmClient])
+async def test_what_json_cannot_express_is_the_callers_error_and_no_engines(
+    refused: Endpoint, client: Any
+) -> None:
+    engine = client(refused, engine_id="e-0")
+    with pytest.raises(NotEncodable, match=r"load_lora_adapter was not sent: .*set") as caught:
+        await engine.load_lora_adapter("policy", {"a"})
+    assert not isinstance(caught.value, EngineError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    await engine.aclose()
 
 
 async def test_a_refused_connection_surely_did_nothing(refused: Endpoint):

@@ -12,6 +12,7 @@ from engines.protocol.errors import (
     EngineNotReady,
     EngineRejected,
     EngineUnreachable,
+    NotEncodable,
     PortTaken,
 )
 from rollout.core.errors import (
@@ -56,6 +57,7 @@ ERRORS = [
     EngineNotReady("text", engine="main-0", log_tail="Traceback", exit_status=-9),
     EngineHung("text", engine="main-0", operation="pause_generation", budget_s=60.0),
     PortTaken("text", engine="main-0", port=20000),
+    NotEncodable("text"),
 ]
 
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from engines.protocol.errors import EngineUnreachable
+from engines.protocol.errors import EngineUnreachable, NotEncodable
 from engines.protocol.plain_text import describe
 from rollout.core.errors import EngineFailure, PhaseTimeout
 from rollout.core.fanout import barrier, fan_out, whole_or_none
@@ -55,6 +55,22 @@ async def test_the_engines_own_error_is_the_cause() -> None:
     assert isinstance(failure, EngineFailure)
     assert failure.__cause__ is error
     assert (failure.engine_id, failure.operation) == ("a", "flush")
+
+
+async def test_what_cannot_be_encoded_is_the_callers_error_and_no_engines_failure() -> None:
+    opened = asyncio.Event()
+
+    async def slow() -> str:
+        await opened.wait()
+        return "done"
+
+    asks = {"a": lambda: fails(NotEncodable("set")), "b": lambda: fails(NotEncodable("set"))}
+    asking = asyncio.create_task(fan_out(asks | {"c": slow}, operation="load", budget_s=10))
+    await asyncio.sleep(0.001)
+    assert not asking.done()
+    opened.set()
+    with pytest.raises(NotEncodable, match="set"):
+        await asking
 
 
 @virtual_time

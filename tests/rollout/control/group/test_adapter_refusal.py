@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engines.fake import FakeEngine
-from engines.protocol.errors import EngineRejected
+from engines.protocol.errors import EngineRejected, NotEncodable
 from rollout.config import WeightUpdate
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.group.weight_update import _outlast
@@ -89,6 +89,34 @@ async def test_if_the_adapter_from_before_is_refused_too_the_engines_are_fenced(
     await group.stop()
 
 
+async def test_what_cannot_be_encoded_fences_no_engine() -> None:
+    group, engines = await paused()
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(1))
+    for engine in engines:
+        engine.fail_next(LOAD, NotEncodable("a set"))
+    with pytest.raises(NotEncodable, match="a set"):
+        await group.run(Command.UPDATE_WEIGHTS, push=adapter(2))
+    assert not any(one.fence_reason for one in (await group.status()).engines)
+    await group.run(Command.UPDATE_WEIGHTS, push=adapter(3))
+    assert [one.weight_version for one in (await group.status()).engines] == [3, 3]
+    await group.stop()
+
+
+@pytest.mark.parametrize("value", [{"q_proj"}, object(), 1 << 70, "\ud800", {1: 2}])
+def test_a_config_that_json_cannot_express_makes_no_push(value: object) -> None:
+    with pytest.raises(WeightMismatch, match="must consist of values of JSON"):
+        AsAdapter("policy", {"r": 2, "target_modules": value})
+
+
+def test_a_new_adapter_replaces_all_names_of_the_one_before() -> None:
+    old = adapter(1)
+    other = Manifest.of([TensorSpec("lora:policy:b", "float32", (2, 2))])
+    known = ["lora:policy:a", "lora:other:a", "base"]
+    assert _outlast(known, replace(old, manifest=other)) == ["lora:other:a", "base"]
+    full = WeightPush(2, Manifest.of([TensorSpec("base", "float32", (2,))]), [b"w"])
+    assert _outlast(known, full) == known[:2]
+
+
 def test_a_config_is_completed_from_the_names_of_the_tensors() -> None:
     names = [
         f"base_model.model.model.layers.0.self_attn.{module}.lora_{half}.weight"
@@ -105,12 +133,3 @@ def test_a_config_is_completed_from_the_names_of_the_tensors() -> None:
     }
     own = {"target_modules": "all-linear", "peft_type": "LORA"}
     assert completed_config(own, tensors) == own
-
-
-def test_a_new_adapter_replaces_all_names_of_the_one_before() -> None:
-    old = adapter(1)
-    other = Manifest.of([TensorSpec("lora:policy:b", "float32", (2, 2))])
-    known = ["lora:policy:a", "lora:other:a", "base"]
-    assert _outlast(known, replace(old, manifest=other)) == ["lora:other:a", "base"]
-    full = WeightPush(2, Manifest.of([TensorSpec("base", "float32", (2,))]), [b"w"])
-    assert _outlast(known, full) == known[:2]
