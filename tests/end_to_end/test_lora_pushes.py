@@ -150,6 +150,27 @@ async def test_an_adapter_of_other_tensors_replaces_the_one_before_and_no_engine
     assert (engine_of(policy).pid, engine_of(policy).fence_reason) == (pid, "")
 
 
+async def test_pefts_own_config_is_taken_and_one_with_a_wrong_field_reaches_no_engine(
+    deployment: DeploymentHandle, base: dict[str, torch.Tensor]
+) -> None:
+    peft = pytest.importorskip("peft")
+    policy = deployment["policy"]
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
+    config = peft.LoraConfig(**settings, task_type="CAUSAL_LM").to_dict()
+    assert isinstance(config["target_modules"], set)
+    await policy.serve_weights(policy.make_adapter_push(adapter(base, 8), config))
+    assert (await held(policy))[1] == prints(adapter(base, 8))
+    pid, version = engine_of(policy).pid, policy.weight_version
+    for more, words in (
+        ({"use_dora": True}, "use_dora = True is not supported by any engine"),
+        ({"modules_to_save": {"lm_head"}}, "modules_to_save = {'lm_head'} is not supported"),
+    ):
+        with pytest.raises(WeightMismatch, match=words):
+            policy.make_adapter_push(adapter(base, 9), config | more)
+    assert (engine_of(policy).pid, policy.weight_version) == (pid, version)
+    assert (await held(policy))[1] == prints(adapter(base, 8))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without_a_push(

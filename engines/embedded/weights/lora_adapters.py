@@ -5,14 +5,12 @@ a request keeps the adapter it began with to its end, also when that is unloaded
 is cached of a prompt under one adapter is never read under another.
 
 The base weights are not touched: each adapted linear layer adds ``scale * B(A(x))`` to the rows
-of this step that belong to requests with the adapter.  Names are PEFT's, as SGLang reads them.
+of this step that belong to requests with the adapter.  Names, ranks and scales are PEFT's.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -23,9 +21,14 @@ import torch
 
 from engines.embedded.core.errors import Invalid, Unsupported
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
+from engines.protocol.lora_config import (
+    module_and_half,
+    rank_and_scale,
+    why_incomplete,
+    why_unsupported,
+)
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)(\.\w+)?\.weight$")
 # Tokens of a prompt are 32-bit in the prefix cache, and no vocabulary needs more than 20 of them.
 _SALT_SHIFT, _NUM_SALTS = 20, 2048
 
@@ -36,6 +39,7 @@ class Pair:
 
     down: torch.Tensor
     up: torch.Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +53,6 @@ class Adapter:
 
     name: str
     salt: int
-    scale: float
     pairs: Mapping[str, Pair]
     fingerprints: Mapping[str, str]
 
@@ -123,15 +126,19 @@ class Adapters:
             raise Invalid("LoRA is not enabled: start with --enable-lora")
         if name in self._loaded:
             raise Invalid(f"LoRA adapter {name!r} is loaded already; unload it first")
-        rank, scale = _read_config(config, self._max_rank)
+        if why := why_incomplete(config):
+            raise Invalid(f"an adapter's config {why}")
+        if why := why_unsupported(config):
+            raise Unsupported(f"an adapter's {why}")
         tensors = dict(named)
         pairs = {
-            module: self._pair(module, halves, rank) for module, halves in _halves(tensors).items()
+            module: self._pair(module, halves, *rank_and_scale(config, module))
+            for module, halves in _halves(tensors).items()
         }
         if not pairs:
             raise Invalid("the adapter holds no tensors")
         digests = {key: self._fingerprint(key, tensor) for key, tensor in tensors.items()}
-        adapter = Adapter(name, next(self._salts) % _NUM_SALTS, scale, pairs, digests)
+        adapter = Adapter(name, next(self._salts) % _NUM_SALTS, pairs, digests)
         for module in pairs:
             if module not in self._hooked:
                 self._layers[module].register_forward_hook(self._hook(module))
@@ -171,11 +178,15 @@ class Adapters:
                 if pair is not None:
                     part = inputs[0][..., rows.start : rows.end, :]
                     delta = (part @ pair.down.t()) @ pair.up.t()
-                    output[..., rows.start : rows.end, :] += rows.adapter.scale * delta
+                    output[..., rows.start : rows.end, :] += pair.scale * delta
 
         return add
 
-    def _pair(self, module: str, halves: Mapping[str, torch.Tensor], rank: int) -> Pair:
+    def _pair(
+        self, module: str, halves: Mapping[str, torch.Tensor], rank: int, scale: float
+    ) -> Pair:
+        if rank > self._max_rank:
+            raise Invalid(f"the adapter's rank {rank} is over --max-lora-rank {self._max_rank}")
         layer = self._layers.get(module)
         if layer is None:
             raise Invalid(f"the model has no linear layer {module!r} that an adapter can change")
@@ -187,34 +198,19 @@ class Adapters:
             if found != shape:
                 raise Invalid(f"{module}: lora_{half} has shape {found}, not {shape}")
         like = layer.weight
-        return Pair(
-            *(halves[half].detach().to(like.device, like.dtype, copy=True) for half in "AB")
-        )
+        down, up = (halves[half].detach().to(like.device, like.dtype, copy=True) for half in "AB")
+        return Pair(down, up, scale)
 
 
 def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        found = _NAME.match(name)
+        found = module_and_half(name)
         if found is None:
             raise Unsupported(f"adapter tensor {name!r} is no lora_A or lora_B of a linear layer")
-        halves.setdefault(found["module"], {})[found["half"]] = tensor
+        module, half = found
+        halves.setdefault(module, {})[half] = tensor
     return halves
-
-
-def _read_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
-    """Rank and scale of PEFT's ``adapter_config.json``."""
-    for name, plain in {"use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}.items():
-        if config.get(name) not in (None, plain):
-            raise Unsupported(f"{name} = {config[name]!r} is not supported")
-    if config.get("bias", "none") != "none":
-        raise Unsupported(f"bias = {config['bias']!r} is not supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise Invalid("an adapter's config must give r, a whole number, and lora_alpha")
-    if rank > max_rank:
-        raise Invalid(f"the adapter's rank {rank} is over --max-lora-rank {max_rank}")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def read_adapter(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import ServerConfig, Transport, WeightsConfig, WeightUpdate
@@ -22,13 +21,11 @@ from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.handle.load_costs import LoadCosts
-from rollout.weights.format.lora_check import check_adapter, completed_config
 from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.shm_buffers import ShmBufferPool, why_no_room
 from rollout.weights.push.transport_choice import choose_transport
 from rollout.weights.push.weight_push import WeightPush, default_contents
-from rollout.weights.transports.carriers import AsAdapter
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import (
@@ -131,23 +128,28 @@ class PushBuilder:
         """A push of a LoRA adapter under ``weights.adapter``'s name, by value.
 
         Raises:
-            WeightMismatch: it does not fit the model, or the server takes no adapters.
+            WeightMismatch: it does not fit the model, the server takes no adapters, or no engine
+                honours a field of its config.
         """
         with _torch():
-            from rollout.weights.tensors.adapters import make_adapter_push, own_manifest
+            from rollout.weights.tensors.adapters import make_adapter_push
 
         settings = self._config.weights
         if settings.update is not WeightUpdate.LORA:
             raise WeightMismatch(f"weights.update is {settings.update}: adapters need lora")
         if not isinstance(config, Mapping):
             raise WeightMismatch(
-                f"an adapter's config is the mapping in adapter_config.json, not {config!r}"
+                f"an adapter's config is the mapping in adapter_config.json, or PEFT's "
+                f"config.to_dict(), not {config!r:.80}"
             )
-        push = make_adapter_push(named_tensors, config, name=settings.adapter, version=version)
-        tensors = own_manifest(push, settings.adapter)
-        check_adapter(config, tensors, self._expected_manifest())
-        carrier = AsAdapter(settings.adapter, completed_config(config, tensors))
-        return replace(push, carrier=carrier)
+        return make_adapter_push(
+            named_tensors,
+            config,
+            name=settings.adapter,
+            version=version,
+            base=self._expected_manifest(),
+            kinds={group.engine.kind for group in self._config.groups.values()},
+        )
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
         """Whether these weights differ from the checkpoint that the engines load."""

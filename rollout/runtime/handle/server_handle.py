@@ -358,11 +358,12 @@ class ServerHandle:
 
         Args:
             named_tensors: with PEFT's names.
-            config: PEFT's ``adapter_config.json``: at least ``r`` and ``lora_alpha``.
+            config: PEFT's ``adapter_config.json`` or ``config.to_dict()``: at least ``r`` and
+                ``lora_alpha``.
             version: the new weight version; by default one more than the last.
 
         Raises:
-            WeightMismatch: it does not fit the model.
+            WeightMismatch: it does not fit the model, or no engine honours a field of its config.
         """
         return self._pushes.builder.adapter(
             named_tensors, config, self._pushes.next_version(version)

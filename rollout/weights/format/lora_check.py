@@ -1,55 +1,61 @@
 """Checks a LoRA adapter in PEFT's format against the model it belongs to.
 
-Always true: an adapter that SGLang would load wrongly, in part or not at all is refused before
+Always true: an adapter that an engine would load wrongly, in part or not at all is refused before
 anything is sent.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from engines.protocol.lora_config import (
+    module_and_half,
+    rank_and_scale,
+    why_incomplete,
+    why_unsupported,
+)
 from rollout.core.errors import WeightMismatch
-from rollout.rules.fingerprint_check import ADAPTER_PREFIX
+from rollout.rules.fingerprint_check import adapter_prefix
 from rollout.weights.format.manifest import Manifest
-
-_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)(\.\w+)?\.weight$")
 
 
 def prefixed(adapter: str, tensor: str) -> str:
     """The name of an adapter's tensor in fingerprints and manifests."""
-    return f"{ADAPTER_PREFIX}{adapter}:{tensor}"
+    return adapter_prefix(adapter) + tensor
 
 
 def check_adapter(config: Mapping[str, Any], tensors: Manifest, base: Manifest | None) -> None:
-    """Raise if the adapter does not match the model.
+    """Raise if no engine can serve the adapter, or if it does not match the model.
 
     Args:
+        config: PEFT's ``adapter_config.json``, or its ``config.to_dict()``.
         tensors: the adapter's tensors, under PEFT's names.
         base: the model's tensors; None if the checkpoint has no manifest.
 
     Raises:
         WeightMismatch: a name is not ``...lora_A.weight`` or ``...lora_B.weight``, a pair is
             incomplete, the model has no such layer, a shape does not match layer and rank, or the
-            config is bad.
+            config is incomplete or has a field that no engine honours.
     """
-    rank = config.get("r")
-    if not isinstance(rank, int) or rank < 1 or "lora_alpha" not in config:
-        raise WeightMismatch(
-            f"an adapter's config needs r, a whole number, and lora_alpha; it has {dict(config)!r}"
-        )
+    if why := why_incomplete(config):
+        raise WeightMismatch(f"an adapter's config {why}")
+    if why := why_unsupported(config):
+        raise WeightMismatch(f"an adapter's {why}")
     halves: dict[str, set[str]] = {}
     for name, spec in tensors.tensors.items():
-        found = _NAME.match(name)
+        found = module_and_half(name)
         if found is None:
             raise WeightMismatch(
                 f"adapter tensor {name!r} is no ...lora_A.weight or ...lora_B.weight", tensor=name
             )
-        module, half = found["module"], found["half"]
-        halves.setdefault(module, set()).add(half)
-        if spec.shape[0 if half == "A" else -1] != rank:
+        module, half = found
+        if half in halves.setdefault(module, set()):
+            raise WeightMismatch(f"the adapter has lora_{half} of {module!r} twice", tensor=name)
+        halves[module].add(half)
+        rank, _ = rank_and_scale(config, module)
+        if len(spec.shape) != 2 or spec.shape[0 if half == "A" else -1] != rank:
             raise WeightMismatch(
                 f"adapter tensor {name!r} has shape {list(spec.shape)}, which has not rank {rank}",
                 tensor=name,
@@ -61,17 +67,6 @@ def check_adapter(config: Mapping[str, Any], tensors: Manifest, base: Manifest |
     for module, known in halves.items():
         if len(known) < 2:
             raise WeightMismatch(f"the adapter has only lora_{known.pop()} of {module!r}")
-
-
-def completed_config(config: Mapping[str, Any], tensors: Manifest) -> dict[str, Any]:
-    """The config with what engines also need, as far as it follows from the tensors.
-
-    Args:
-        tensors: the adapter's tensors, under PEFT's names.
-    """
-    modules = {found["module"] for name in tensors.tensors if (found := _NAME.match(name))}
-    targets = sorted({module.rpartition(".")[2] for module in modules})
-    return {"peft_type": "LORA", "target_modules": targets, **config}
 
 
 def _check_against(

@@ -41,7 +41,7 @@ SETTINGS = {
 OPTIONS = {
     "enable-lora": True,
     "max-lora-rank": RANK,
-    "lora-target-modules": ["q_proj", "v_proj"],
+    "lora-target-modules": ["q_proj", "v_proj", "gate_proj", "up_proj"],
 }
 NUM_TOKENS = 24
 NO_RECOVERY = {"recover": False}
@@ -279,6 +279,51 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
 def refused(policy: ServerHandle, rank: int) -> None:
     with policy.offloaded() as window:
         window.push_adapter(make_adapter(rank, 1), {"r": rank, "lora_alpha": 32})
+
+
+PEFT_SETTINGS: dict[str, dict[str, Any]] = {
+    "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj"],
+        "alpha_pattern": {"v_proj": 4},
+        "rank_pattern": {"up_proj": RANK // 2},
+    },
+    "q_proj": {"target_modules": ["q_proj"]},
+    "v_proj": {"target_modules": ["v_proj"]},
+    "up_proj": {"target_modules": ["up_proj"]},
+}
+
+
+def test_what_is_served_with_an_adapter_of_peft_is_what_peft_computes(
+    policy: ServerHandle, trainer: Trainer, tmp_path: Path
+) -> None:
+    synced = policy.sync_base(trainer.weights())
+    assert synced is not None
+    synced.result(120)
+    for name, settings in PEFT_SETTINGS.items():
+        named, adapter_config = trained_by_peft(trainer.base, settings, tmp_path / name)
+        with policy.offloaded() as window:
+            window.push_adapter(named, adapter_config)
+        trained = answers(policy, "policy")
+        assert are_of(tmp_path / name, trained), name
+        assert not are_of(trainer.base, trained), name
+
+
+def trained_by_peft(base: Path, settings: dict[str, Any], merged: Path) -> tuple[Any, Any]:
+    """An adapter of PEFT and its config; the whole model goes to ``merged``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=RANK, lora_alpha=8, **settings)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    generator = torch.Generator().manual_seed(1)
+    for name, half in model.named_parameters():
+        if "lora_" in name:
+            half.data = torch.randn(half.shape, generator=generator)
+    named = {name: one.clone() for name, one in peft.get_peft_model_state_dict(model).items()}
+    model.merge_and_unload().save_pretrained(merged)
+    return named, lora.to_dict()
 
 
 def make_adapter(rank: int, seed: int) -> dict[str, Any]:

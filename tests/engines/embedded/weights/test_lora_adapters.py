@@ -57,11 +57,13 @@ async def lora(engine: Asker) -> AsyncIterator[Asker]:
             await engine.post("/unload_lora_adapter", lora_name=card["id"])
 
 
-async def load(engine: Asker, name: str, named: dict[str, torch.Tensor]) -> Any:
+async def load(
+    engine: Asker, name: str, named: dict[str, torch.Tensor], config: dict[str, Any] = CONFIG
+) -> Any:
     return await engine.post(
         "/load_lora_adapter_from_tensors",
         lora_name=name,
-        config_dict=CONFIG,
+        config_dict=config,
         serialized_named_tensors=payload(named),
     )
 
@@ -237,7 +239,7 @@ def nothing(named: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         (the_head, "no linear layer 'lm_head'"),
         (other_rank, "lora_A has shape [4, 256], not [8, 256]"),
         (large_rank, "rank 65 is over --max-lora-rank 64"),
-        (no_alpha, "must give r, a whole number, and lora_alpha"),
+        (no_alpha, "needs r, a whole number, and lora_alpha"),
         (nothing, "no tensors"),
     ],
 )
@@ -255,7 +257,7 @@ async def test_what_does_not_fit_is_refused_and_not_loaded(
 
 
 @pytest.mark.parametrize(
-    "more", [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 2}}]
+    "more", [{"use_dora": True}, {"bias": "all"}, {"layer_replication": [[0, 1]]}]
 )
 async def test_other_kinds_of_lora_are_a_501(
     lora: Asker, models: dict[str, Path], more: dict[str, Any]
@@ -266,6 +268,25 @@ async def test_other_kinds_of_lora_are_a_501(
         "serialized_named_tensors": payload(adapter(models["first"], 1)),
     }
     assert "is not supported" in await lora.refused(501, "/load_lora_adapter_from_tensors", **body)
+
+
+async def test_ranks_and_scales_of_modules_are_pefts(lora: Asker, models: dict[str, Path]) -> None:
+    path = models["first"]
+    named = adapter(path, 1)
+    small = {name: part[:2] if "lora_A" in name else part[:, :2] for name, part in named.items()}
+    mixed = {name: (small if "q_proj" in name else named)[name].clone() for name in named}
+    # q_proj: 8 / sqrt(2); down_proj: 32 / sqrt(4).
+    more = {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 32}}
+    await load(lora, "one", mixed, CONFIG | more)
+    # The same by CONFIG's scale of 2.
+    factors = {"q_proj": 8 / 2**0.5 / 2, "down_proj": 32 / 2 / 2}
+    same = {
+        name: part * next(factors[one] for one in factors if one in name)
+        if "lora_B" in name
+        else part
+        for name, part in mixed.items()
+    }
+    assert (await ask(lora, PROMPT, "one"))["output_ids"] == greedy_with(path, same, PROMPT)
 
 
 async def test_without_the_flag_adapters_are_refused(backed: Asker) -> None:

@@ -11,7 +11,6 @@ from rollout.control.group.server_group import ServerGroup
 from rollout.control.group.weight_update import _outlast
 from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
-from rollout.weights.format.lora_check import completed_config
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.transports.carriers import AsAdapter
@@ -115,21 +114,3 @@ def test_a_new_adapter_replaces_all_names_of_the_one_before() -> None:
     assert _outlast(known, replace(old, manifest=other)) == ["lora:other:a", "base"]
     full = WeightPush(2, Manifest.of([TensorSpec("base", "float32", (2,))]), [b"w"])
     assert _outlast(known, full) == known[:2]
-
-
-def test_a_config_is_completed_from_the_names_of_the_tensors() -> None:
-    names = [
-        f"base_model.model.model.layers.0.self_attn.{module}.lora_{half}.weight"
-        for module in ("v_proj", "q_proj")
-        for half in "AB"
-    ]
-    tensors = Manifest.of(TensorSpec(name, "float32", (2, 2)) for name in names)
-    config = {"r": 2, "lora_alpha": 4}
-    assert completed_config(config, tensors) == {
-        "peft_type": "LORA",
-        "target_modules": ["q_proj", "v_proj"],
-        "r": 2,
-        "lora_alpha": 4,
-    }
-    own = {"target_modules": "all-linear", "peft_type": "LORA"}
-    assert completed_config(own, tensors) == own
