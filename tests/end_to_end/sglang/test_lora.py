@@ -297,9 +297,7 @@ PEFT_SETTINGS: dict[str, dict[str, Any]] = {
 def test_what_is_served_with_an_adapter_of_peft_is_what_peft_computes(
     policy: ServerHandle, trainer: Trainer, tmp_path: Path
 ) -> None:
-    synced = policy.sync_base(trainer.weights())
-    assert synced is not None
-    synced.result(120)
+    policy.serve_weights(policy.make_base_push(trainer.weights())).result(120)
     for name, settings in PEFT_SETTINGS.items():
         named, adapter_config = trained_by_peft(trainer.base, settings, tmp_path / name)
         with policy.offloaded() as window:
