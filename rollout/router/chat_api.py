@@ -17,7 +17,6 @@ from rollout.router.engine_queries import EngineQueryClient, error_reply, first_
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import MAX_SESSION_CHARACTERS
 from rollout.router.proxy.context import Proxy
-from rollout.router.sessions.chat_request import read_chat
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.tree import Turn
 
@@ -62,7 +61,7 @@ def add_chats(app: FastAPI, proxy: Proxy, chats: ChatSessions) -> None:
             message = f"a session id has at most {MAX_SESSION_CHARACTERS} characters"
             return error_reply(400, "bad_request", message)
         try:
-            chat = read_chat(await request.body())
+            chat = await chats.read(await request.body())
             router = Endpoint(*request.scope["server"])
             pieces = await _unless_left(request, chats.answer(session_id, chat, router))
             if chat.is_streamed:

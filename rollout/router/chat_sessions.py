@@ -24,13 +24,9 @@ from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.protocol import Endpoint, GenerateReply
 from engines.protocol.plain_text import describe
 from rollout.router.http.fast_json import dumps, loads
-from rollout.router.sessions.alignment import (
-    continuation,
-    drift_of,
-    first_difference,
-)
+from rollout.router.sessions.alignment import compared, continuation, drift_of, tokenised
 from rollout.router.sessions.answers import ChatAnswer, as_events
-from rollout.router.sessions.chat_request import ChatRequest
+from rollout.router.sessions.chat_request import ChatRequest, read_chat
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from rollout.router.sessions.messages import History, Message, history_of
 from rollout.router.sessions.session_store import Session, SessionStore
@@ -45,6 +41,7 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 2
 _MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
+_MOST_BYTES_ON_LOOP = 1 << 16
 _DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -175,6 +172,16 @@ class ChatSessions:
             self._num_bytes -= chat.num_bytes
             self._store.end_turn(session_id, session, self._now_s())
 
+    async def read(self, body: bytes) -> ChatRequest:
+        """The request in ``body``; a long one is read in a thread.
+
+        Raises:
+            BadChat: as ``read_chat`` does.
+        """
+        if len(body) <= _MOST_BYTES_ON_LOOP:
+            return read_chat(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read_chat, body)
+
     async def _planned(self, session: Session, chat: ChatRequest) -> Plan:
         tokenizer = await self._loaded()
         loop = asyncio.get_running_loop()
@@ -276,20 +283,21 @@ def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> 
     history = history_of(chat.messages, chat.tools)
     match = session.tree.match(history)
     reader = tokenizer.reader if chat.calls_tools else None
-    tokenised = template.encode(template.render(chat.messages, for_answer=True))
-    known = session.tree.ids(match.turn)
+    text = template.render(chat.messages, for_answer=True)
     new: list[int] | None = None
     if match.turn is not None:
         mark = os.urandom(8).hex()
         new = continuation(template, chat.messages, match.num_known, match.turn.end, mark)
     if match.turn is None or new is None:
-        is_fork = match.is_fork or match.turn is not None
-        prompt = Prompt(None, tokenised, drift_of(None, is_fork=is_fork))
-        return Plan(history, tokenised, prompt, reader)
-    ids = known + new
-    difference = first_difference(ids, tokenised)
+        ids, checkpoints = tokenised(template, text)
+        drift = drift_of(None, is_fork=match.is_fork or match.turn is not None)
+        return Plan(history, ids, Prompt(None, ids, drift, checkpoints=checkpoints), reader)
+    ids = session.tree.ids(match.turn) + new
+    known = session.tree.checkpoints(match.turn)
+    difference, checkpoints = compared(template, text, ids, known)
     drift = drift_of(difference, is_fork=match.is_fork)
-    return Plan(history, ids, Prompt(match.turn.number, new, drift, difference), reader)
+    prompt = Prompt(match.turn.number, new, drift, difference, checkpoints)
+    return Plan(history, ids, prompt, reader)
 
 
 def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -> Turn:

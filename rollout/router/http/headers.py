@@ -26,7 +26,8 @@ HOP_BY_HOP = frozenset(
 _REPLACED = frozenset({b"host", b"content-length", b"expect"})
 _OURS = frozenset({b"x-engine-id", b"x-weight-version"})
 _NOT_TO_ENGINE = HOP_BY_HOP | _REPLACED
-_NOT_TO_CLIENT = HOP_BY_HOP | _OURS
+# Engines redirect to their own address, where there is no gate and no key.
+_NOT_TO_CLIENT = HOP_BY_HOP | _OURS | {b"location"}
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 
 

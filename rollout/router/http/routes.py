@@ -19,13 +19,46 @@ GENERATION_PATHS = frozenset(
         "/vertex_generate",
         "/tokenize",
         "/detokenize",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/derender",
+        "/v1/chat/completions/render",
+        "/v1/classify",
+        "/v1/completions",
+        "/v1/completions/derender",
+        "/v1/completions/render",
+        "/v1/decisions",
+        "/v1/detokenize",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/messages/render",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/responses/render",
+        "/v1/score",
+        "/v1/systemone",
+        "/v1/tokenize",
     }
 )
-"""Paths that go through the gate, besides all below ``/v1/`` except ``/v1/models``."""
+"""Paths that go through the gate: what SGLang and vLLM serve to clients without keeping state.
+
+Engines have others below ``/v1/`` that are not a client's, as vLLM's ``/v1/load_lora_adapter``, and
+reply to paths that they do not have with redirects to their own address.
+"""
+_MODELS_PATH = "/v1/models"
 
 
 def is_generation(path: str) -> bool:
-    return path in GENERATION_PATHS or (path.startswith("/v1/") and path != "/v1/models")
+    return path in GENERATION_PATHS
+
+
+def _is_unknown(path: str) -> bool:
+    """Whether a client of OpenAI's protocol may take the path for one of an engine."""
+    is_ours = path in GENERATION_PATHS or path == _MODELS_PATH
+    return path.startswith("/v1/") and not is_ours
 
 
 def is_session_chat(path: str) -> bool:
@@ -49,12 +82,14 @@ class Route:
     Attributes:
         target: path and query, as the client sent them.
         problem: why it is not forwarded; empty if it is.
+        status: of the response that says so.
     """
 
     target: bytes
     path: str
     is_generation: bool
     problem: str = ""
+    status: int = 400
 
 
 def route_of(url: bytes) -> Route:
@@ -69,11 +104,14 @@ def _read_route(url: bytes) -> Route:
         (parsed.query or b"").decode("ascii")
     except (httptools.HttpParserInvalidURLError, UnicodeDecodeError, AttributeError):
         return Route(url, "", True, "path and query must be percent-encoded")
+    if _is_unknown(path):
+        known = path.rstrip("/")
+        instead = f"; send it to {known}" if is_generation(known) else ""
+        return Route(url, path, True, f"the router has no path {path:.200}{instead}", 404)
     if not is_generation(path):
         return Route(url, path, False)
-    problem = "path must not contain .." if ".." in path.split("/") else ""
     target = parsed.path + b"?" + parsed.query if parsed.query else parsed.path
-    return Route(target, path, True, problem)
+    return Route(target, path, True)
 
 
 # Clients choose URLs, so what is kept of them is bounded in bytes too.

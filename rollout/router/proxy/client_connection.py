@@ -271,7 +271,8 @@ class ClientConnection(HttpToolsProtocol):
         ):
             return responses.unauthorized()
         if route.problem:
-            return responses.error(400, "bad_request", route.problem)
+            kind = "not_found" if route.status == 404 else "bad_request"
+            return responses.error(route.status, kind, route.problem)
         if route.path in COMPLETION_PATHS and method != b"POST":
             return responses.method_not_allowed(route.path)
         return None

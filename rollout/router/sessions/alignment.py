@@ -2,13 +2,15 @@
 
 Always true: a continuation begins with the known ids.  What the template does to earlier messages
 has no part in it: a mark takes the place of the last answer, and only what the template writes
-behind the mark is tokenised.
+behind the mark is tokenised.  The comparison tokenises no text again that it knows to be the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from rollout.router.sessions.messages import BadChat, Message
@@ -33,7 +35,84 @@ class Template(Protocol):
         """The text of the messages, with the beginning of an answer if ``for_answer``."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def pieces(self, text: str, begin: int = 0) -> Iterator[tuple[str, list[int]]]:
+        """The text from a border on, in pieces with their ids; these, joined, are its ids."""
+        ...
+
+    def has_border(self, text: str, index: int) -> bool:
+        """Whether the ids of the text are those before and those behind the index, joined."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A border in a prompt's text, up to which a new tokenisation gives the prompt's ids.
+
+    Attributes:
+        num_ids: ids of the text before it.
+        digest: of this text.
+    """
+
+    num_characters: int
+    num_ids: int
+    digest: bytes
+
+
+_BEGIN = Checkpoint(0, 0, b"")
+
+
+def tokenised(template: Template, text: str) -> tuple[list[int], list[Checkpoint]]:
+    """The ids of a text, and where a comparison with them may begin."""
+    ids: list[int] = []
+    passed = []
+    for checkpoint, new in _behind_checkpoint(template, text, ()):
+        passed.append(checkpoint)
+        ids += new
+    return ids, passed[1:]
+
+
+def compared(
+    template: Template, text: str, ids: Sequence[int], known: Iterable[Checkpoint]
+) -> tuple[int | None, list[Checkpoint]]:
+    """Index of the first of a prompt's ids that a new tokenisation would not give; None for none.
+
+    Args:
+        text: that the template gives now for the prompt.
+        known: of prompts whose ids this one begins with.
+
+    Returns:
+        the index, and new checkpoints of this prompt.
+    """
+    passed, num_ids = [], 0
+    for checkpoint, new in _behind_checkpoint(template, text, known):
+        passed.append(checkpoint)
+        num_ids = checkpoint.num_ids + len(new)
+        difference = first_difference(ids[checkpoint.num_ids : num_ids], new)
+        if difference is not None:
+            return checkpoint.num_ids + difference, passed[1:]
+    return None if num_ids == len(ids) else num_ids, passed[1:]
+
+
+def _behind_checkpoint(
+    template: Template, text: str, known: Iterable[Checkpoint]
+) -> Iterator[tuple[Checkpoint, list[int]]]:
+    """The last checkpoint that is the text's own, and those behind it, each with the next ids."""
+    checkpoint, digest = _BEGIN, blake2b(digest_size=16)
+    reading, at = digest.copy(), 0
+    for one in sorted(known, key=lambda one: one.num_characters):
+        reading.update(_bytes(text[at : one.num_characters]))
+        at = one.num_characters
+        if one.digest == reading.digest() and template.has_border(text, at):
+            checkpoint, digest = one, reading.copy()
+    for piece, ids in template.pieces(text, checkpoint.num_characters):
+        yield checkpoint, ids
+        digest.update(_bytes(piece))
+        num_characters = checkpoint.num_characters + len(piece)
+        checkpoint = Checkpoint(num_characters, checkpoint.num_ids + len(ids), digest.digest())
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def continuation(
@@ -51,15 +130,17 @@ def continuation(
     """
     calls = messages[num_known - 1].get("tool_calls")
     plain: dict[str, Any] = {"role": "assistant", "content": mark}
+    before, behind = messages[: num_known - 1], messages[num_known:]
+    closing = _behind(mark, template, [*before, plain], for_answer=False)
     # Some templates write no content beside calls, others want calls before their results.
     for answer in ([plain | {"tool_calls": calls}] if calls else []) + [plain]:
-        history = [*messages[: num_known - 1], answer]
-        closing = _behind(mark, template, [*history[:-1], plain], for_answer=False)
-        called = _behind(mark, template, history, for_answer=False)
-        whole = _behind(mark, template, [*history, *messages[num_known:]], for_answer=True)
+        called = closing
+        if answer is not plain:
+            called = _behind(mark, template, [*before, answer], for_answer=False)
+        whole = _behind(mark, template, [*before, answer, *behind], for_answer=True)
         if closing is None or called is None or whole is None or not whole.startswith(called):
             continue
-        ids = template.encode(closing + whole[len(called) :])
+        ids, _ = tokenised(template, closing + whole[len(called) :])
         return ids[1:] if end is not None and ids[:1] == [end] else ids
     return None
 

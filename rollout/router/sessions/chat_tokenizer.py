@@ -7,7 +7,7 @@ extra ``agents``, are imported by the first request that needs them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
 from rollout.router.sessions.messages import BadChat, Message, with_texts
+from rollout.router.sessions.text_pieces import Borders, borders_of, pieces
 from rollout.router.sessions.tool_calls import AnswerReader, reader_of
 from rollout.router.sessions.tool_forms import form_of
 
@@ -39,16 +40,21 @@ class ChatTokenizer:
         templates: by name; ``default``, and ``tool_use`` where the model has one.
         special_tokens: what templates know as ``bos_token``, ``eos_token`` and so on.
         reader: of answers that may have tool calls.
+        borders: where texts are cut; None if they cannot be.
     """
 
     tokenizer: Tokenizer
     templates: Mapping[str, Template]
     special_tokens: Mapping[str, str]
     reader: AnswerReader
+    borders: Borders | None
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+    def pieces(self, text: str, begin: int) -> Iterator[tuple[str, list[int]]]:
+        """The text from the border at ``begin`` on, in pieces with their ids."""
+        for piece in pieces(text, self.borders, begin):
+            # ``encode`` holds the interpreter's lock until it is done, and this one does not.
+            (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            yield piece, encoding.ids
 
     def bound(self, tools: Any, options: Mapping[str, Any]) -> BoundTemplate:
         """The template for one request.
@@ -76,8 +82,12 @@ class BoundTemplate:
     template: Template
     variables: Mapping[str, Any]
 
-    def encode(self, text: str) -> list[int]:
-        return self.source.encode(text)
+    def pieces(self, text: str, begin: int = 0) -> Iterator[tuple[str, list[int]]]:
+        return self.source.pieces(text, begin)
+
+    def has_border(self, text: str, index: int) -> bool:
+        borders = self.source.borders
+        return borders is not None and borders.is_at(text, index)
 
     def render(self, messages: Sequence[Message], *, for_answer: bool) -> str:
         """Raises BadChat if the template refuses the messages."""
@@ -120,7 +130,8 @@ def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatToke
     form = form_of(texts.get("tool_use", texts["default"]), tool_call_parser)
     added = tokenizer.get_added_tokens_decoder().values()
     reader = reader_of(form, [token.content for token in added if token.special])
-    return ChatTokenizer(tokenizer, templates, _special_tokens(settings), reader)
+    special = _special_tokens(settings)
+    return ChatTokenizer(tokenizer, templates, special, reader, borders_of(added))
 
 
 def _wrong(folder: str, why: str) -> ConfigError:

@@ -80,22 +80,24 @@ class AnswerReader:
             new_id: makes a text of at least 9 letters and digits that no other call has.
         """
         text = self.visible(text)
+        read_at = self.form.reader(text, schemas)
         calls: list[Call] = []
-        content, end = "", 0
+        content, end = [], 0
         for begin in self._begins(text):
-            if begin < end or (found := self.form.read(text, begin, schemas)) is None:
+            if begin < end or (found := read_at(begin)) is None:
                 continue
-            content += text[end:begin]
+            content.append(text[end:begin])
             calls += found[0]
             end = found[1]
         if not calls:
             return Answer(text)
-        ids: list[str] = []
+        messages, ids = [], {""}
         for call in calls:
-            is_new = call.id and call.id not in ids
-            ids.append(call.id if is_new else self.form.id_form.format(new_id()))
-        messages = [_message(call, one) for call, one in zip(calls, ids, strict=True)]
-        return Answer((content + text[end:]).rstrip(), tuple(messages))
+            call_id = self.form.id_form.format(new_id()) if call.id in ids else call.id
+            ids.add(call_id)
+            messages.append(_message(call, call_id))
+        content.append(text[end:])
+        return Answer("".join(content).rstrip(), tuple(messages))
 
     def _begins(self, text: str) -> Iterator[int]:
         """Where calls may begin, in order."""

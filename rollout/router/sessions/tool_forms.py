@@ -1,15 +1,19 @@
 """The forms in which models write tool calls: one table, a row for each (pure).
 
-Always true: a form reads only complete calls; any other text is no call.  Names are those that vLLM
-and SGLang have for their parsers.  Facts of the forms are from the models' chat templates.
+Always true: a form reads only complete calls; any other text is no call.  Reading takes time in
+proportion to the text, whatever a model wrote: no pattern can match a text in two ways, and what
+was read for one beginning is not read again for the next.  Names are those that vLLM and SGLang
+have for their parsers.  Facts of the forms are from the models' chat templates.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 Schemas = Mapping[str, Any]
@@ -32,6 +36,10 @@ class Call:
 Found = tuple[list[Call], int]
 """Calls, and the index in the text behind them."""
 
+ReadAt = Callable[[int], Found | None]
+"""The calls that begin at an index of one text, where one of a form's ``begins`` is; None if there
+are none.  The indices must grow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -40,7 +48,7 @@ class Form:
     Attributes:
         in_template: texts that a chat template of these models has, all of them.
         begins: each call begins with one of them.
-        read: the calls that begin at an index, where one of ``begins`` is; None if there are none.
+        reader: of one text.
         others: further markers within calls.
         id_form: a call's id, made of a random text, as the templates of these models take it.
         may_be_bare: a whole answer that is a JSON object may be a call too.
@@ -49,7 +57,7 @@ class Form:
     name: str
     in_template: tuple[str, ...]
     begins: tuple[str, ...]
-    read: Callable[[str, int, Schemas], Found | None]
+    reader: Callable[[str, Schemas], ReadAt]
     others: tuple[str, ...] = ()
     id_form: str = "call_{}"
     may_be_bare: bool = False
@@ -67,20 +75,48 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 # -- calls as JSON ------------------------------------------------------------------------------
 
-_SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*+")
+_MAX_DEPTH = 512
+# Between two brackets.  Of the letters only those of JSON's literals.  No group has "*+": Python
+# before 3.11.5 matches that wrongly (gh-106052).
+_PLAIN = r"[\s\d,:.+eEaflnrstuINity-]*+"
+_TEXT = r'"[^"\\]*+(?:\\.[^"\\]*+)*"'
+_WITHIN_JSON = re.compile(f"{_PLAIN}(?:{_TEXT}{_PLAIN})*", re.DOTALL)
 
 
-def _behind_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """The index behind a pattern that may be empty."""
+    match = pattern.match(text, at)
     return match.end() if match else at
 
 
+def _end_of_json(text: str, at: int) -> int:
+    """The index behind the object or list at an index; -1 if there is none.
+
+    No mark of a call may stand in it outside of a text in quotes.  Of two that begin at different
+    marks, one is within such a text where the other is not, so the next mark ends one of them:
+    together, all that are read for a text take time in proportion to it.
+    """
+    depth = 0
+    while True:
+        bracket = text[at : at + 1]
+        if not bracket or bracket not in "{}[]":
+            return -1
+        depth += 1 if bracket in "{[" else -1
+        at += 1
+        if depth == 0:
+            return at
+        if not 0 < depth < _MAX_DEPTH:
+            return -1
+        at = _behind(_WITHIN_JSON, text, at)
+
+
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at an index, and the index behind it; None and ``at`` if there is none."""
-    at = _behind_space(text, at)
+    """The object or list at an index, and the index behind it; None and ``at`` if there is none."""
+    at = _behind(_SPACE, text, at)
+    end = _end_of_json(text, at)
     try:
-        return _DECODER.raw_decode(text, at)
+        return (json.loads(text[at:end]), end) if end >= 0 else (None, at)
     except (ValueError, RecursionError):
         return None, at
 
@@ -95,32 +131,38 @@ def _call(value: Any, call_id: str = "") -> Call | None:
     return Call(name, arguments, call_id)
 
 
-_HERMES_END = re.compile(r"\s*</tool_call>")
+_HERMES_END = re.compile(r"\s*+</tool_call>")
 
 
-def _read_hermes(text: str, at: int, schemas: Schemas) -> Found | None:
-    value, at = _json(text, at + len("<tool_call>"))
-    call, end = _call(value), _HERMES_END.match(text, at)
-    return ([call], end.end()) if call and end else None
+def _hermes(text: str, schemas: Schemas) -> ReadAt:
+    def read(at: int) -> Found | None:
+        value, at = _json(text, at + len("<tool_call>"))
+        call, end = _call(value), _HERMES_END.match(text, at)
+        return ([call], end.end()) if call and end else None
+
+    return read
 
 
 _MISTRAL_HEAD = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+    r"\s*+(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>\w++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
 )
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-def _read_mistral(text: str, at: int, schemas: Schemas) -> Found | None:
-    at += len("[TOOL_CALLS]")
-    if head := _MISTRAL_HEAD.match(text, at):
-        arguments, at = _json(text, head.end())
-        values = [{"name": head["name"], "arguments": arguments, "id": head["id"]}]
-    else:
-        value, at = _json(text, at)
-        values = value if isinstance(value, list) else [value]
-    calls = [_call(value, _mistral_id(value)) for value in values]
-    found = [call for call in calls if call is not None]
-    return (found, at) if found and len(found) == len(calls) else None
+def _mistral(text: str, schemas: Schemas) -> ReadAt:
+    def read(at: int) -> Found | None:
+        at += len("[TOOL_CALLS]")
+        if head := _MISTRAL_HEAD.match(text, at):
+            arguments, at = _json(text, head.end())
+            values = [{"name": head["name"], "arguments": arguments, "id": head["id"]}]
+        else:
+            value, at = _json(text, at)
+            values = value if isinstance(value, list) else [value]
+        calls = [_call(value, _mistral_id(value)) for value in values]
+        found = [call for call in calls if call is not None]
+        return (found, at) if found and len(found) == len(calls) else None
+
+    return read
 
 
 def _mistral_id(value: Any) -> str:
@@ -132,18 +174,22 @@ def _mistral_id(value: Any) -> str:
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _read_llama(text: str, at: int, schemas: Schemas) -> Found | None:
+def _llama(text: str, schemas: Schemas) -> ReadAt:
     """One object up to the end of the text: templates refuse several calls in one answer."""
-    is_bare = not text.startswith(_PYTHON_TAG, at)
-    value, at = _json(text, at if is_bare else at + len(_PYTHON_TAG))
-    call, at = _call(value), _behind_space(text, at)
-    if call is None or at < len(text):
-        return None
-    # Other answers may be JSON objects with a name.
-    return None if is_bare and call.name not in schemas else ([call], at)
+
+    def read(at: int) -> Found | None:
+        is_bare = not text.startswith(_PYTHON_TAG, at)
+        value, at = _json(text, at if is_bare else at + len(_PYTHON_TAG))
+        call, at = _call(value), _behind(_SPACE, text, at)
+        if call is None or at < len(text):
+            return None
+        # Other answers may be JSON objects with a name.
+        return None if is_bare and call.name not in schemas else ([call], at)
+
+    return read
 
 
-def _section(begin: str, head: str, tail: str, end: str) -> Callable[..., Found | None]:
+def _section(begin: str, head: str, tail: str, end: str) -> Callable[[str, Schemas], ReadAt]:
     """Reads calls between two marks, each with a name, arguments as JSON, and marks around them.
 
     Args:
@@ -151,19 +197,22 @@ def _section(begin: str, head: str, tail: str, end: str) -> Callable[..., Found 
     """
     heads, tails, ends = re.compile(head), re.compile(tail), re.compile(end)
 
-    def read(text: str, at: int, schemas: Schemas) -> Found | None:
-        calls, at = [], at + len(begin)
-        while start := heads.match(text, at):
-            arguments, at = _json(text, start.end())
-            stop = tails.match(text, at)
-            if not isinstance(arguments, dict) or stop is None:
-                return None
-            calls.append(Call(start["name"], arguments, start.groupdict().get("id") or ""))
-            at = stop.end()
-        closing = ends.match(text, at)
-        return (calls, closing.end()) if calls and closing else None
+    def reader(text: str, schemas: Schemas) -> ReadAt:
+        def read(at: int) -> Found | None:
+            calls, at = [], at + len(begin)
+            while start := heads.match(text, at):
+                arguments, at = _json(text, start.end())
+                stop = tails.match(text, at)
+                if not isinstance(arguments, dict) or stop is None:
+                    return None
+                calls.append(Call(start["name"], arguments, start.groupdict().get("id") or ""))
+                at = stop.end()
+            closing = ends.match(text, at)
+            return (calls, closing.end()) if calls and closing else None
 
-    return read
+        return read
+
+    return reader
 
 
 # -- calls whose arguments are texts ------------------------------------------------------------
@@ -171,7 +220,7 @@ def _section(begin: str, head: str, tail: str, end: str) -> Callable[..., Found 
 
 def _tagged(
     head: str, key: str, value_end: str, end: str, around: str = ""
-) -> Callable[..., Found | None]:
+) -> Callable[[str, Schemas], ReadAt]:
     """Reads a call with one text for each argument; the tool's schema says what it is.
 
     Args:
@@ -180,23 +229,44 @@ def _tagged(
         around: what stands once before and once behind a text, and is no part of it.
     """
     heads, keys, ends = re.compile(head), re.compile(key), re.compile(end)
+    value_ends = re.compile(re.escape(value_end))
 
-    def read(text: str, at: int, schemas: Schemas) -> Found | None:
-        start = heads.match(text, at)
-        if start is None:
-            return None
-        schema, arguments, at = schemas.get(start[1]), {}, start.end()
-        while argument := keys.match(text, at):
-            stop = text.find(value_end, argument.end())
-            if stop < 0:
+    def reader(text: str, schemas: Schemas) -> ReadAt:
+        stops = [match.start() for match in value_ends.finditer(text)]
+        fails: set[int] = set()  # behind the head or an argument of what is no call
+        kinds_of = cache(lambda name, key: _kinds_of(schemas.get(name), key))
+
+        def read(at: int) -> Found | None:
+            start = heads.match(text, at)
+            if start is None:
                 return None
-            value = text[argument.end() : stop].removeprefix(around).removesuffix(around)
-            arguments[argument[1]] = _typed(value, _kinds_of(schema, argument[1]))
-            at = stop + len(value_end)
-        closing = ends.match(text, at)
-        return ([Call(start[1], arguments)], closing.end()) if closing else None
+            arguments: list[tuple[str, int, int]] = []
+            passed, at = [], start.end()
+            while at not in fails:
+                passed.append(at)
+                argument = keys.match(text, at)
+                if argument is None:
+                    if closing := ends.match(text, at):
+                        values = {
+                            key: _typed(
+                                text[begin:stop].removeprefix(around).removesuffix(around),
+                                kinds_of(start[1], key),
+                            )
+                            for key, begin, stop in arguments
+                        }
+                        return [Call(start[1], values)], closing.end()
+                    break
+                index = bisect_left(stops, argument.end())
+                if index == len(stops):
+                    break
+                arguments.append((argument[1], argument.end(), stops[index]))
+                at = stops[index] + len(value_end)
+            fails.update(passed)
+            return None
 
-    return read
+        return read
+
+    return reader
 
 
 _NAMES_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -259,7 +329,7 @@ HERMES = Form(
     in_template=("<tool_call>",),
     begins=("<tool_call>",),
     others=("</tool_call>",),
-    read=_read_hermes,
+    reader=_hermes,
 )
 """Of Qwen too, and of a model whose template shows no form."""
 
@@ -268,7 +338,7 @@ FORMS = (
         "mistral",
         in_template=("[TOOL_CALLS]",),
         begins=("[TOOL_CALLS]",),
-        read=_read_mistral,
+        reader=_mistral,
         others=("[ARGS]", "[CALL_ID]"),
         id_form="{:.9}",  # templates refuse an id of another length
     ),
@@ -276,12 +346,12 @@ FORMS = (
         "kimi_k2",
         in_template=(_KIMI_BEGIN,),
         begins=(_KIMI_BEGIN,),
-        read=_section(
+        reader=_section(
             _KIMI_BEGIN,
-            r"\s*<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*"
+            r"\s*+<\|tool_call_begin\|>\s*+(?P<id>(?:functions\.)?(?P<name>[\w.-]++):\d++)\s*+"
             r"<\|tool_call_argument_begin\|>",
-            r"\s*<\|tool_call_end\|>",
-            r"\s*<\|tool_calls_section_end\|>",
+            r"\s*+<\|tool_call_end\|>",
+            r"\s*+<\|tool_calls_section_end\|>",
         ),
         others=(
             "<|tool_calls_section_end|>",
@@ -294,11 +364,11 @@ FORMS = (
         "deepseek_v3",
         in_template=(_CALLS_BEGIN, "```json"),
         begins=(_CALLS_BEGIN,),
-        read=_section(
+        reader=_section(
             _CALLS_BEGIN,
-            rf"\s*{_CALL_BEGIN}\w*{_SEP}(?P<name>[^\s<]+)\s*```json",
-            rf"\s*```\s*{_CALL_END}",
-            rf"\s*{_CALLS_END}",
+            rf"\s*+{_CALL_BEGIN}\w*+{_SEP}(?P<name>[^\s<]+)\s*+```json",
+            rf"\s*+```\s*+{_CALL_END}",
+            rf"\s*+{_CALLS_END}",
         ),
         others=_IN_DEEPSEEK,
     ),
@@ -306,11 +376,11 @@ FORMS = (
         "deepseek_v31",
         in_template=(_CALLS_BEGIN,),
         begins=(_CALLS_BEGIN,),
-        read=_section(
+        reader=_section(
             _CALLS_BEGIN,
-            rf"\s*{_CALL_BEGIN}\s*(?P<name>[^\s<]+)\s*{_SEP}",
-            rf"\s*{_CALL_END}",
-            rf"\s*{_CALLS_END}",
+            rf"\s*+{_CALL_BEGIN}\s*+(?P<name>[^\s<]++)\s*+{_SEP}",
+            rf"\s*+{_CALL_END}",
+            rf"\s*+{_CALLS_END}",
         ),
         others=_IN_DEEPSEEK,
     ),
@@ -318,11 +388,11 @@ FORMS = (
         "glm45",
         in_template=("<tool_call>", "<arg_key>"),
         begins=("<tool_call>",),
-        read=_tagged(
-            r"<tool_call>\s*([^\s<>{}]+)",
-            r"\s*<arg_key>\s*([^<>]*?)\s*</arg_key>\s*<arg_value>",
+        reader=_tagged(
+            r"<tool_call>\s*+([^\s<>{}]++)",
+            r"\s*+<arg_key>\s*+([^<>\s]*+(?:\s++[^<>\s]++)*)\s*+</arg_key>\s*+<arg_value>",
             "</arg_value>",
-            r"\s*</tool_call>",
+            r"\s*+</tool_call>",
         ),
         others=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
@@ -330,11 +400,11 @@ FORMS = (
         "qwen3_coder",
         in_template=("<tool_call>", "<function=", "<parameter="),
         begins=("<tool_call>", "<function="),  # its models leave out the first one at times
-        read=_tagged(
-            r"(?:<tool_call>\s*)?<function=([^<>\s]+)>",
-            r"\s*<parameter=([^<>\n]+)>",
+        reader=_tagged(
+            r"(?:<tool_call>\s*+)?<function=([^<>\s]++)>",
+            r"\s*+<parameter=([^<>\n]++)>",
             "</parameter>",
-            r"\s*</function>(?:\s*</tool_call>)?",
+            r"\s*+</function>(?:\s*+</tool_call>)?",
             around="\n",
         ),
         others=("</tool_call>",),
@@ -344,7 +414,7 @@ FORMS = (
         "llama3_json",
         in_template=('{"name": function name, "parameters": ',),
         begins=(_PYTHON_TAG,),
-        read=_read_llama,
+        reader=_llama,
         may_be_bare=True,
     ),
 )

@@ -13,23 +13,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
-from rollout.router.sessions.alignment import Drift
+from rollout.router.sessions.alignment import Checkpoint, Drift
 from rollout.router.sessions.messages import History, Message
 from rollout.rules.continuation import join_experts
 
 _BYTES_PER_TOKEN = 24
 """An id in two arrays, its log-prob, and room that arrays keep."""
 _BYTES_PER_TURN = 2048
+_BYTES_PER_CHECKPOINT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids that a turn's prompt has behind its parent's, and how they came about."""
+    """The ids that a turn's prompt has behind its parent's, and how they came about.
+
+    Attributes:
+        checkpoints: of its text, behind those of its parents.
+    """
 
     parent: int | None
     ids: Sequence[int]
     drift: Drift = Drift.CLEAN
     first_difference: int | None = None
+    checkpoints: Sequence[Checkpoint] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class Turn:
     def num_bytes(self) -> int:
         num_tokens = len(self.prompt.ids) + len(self.generated.ids)
         num_others = 4 * len(self.generated.text) + len(self.generated.experts or b"")
+        num_others += _BYTES_PER_CHECKPOINT * len(self.prompt.checkpoints)
         return _BYTES_PER_TURN + _BYTES_PER_TOKEN * num_tokens + num_others
 
     def payload(self) -> dict[str, Any]:
@@ -148,6 +155,10 @@ class TurnTree:
             ids += one.prompt.ids
             ids += one.generated.ids
         return ids
+
+    def checkpoints(self, turn: Turn | None) -> list[Checkpoint]:
+        """Those of the prompts up to a turn's own."""
+        return [each for one in self._path(turn) for each in one.prompt.checkpoints]
 
     def new_experts(self, prompt: Prompt, reported: bytes | None, num_tokens: int) -> bytes | None:
         """The part of ``reported`` that a turn with this prompt adds; None if a part is missing.

@@ -138,11 +138,11 @@ async def test_requests_that_differ_in_body_and_length_only_are_all_themselves(m
     reader, writer = await connect(bench)
     sent = [b"%d" % number * (1 + number % 3) for number in range(8)]
     for body in sent[:-1]:
-        writer.write(post(body, b"/v1/x"))
+        writer.write(post(body, b"/v1/score"))
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.lower().count(b"content-length: %d\r\n" % len(body)) == 1
         assert (await reader.readexactly(len(body))) == body
-    writer.write(post(sent[-1], b"/v1/x", CLOSE))
+    writer.write(post(sent[-1], b"/v1/score", CLOSE))
     assert bodies(await reader.read()) == sent[-1:]
     assert [seen.body for seen in bench.engines[0].seen] == sent
     assert [seen.header("content-length") for seen in bench.engines[0].seen] == [
@@ -156,8 +156,8 @@ async def test_requests_that_differ_in_body_and_length_only_are_all_themselves(m
 async def test_a_cached_head_may_arrive_in_pieces_or_with_more_behind_it(make_bench, split_at):
     bench = await make_bench(echo)
     reader, writer = await connect(bench)
-    await make_known(reader, writer, post(b"first", b"/v1/x"), b"first")
-    twice = post(b"second", b"/v1/x") + post(b"third", b"/v1/x", CLOSE)
+    await make_known(reader, writer, post(b"first", b"/v1/score"), b"first")
+    twice = post(b"second", b"/v1/score") + post(b"third", b"/v1/score", CLOSE)
     for part in (twice[:split_at], twice[split_at:]):
         writer.write(part)
         await writer.drain()
@@ -171,7 +171,7 @@ async def test_a_header_that_only_ends_like_the_length_is_passed_on_as_it_comes(
     reader, writer = await connect(bench)
     for number in range(3):
         writer.write(
-            b"POST /v1/x HTTP/1.1\r\nHost: x\r\nX-Wavelength: %d\r\nContent-Length: 2\r\n\r\nab"
+            b"POST /v1/score HTTP/1.1\r\nHost: x\r\nX-Wavelength: %d\r\nContent-Length: 2\r\n\r\nab"
             % number
         )
         await reader.readuntil(b"\r\n\r\nab")
@@ -184,7 +184,7 @@ async def test_a_head_without_the_key_is_refused_as_often_as_it_comes(make_bench
     with_key = b"Authorization: Bearer secret\r\n"
     reader, writer = await connect(bench)
     for extra, status in 2 * [(b"", b"401"), (with_key, b"200"), (with_key, b"200")]:
-        writer.write(post(b"ab", b"/v1/x", extra))
+        writer.write(post(b"ab", b"/v1/score", extra))
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 " + status)
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -218,39 +218,43 @@ async def test_bytes_after_a_cached_reply_never_reach_the_next_client(make_bench
         await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood" + surplus)
 
     bench = await make_bench(script)
-    pending = [await bench.ask("/v1/x", data=body) for body in (b"a", b"b", b"odd")]
+    pending = [await bench.ask("/v1/score", data=body) for body in (b"a", b"b", b"odd")]
     assert [entry.status for entry in pending] == [200, 200, 502]
     await bench.host.set_members(2, [bench.member(0)])
-    assert (await bench.ask("/v1/x", data=b"c")).body == b"good"
+    assert (await bench.ask("/v1/score", data=b"c")).body == b"good"
     assert bench.engines[0].num_connections == 2
 
 
 async def test_a_body_that_looks_like_a_cached_request_is_not_a_request(make_bench):
     """A refused request's body arrives after its response."""
     bench = await make_bench(echo)
-    known = post(b"inner", b"/v1/x")
+    known = post(b"inner", b"/v1/score")
     reader, writer = await connect(bench)
     await make_known(reader, writer, known, b"inner")
     await bench.host.set_gate("closed")
-    head, _ = post(b"x" * len(known), b"/v1/outer").split(b"x" * len(known))
+    head, _ = post(b"x" * len(known), b"/v1/embeddings").split(b"x" * len(known))
     writer.write(head)
     refused = await reader.readuntil(b"\r\n\r\n")
     assert b" 503 " in refused
     await bench.host.set_gate("open")
     writer.write(known)
     await bench.host.stats()
-    writer.write(post(b"last", b"/v1/last", CLOSE))
+    writer.write(post(b"last", b"/v1/responses", CLOSE))
     assert (await reader.read()).endswith(b"last")
-    assert [seen.target for seen in bench.engines[0].seen] == ["/v1/x", "/v1/x", "/v1/last"]
+    assert [seen.target for seen in bench.engines[0].seen] == [
+        "/v1/score",
+        "/v1/score",
+        "/v1/responses",
+    ]
     writer.close()
 
 
 async def test_data_within_a_head_that_looks_like_a_cached_request_is_not_a_request(make_bench):
     bench = await make_bench(echo)
-    known = post(b"inner", b"/v1/x")
+    known = post(b"inner", b"/v1/score")
     reader, writer = await connect(bench)
     await make_known(reader, writer, known, b"inner")
-    writer.write(b"POST /v1/outer HTTP/1.1\r\n")
+    writer.write(b"POST /v1/embeddings HTTP/1.1\r\n")
     await writer.drain()
     await bench.host.stats()
     writer.write(known)
@@ -262,7 +266,7 @@ async def test_data_within_a_head_that_looks_like_a_cached_request_is_not_a_requ
 async def test_a_connection_that_its_engine_will_close_is_not_used_again(make_bench):
     bench = await make_bench(at_once(header=CLOSE))
     for _ in range(6):
-        assert (await bench.ask("/v1/x")).status == 200
+        assert (await bench.ask("/v1/score")).status == 200
     assert bench.engines[0].num_connections == 6
 
 
@@ -272,8 +276,10 @@ async def test_a_body_sent_after_a_reply_to_head_is_not_passed_on(make_bench):
 
     bench = await make_bench(script)
     for _ in range(2):
-        await bench.ask("/v1/x")
-    reader, writer = await connect(bench, b"HEAD /v1/x HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n")
+        await bench.ask("/v1/score")
+    reader, writer = await connect(
+        bench, b"HEAD /v1/score HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n"
+    )
     assert (await reader.read()).endswith(b"\r\n\r\n")
     writer.close()
 
@@ -281,10 +287,10 @@ async def test_a_body_sent_after_a_reply_to_head_is_not_passed_on(make_bench):
 async def test_a_reply_to_head_has_the_length_and_no_body_though_its_head_is_cached(make_bench):
     bench = await make_bench(at_once(b"four"))
     for _ in range(3):
-        assert (await bench.ask("/v1/x")).body == b"four"
-    response = await asyncio.wait_for(bench.ask("/v1/x", method="HEAD"), 5)
+        assert (await bench.ask("/v1/score")).body == b"four"
+    response = await asyncio.wait_for(bench.ask("/v1/score", method="HEAD"), 5)
     assert (response.headers["content-length"], response.body) == ("4", b"")
-    assert (await bench.ask("/v1/x")).body == b"four"
+    assert (await bench.ask("/v1/score")).body == b"four"
 
 
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
@@ -294,7 +300,7 @@ async def test_a_length_that_does_not_hold_is_not_passed_on(make_bench, status):
 
     bench = await make_bench(script)
     for _ in range(3):
-        response = await bench.ask("/v1/x")
+        response = await bench.ask("/v1/score")
         assert "content-length" not in response.headers
         assert response.status == int(status[:3])
 
@@ -307,5 +313,5 @@ async def test_an_answer_with_a_length_and_chunks_is_a_502_as_often_as_it_comes(
 
     bench = await make_bench(script)
     for epoch in range(2, 5):
-        assert (await bench.ask("/v1/x")).status == 502
+        assert (await bench.ask("/v1/score")).status == 502
         await bench.host.set_members(epoch, [bench.member(0)])

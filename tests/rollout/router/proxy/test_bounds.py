@@ -27,7 +27,7 @@ def kept_bytes(work):
 
 def test_long_targets_are_not_kept():
     assert kept_bytes(lambda: [route_of(b"/%05d" % n + b"x" * 60_000) for n in range(500)]) < 2e6
-    assert route_of(b"/v1/x?" + b"y" * 60_000).is_generation
+    assert route_of(b"/v1/score?" + b"y" * 60_000).is_generation
 
 
 def test_heads_with_many_headers_are_not_kept():
@@ -38,7 +38,7 @@ def test_heads_with_many_headers_are_not_kept():
             headers = [(b"a", b"%d" % place) for place in range(300)]
             lines = b"".join(b"%s: %s\r\n" % header for header in headers)
             data = b"POST /v1/%d HTTP/1.1\r\nContent-Length: 1\r\n%s\r\n" % (number, lines)
-            head = RequestHead(b"POST", route_of(b"/v1/x"), headers)
+            head = RequestHead(b"POST", route_of(b"/v1/score"), headers)
             for _ in range(3):
                 known.add(head_key(data)[0], head)
 
@@ -66,7 +66,7 @@ def test_many_connection_headers_cost_no_more_than_their_number():
 async def test_a_body_in_tiny_chunks_takes_no_more_than_its_bytes(make_bench):
     bench = await make_bench(reply())
     num = 200_000
-    head = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     reader, writer = await connect(bench, head, chunk(b"ab") * num)
     exchange, arrived = None, 0
     while arrived < 2 * num:
@@ -84,7 +84,7 @@ async def test_while_a_client_does_not_read_its_next_requests_wait(make_bench):
     _, writer = await connect(bench)
     writer.transport.pause_reading()
     num = 20_000
-    writer.write(b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n" * num)
+    writer.write(b"GET /v1/score HTTP/1.1\r\nHost: x\r\n\r\n" * num)
     state, seen, before = bench.host._thread._server.server_state, 0, -1
     while seen != before or not seen:
         await asyncio.sleep(0.2)
@@ -102,7 +102,9 @@ async def test_a_client_that_reads_late_gets_all_of_its_responses(make_bench):
     bench = await make_bench(reply(b"x" * 100_000))
     reader, writer = await connect(bench)
     writer.transport.pause_reading()
-    writer.write(post(b"{}", b"/v1/x") * 299 + post(b"{}", b"/v1/x", b"Connection: close\r\n"))
+    writer.write(
+        post(b"{}", b"/v1/score") * 299 + post(b"{}", b"/v1/score", b"Connection: close\r\n")
+    )
     while not any(
         connection.is_write_paused
         for connection in bench.host._thread._server.server_state.connections
@@ -123,14 +125,14 @@ async def test_a_client_that_never_reads_its_last_response_is_cut(make_bench):
     (connection,) = connections
     connection.timeout_keep_alive = 0.2
     await bench.host._on_loop(connection._close_if_idle)
-    writer.write(post(b"{}", b"/v1/x"))
+    writer.write(post(b"{}", b"/v1/score"))
     async with asyncio.timeout(20):
         while connections:
             await bench.host.stats()
     writer.transport.abort()
 
 
-@pytest.mark.parametrize("path", [b"/v1/x", b"/sessions/s/v1/chat/completions", b"/figures"])
+@pytest.mark.parametrize("path", [b"/v1/score", b"/sessions/s/v1/chat/completions", b"/figures"])
 async def test_bodies_that_do_not_end_share_a_bound(make_bench, path):
     bench = await make_bench(reply())
     proxy = bench.host._proxy
@@ -144,7 +146,7 @@ async def test_bodies_that_do_not_end_share_a_bound(make_bench, path):
     assert head.startswith(b"HTTP/1.1 503")
     assert b"unfinished requests already take" in await second[0].readuntil(b"}}")
     first[1].write(b"x")
-    status = b"HTTP/1.1 200" if path == b"/v1/x" else b"HTTP/1.1 4"  # it is not JSON
+    status = b"HTTP/1.1 200" if path == b"/v1/score" else b"HTTP/1.1 4"  # it is not JSON
     assert (await first[0].readuntil(b"\r\n\r\n")).startswith(status)
     third = await connect(bench, unfinished)
     for _, writer in (first, second, third):

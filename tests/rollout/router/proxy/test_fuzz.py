@@ -11,9 +11,9 @@ from rollout.router.http.routes import is_generation, route_of
 from tests.rollout.router.raw import post
 from tests.rollout.router.stub_engine import chunk
 
-WHOLE = post(b'{"input_ids": [1]}', b"/v1/x")
+WHOLE = post(b'{"input_ids": [1]}', b"/v1/score")
 CHUNKED = (
-    b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     + chunk(b"abc")
     + b"0\r\n\r\n"
 )
@@ -77,7 +77,7 @@ async def test_damaged_requests_harm_no_other_request(make_bench, caplog):
         asyncio.run_coroutine_threadsafe(talk(bench, parts), loop).result(10)
 
     await asyncio.to_thread(fuzz)
-    responses = [await bench.ask("/v1/x", data=b"abc") for _ in range(3)]
+    responses = [await bench.ask("/v1/score", data=b"abc") for _ in range(3)]
     assert [entry.body for entry in responses] == [b"3"] * 3
     assert not any(record.exc_info for record in caplog.records)
     assert (await bench.host.stats())["engines"][0]["state"] == "serving"
@@ -101,7 +101,7 @@ async def test_damaged_replies_harm_no_other_request(make_bench, caplog):
         epoch += 1
         await bench.host.set_members(epoch, [bench.member(0)])
         try:
-            got = await asyncio.wait_for(bench.ask("/v1/x", data=b"abc"), 5)
+            got = await asyncio.wait_for(bench.ask("/v1/score", data=b"abc"), 5)
         except aiohttp.ClientError:  # the client sees that the response is broken
             return
         assert got.status in range(200, 600)
@@ -115,7 +115,7 @@ async def test_damaged_replies_harm_no_other_request(make_bench, caplog):
     await asyncio.to_thread(fuzz)
     parts[:] = ANSWERS[:1]
     await bench.host.set_members(epoch + 1, [bench.member(0)])
-    assert (await bench.ask("/v1/x", data=b"abc")).body == b"body"
+    assert (await bench.ask("/v1/score", data=b"abc")).body == b"body"
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -201,7 +201,7 @@ async def streamed(rig):
 
 async def pipelined(rig):
     rig.bench.engines[0].script = reply()
-    reader, writer = await connect(rig.bench, post(b"{}"), post(b"{}", b"/v1/x"))
+    reader, writer = await connect(rig.bench, post(b"{}"), post(b"{}", b"/v1/score"))
     try:
         return [await end_of(reader), await end_of(reader)]
     finally:

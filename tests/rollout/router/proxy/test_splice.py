@@ -47,16 +47,16 @@ def sends(*parts: bytes, then_closes: bool = False):
 async def test_a_request_may_arrive_byte_by_byte(make_bench):
     bench = await make_bench(echo)
     reader, writer = await connect(bench)
-    for byte in post(b"abc", b"/v1/x", CLOSE):
+    for byte in post(b"abc", b"/v1/score", CLOSE):
         writer.write(bytes([byte]))
         await writer.drain()
-    assert bodies(await reader.read()) == [b"/v1/x|abc"]
+    assert bodies(await reader.read()) == [b"/v1/score|abc"]
     writer.close()
 
 
 async def test_a_chunked_request_split_within_its_framing_is_one_body(make_bench):
     bench = await make_bench(echo)
-    head = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
     reader, writer = await connect(bench, head)
     for part in (
         b"3",
@@ -69,7 +69,7 @@ async def test_a_chunked_request_split_within_its_framing_is_one_body(make_bench
         writer.write(part)
         await writer.drain()
         await bench.host.stats()
-    assert bodies(await reader.read()) == [b"/v1/x|abcde"]
+    assert bodies(await reader.read()) == [b"/v1/score|abcde"]
     writer.close()
 
 
@@ -77,18 +77,18 @@ async def test_pipelined_requests_to_engines_and_to_the_router_keep_their_order(
     bench = await make_bench(echo)
     whole = await response_to(
         bench,
-        post(b"1", b"/v1/a"),
+        post(b"1", b"/v1/score"),
         b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-        post(b"2", b"/v1/b"),
+        post(b"2", b"/v1/rerank"),
         b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
-        post(b"3", b"/v1/c", CLOSE),
+        post(b"3", b"/v1/tokenize", CLOSE),
     )
     assert bodies(whole) == [
-        b"/v1/a|1",
+        b"/v1/score|1",
         b'{"status":"ok"}',
-        b"/v1/b|2",
+        b"/v1/rerank|2",
         b'{"detail":"Not Found"}',
-        b"/v1/c|3",
+        b"/v1/tokenize|3",
     ]
 
 
@@ -182,11 +182,14 @@ HOST = b"Host: x\r\n"
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x/flush_cache?\r\n\r\n", 400),
-        (b"POST /v1/x HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
-        (b"POST /v1/x HTTP/1.1\r\n" + HOST + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n", 400),
-        (b"POST /v1/x HTTP/1.0\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n", 400),
-        (b"POST /v1/x HTTP/1.1\r\n" + HOST + 300 * b"a: b\r\n" + b"\r\n", 431),
-        (b"POST /v1/x HTTP/1.1\r\n" + HOST + b"a: " + b"b" * 70_000 + b"\r\n\r\n", 431),
+        (b"POST /v1/score HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (
+            b"POST /v1/score HTTP/1.1\r\n" + HOST + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n",
+            400,
+        ),
+        (b"POST /v1/score HTTP/1.0\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n", 400),
+        (b"POST /v1/score HTTP/1.1\r\n" + HOST + 300 * b"a: b\r\n" + b"\r\n", 431),
+        (b"POST /v1/score HTTP/1.1\r\n" + HOST + b"a: " + b"b" * 70_000 + b"\r\n\r\n", 431),
     ],
 )
 async def test_heads_that_another_server_may_read_differently_are_refused(make_bench, head, status):
@@ -199,7 +202,7 @@ async def test_heads_that_another_server_may_read_differently_are_refused(make_b
 
 async def test_a_host_is_not_needed_in_http_1_0(make_bench):
     bench = await make_bench(reply())
-    whole = await response_to(bench, b"POST /v1/x HTTP/1.0\r\nContent-Length: 1\r\n\r\nx")
+    whole = await response_to(bench, b"POST /v1/score HTTP/1.0\r\nContent-Length: 1\r\n\r\nx")
     assert whole.startswith(b"HTTP/1.1 200")
 
 
@@ -214,7 +217,7 @@ async def test_completions_take_only_post(make_bench, method, path):
 
 async def test_trailers_are_not_headers(make_bench):
     bench = await make_bench(reply())
-    head = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
     trailers = b"Authorization: Bearer a\r\nX-Session-ID: b\r\nContent-Type: c\r\n"
     assert b"200 OK" in await response_to(bench, head, b"1\r\na\r\n0\r\n", trailers, b"\r\n")
     (seen,) = bench.engines[0].seen
@@ -224,7 +227,7 @@ async def test_trailers_are_not_headers(make_bench):
 @pytest.mark.parametrize("part", [b"x: %s\r\n" % (b"y" * 100), b"1;%s\r\na\r\n" % (b"y" * 90_000)])
 async def test_trailers_and_extensions_of_chunks_without_end_are_refused(make_bench, part):
     bench = await make_bench(reply())
-    head = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
     last = b"0\r\n" if part.startswith(b"x") else b""
     whole = await asyncio.wait_for(response_to(bench, head, last, part * (2000 if last else 2)), 10)
     assert whole.startswith(b"HTTP/1.1 431")
@@ -237,11 +240,11 @@ async def test_an_offer_of_another_protocol_is_ignored(make_bench, offer, is_spl
     bench = await make_bench(echo)
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: A\r\n" % offer
     reader, writer = await connect(bench)
-    for part in (post(b"abc", b"/v1/x", upgrade), post(b"de", b"/v1/y", CLOSE + upgrade)):
+    for part in (post(b"abc", b"/v1/score", upgrade), post(b"de", b"/v1/rerank", CLOSE + upgrade)):
         for piece in (part[:-2], part[-2:]) if is_split else (part,):
             writer.write(piece)
             await bench.host.stats()
-    assert bodies(await asyncio.wait_for(reader.read(), 5)) == [b"/v1/x|abc", b"/v1/y|de"]
+    assert bodies(await asyncio.wait_for(reader.read(), 5)) == [b"/v1/score|abc", b"/v1/rerank|de"]
     writer.close()
     for seen in bench.engines[0].seen:
         assert (seen.header("upgrade"), seen.header("http2-settings")) == ([], [])
@@ -258,12 +261,12 @@ async def test_many_offers_in_one_packet_are_ignored(make_bench):
 @pytest.mark.parametrize("num_bytes", [70_000, 300_000])
 async def test_a_long_body_and_a_piece_of_the_next_head_may_come_together(make_bench, num_bytes):
     bench = await make_bench(echo)
-    second = post(b"second", b"/v1/y", CLOSE)
-    reader, writer = await connect(bench, post(b"x" * num_bytes, b"/v1/x"), second[:40])
+    second = post(b"second", b"/v1/rerank", CLOSE)
+    reader, writer = await connect(bench, post(b"x" * num_bytes, b"/v1/score"), second[:40])
     await bench.host.stats()
     writer.write(second[40:])
     whole = await asyncio.wait_for(reader.read(), 5)
-    assert (whole.count(b"200 OK"), whole.endswith(b"/v1/y|second")) == (2, True)
+    assert (whole.count(b"200 OK"), whole.endswith(b"/v1/rerank|second")) == (2, True)
     writer.close()
 
 
@@ -414,11 +417,11 @@ async def test_an_idle_engine_that_sends_data_loses_its_connection(make_bench):
 
 async def test_replies_are_kept_apart_over_many_clients_and_few_connections(make_bench):
     bench = await make_bench(echo, echo)
-    pending = [bench.begin(f"/v1/{n}", data=b"%d" % n) for n in range(200)]
+    pending = [bench.begin(f"/v1/score?{n}", data=b"%d" % n) for n in range(200)]
     assert [entry.body for entry in await asyncio.gather(*pending)] == [
-        b"/v1/%d|%d" % (n, n) for n in range(200)
+        b"/v1/score?%d|%d" % (n, n) for n in range(200)
     ]
-    again = [bench.begin(f"/v1/{n}", data=b"") for n in range(50)]
+    again = [bench.begin(f"/v1/score?{n}", data=b"") for n in range(50)]
     before = sum(engine.num_connections for engine in bench.engines)
     await asyncio.gather(*again)
     assert sum(engine.num_connections for engine in bench.engines) == before

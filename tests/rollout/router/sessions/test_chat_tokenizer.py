@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.core.errors import ConfigError
-from rollout.router.sessions.alignment import continuation, first_difference
+from rollout.router.sessions.alignment import continuation, first_difference, tokenised
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from rollout.router.sessions.messages import BadChat, read_messages
 from tests.support.chat_models import END, THINKING, write_chat_model
@@ -58,7 +58,7 @@ def test_a_template_gives_the_text_and_the_ids_that_transformers_gives(
         options = {"tools": tools, "flag": True, "add_generation_prompt": for_answer}
         text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
         assert bound.render(MESSAGES, for_answer=for_answer) == text
-        assert bound.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert tokenised(bound, text)[0] == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("is_text", [False, True])
@@ -110,7 +110,7 @@ def test_a_continuation_is_what_the_template_writes_behind_the_answer(
         messages.append({"role": "user", "content": word})
         ids += behind(template, messages, end)
         assert first_difference(ids, anew(template, messages)) is None
-        ids += [*template.encode(answer), *([] if is_cut else [END])]
+        ids += [*tokenised(template, answer)[0], *([] if is_cut else [END])]
         messages.append({"role": "assistant", "content": answer})
         end = None if is_cut else END
     messages.append({"role": "user", "content": last})
@@ -127,8 +127,7 @@ def behind(template: Any, messages: list[Any], end: int | None) -> list[int]:
 
 
 def anew(template: Any, messages: list[Any]) -> list[int]:
-    ids: list[int] = template.encode(template.render(messages, for_answer=True))
-    return ids
+    return tokenised(template, template.render(messages, for_answer=True))[0]
 
 
 def test_a_template_that_writes_no_answers_gives_no_continuation(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_a_result_follows_a_call_whatever_the_template_wants(tmp_path: Path, tem
         ]
     )
     bound = load_chat_tokenizer(str(write_chat_model(tmp_path, template))).bound(None, {})
-    assert continuation(bound, messages, 2, None, "4f1c9a") == bound.encode(";r;")
+    assert continuation(bound, messages, 2, None, "4f1c9a") == tokenised(bound, ";r;")[0]
 
 
 def test_the_first_difference_is_the_first_token_that_differs() -> None:
@@ -216,8 +215,8 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_here(tmp_path: Path) -> Non
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=9)
     tokenizer.save(file)
-    loaded = load_chat_tokenizer(str(tmp_path))
-    assert [len(loaded.encode(text)) for text in ("ab", "abcdefgh")] == [2, 8]
+    bound = load_chat_tokenizer(str(tmp_path)).bound(None, {})
+    assert [len(tokenised(bound, text)[0]) for text in ("ab", "abcdefgh")] == [2, 8]
 
 
 def test_content_in_parts_and_arguments_as_json_reach_the_template_as_it_expects_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.router.sessions.alignment import continuation
+from rollout.router.sessions.alignment import continuation, tokenised
 from rollout.router.sessions.chat_tokenizer import load_chat_tokenizer
 from rollout.router.sessions.messages import read_messages
 from rollout.router.sessions.tool_forms import schemas_of
@@ -81,4 +81,4 @@ def test_a_call_is_read_as_its_template_writes_it_and_the_result_follows(
     assert json.loads(call["function"]["arguments"]) == ARGUMENTS
     assert answer.content == ""
     ids = continuation(bound, messages, 2, None, "MARK")
-    assert ids == bound.encode(behind)
+    assert ids == tokenised(bound, behind)[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
 
 from rollout.config.http import RouterConfig
 from rollout.router.sessions.tool_calls import Answer, reader_of
-from rollout.router.sessions.tool_forms import FORMS, form_of, schemas_of
+from rollout.router.sessions.tool_forms import FORMS, Form, form_of, schemas_of
 from tests.support.chat_models import THINKING
 from tests.support.tool_families import ARGUMENTS, FAMILIES, TOOLS
 
@@ -200,17 +202,50 @@ def test_the_setting_has_all_forms() -> None:
     assert set(values) == {"auto", *(form.name for form in FORMS)}
 
 
+FILLERS = ("\n", '"', "\\", "{", "[", "<", "a", '{"x": "', '"x": "')
+MEASURABLE_S, LENGTH = 0.005, 1 << 14
+
+
+def cuts_of(call: str) -> list[int]:
+    """Where one part of a call ends and the next begins."""
+    return sorted({place.end() for place in re.finditer(r"\w+|[^\w\s]+|\s+", call)})
+
+
+HERMES_CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+
+
+def degenerate_texts(form: Form) -> Iterator[tuple[str, str, str]]:
+    """What a model may write without end: a beginning, what it repeats, an end."""
+    calls = [family.call for family in FAMILIES.values() if family.form == form.name]
+    for call in {call[max(0, call.find(form.begins[0])) :] for call in calls or [HERMES_CALL]}:
+        for at in cuts_of(call):
+            begun, rest = call[:at], call[at:]
+            yield "", begun, rest
+            yield "", begun, ""
+            for filler in FILLERS:
+                yield begun, filler, rest
+                yield "", begun + filler, rest
+            for begin in form.begins:
+                yield begun, begin, rest
+                yield "", begun + '"' + begin, rest
+
+
+def cpu_s(form: Form, text: str) -> float:
+    reader = reader_of(form, [])
+    begin_s = time.thread_time()
+    reader.certain(text)
+    reader.read(text, SCHEMAS, lambda: "0" * 24)
+    return time.thread_time() - begin_s
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_an_answer_that_repeats_itself_is_read_in_time(form: Any) -> None:
-    """As those of a collapsed policy; reading keeps the router's event loop."""
-    openings = {
-        "glm45": "<tool_call>f<arg_key>x</arg_key><arg_value>",
-        "qwen3_coder": "<tool_call><function=f><parameter=x>",
-        "hermes": '<tool_call>{"name": "',
-        "llama3_json": '<|python_tag|>{"name": "',
-        "mistral": '[TOOL_CALLS]f[ARGS]{"x": "',
-    }
-    text = openings.get(form.name, form.begins[0]) * 5000
-    begin_s = time.process_time()
-    assert reader_of(form, []).read(text, {}, lambda: "0" * 24) == Answer(text)
-    assert time.process_time() - begin_s < 2.0
+def test_reading_takes_time_in_proportion_to_the_text(form: Form) -> None:
+    """Twice the text takes twice the work, whatever a collapsed policy writes."""
+    for begun, unit, rest in degenerate_texts(form):
+
+        def text(num: int, parts: tuple[str, str, str] = (begun, unit, rest)) -> str:
+            return parts[0] + parts[1] * (num // len(parts[1])) + parts[2]
+
+        if cpu_s(form, text(LENGTH)) > MEASURABLE_S:
+            ratios = (cpu_s(form, text(2 * LENGTH)) / cpu_s(form, text(LENGTH)) for _ in range(5))
+            assert min(ratios) < 3, (begun, unit, rest)
