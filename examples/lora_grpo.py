@@ -2,7 +2,7 @@
 
 The engines share their memory with the trainer, as in ``colocated_grpo.py``.  While they are
 offloaded, their base weights are in host memory; that they come back bit-equal is verified.  A push
-has only the adapter, a few per cent of the model, and requests name the adapter.
+has only the adapter, a few per cent of the model.
 
     python examples/lora_grpo.py                # about a minute on two cores
     python examples/lora_grpo.py --merge        # push base and adapter merged, as full weights
@@ -29,7 +29,6 @@ from options import (
     read_options,
 )
 
-ADAPTER = "policy"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -84,8 +83,7 @@ class LoraTrainer(GrpoTrainer):
 def config(args: argparse.Namespace) -> rollout.RolloutConfig:
     """Engines that load adapters."""
     options = ENGINE_OPTIONS | {"enable-lora": True, "max-lora-rank": args.rank}
-    weights = {"update": "lora", "adapter": ADAPTER}
-    return make_config(args, f"lora-grpo-{args.seed}", weights, options=options)
+    return make_config(args, f"lora-grpo-{args.seed}", {"update": "lora"}, options=options)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -99,9 +97,7 @@ def train(args: argparse.Namespace) -> None:
 
     with (
         rollout.launch(config(args), backend=args.backend) as deployment,
-        rollout.Driver(
-            deployment["policy"].url, judge, lora_path=None if args.merge else ADAPTER
-        ) as driver,
+        rollout.Driver(deployment["policy"].url, judge) as driver,
     ):
         policy = deployment["policy"]
         differs = policy.checks.base_differs(trainer.base)
@@ -109,9 +105,6 @@ def train(args: argparse.Namespace) -> None:
             policy.serve_weights(policy.make_base_push(trainer.base)).result()
         print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if differs else 'as on disk'}")
         if not args.merge:
-            # Requests name the adapter, so the engines need one; this first one changes nothing.
-            first = policy.make_adapter_push(trainer.adapter(), trainer.adapter_config)
-            policy.serve_weights(first).result()
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")
 
         def evaluate(step: int) -> float:

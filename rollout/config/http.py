@@ -32,8 +32,8 @@ class RouterConfig(ConfigSection):
     max_read_bytes: Annotated[int, Field(gt=0)] = 8 << 20
     """Longest request body that the router reads: over a million token ids, or some images. Other
     requests wait while it is read, a few milliseconds for each MiB of text. A longer one is
-    forwarded as it is and cannot fail over; vLLM engines, recorded turns and chats of sessions
-    refuse it."""
+    forwarded as it is and cannot fail over; vLLM engines, recorded turns, chats of sessions and
+    requests that name a LoRA adapter or its base refuse it."""
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
     held; after it, the client gets a 504 or an incomplete reply."""

@@ -13,7 +13,7 @@ from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values
 from rollout.config.groups import EngineKind, GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
-from rollout.config.lifecycle import HealthConfig, LifecycleConfig
+from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
 from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError, Mistake
@@ -46,6 +46,12 @@ class ServerConfig(ConfigSection):
         for name, group in self.groups.items():
             if group.engine.kind is EngineKind.VLLM:
                 yield from _conflicts_with_vllm(f"groups.{name}.engine.kind", weights)
+        if weights.update is WeightUpdate.LORA and self.lifecycle.drain is Drain.RETRACT:
+            yield (
+                "lifecycle.drain",
+                "an engine cannot replace an adapter that retracted requests use; use abort, with "
+                "which token failover continues them with the new adapter, or finish",
+            )
         if weights.transport is not Transport.DISTRIBUTED or weights.update is WeightUpdate.FROZEN:
             return
         for name, group in self.groups.items():

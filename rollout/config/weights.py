@@ -115,8 +115,9 @@ class WeightsConfig(ConfigSection):
     """Make the first ``serve_weights`` a ``checks.push_path``. Its weights must be those of
     ``model_path``, so not for a trainer that continues from another checkpoint. The engines keep a
     copy of the model in host memory meanwhile."""
-    adapter: str = "policy"
-    """Name of pushed adapters with ``update: lora``; requests select it with ``lora_path``."""
+    adapter: Annotated[str, Field(min_length=1)] = "policy"
+    """Name of pushed adapters with ``update: lora``. Requests without ``lora_path`` get the adapter
+    that was pushed last; with ``lora_path: null`` they get the base."""
     store: StoreConfig | None = None
     """Keep the published weights in the nodes' memory: ``true``, or the settings of the store."""
 

@@ -56,7 +56,8 @@ class RolloutDriver:
         request_timeout_s: for one completion.
         max_failed_share: a call with a higher share of failed samples raises; ``options``, if
             given, override it.
-        lora_path: name of the LoRA adapter for all requests; None: the base model.
+        lora_path: name of a LoRA adapter for all requests; None: the base; empty: what was pushed
+            last.
         routed_experts: samples have ``routed_experts``; the engines must report them.
         key: the router's ``client_key``, if it has one.
         control_key: the router's, for aborts and metrics; empty: ``key``.
@@ -78,7 +79,7 @@ class RolloutDriver:
         request_timeout_s: float = 600.0,
         max_failed_share: float = 0.0,
         max_prompt_tokens: int | None = None,
-        lora_path: str | None = None,
+        lora_path: str | None = "",
         routed_experts: bool = False,
         key: str = "",
         control_key: str = "",
@@ -98,8 +99,6 @@ class RolloutDriver:
             check_callable(name, function)
         if client is None:
             _check_connection(url, key, control_key)
-        if lora_path is not None:
-            check_kind("lora_path", lora_path, str, "a text or None")
         policy = RetryPolicy() if retry_policy is None else retry_policy
         check_kind("retry_policy", policy, RetryPolicy, "a RetryPolicy")
         if clock is None:

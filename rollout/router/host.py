@@ -126,11 +126,18 @@ class RouterHost:
         reason: str = "",
         phase: str = "",
         weight_version: int | None = None,
+        base_version: int | None = None,
+        adapter: str | None = None,
     ) -> None:
-        """Open, hold or close; ``weight_version`` None keeps the one there is."""
+        """Open, hold or close; see ``Gate.set_state``."""
         await self._on_loop(
             lambda: self._gate.set_state(
-                GateState(state), reason=reason, phase=phase, weight_version=weight_version
+                GateState(state),
+                reason=reason,
+                phase=phase,
+                weight_version=weight_version,
+                base_version=base_version,
+                adapter=adapter,
             )
         )
 

@@ -196,18 +196,13 @@ class SteeredRouter:
     async def stop(self, budget_s: float) -> None:
         self.gate.set_state(GateState.CLOSED, reason="stopped")
 
-    async def set_gate(
-        self, state: str, *, reason: str = "", phase: str = "", weight_version: int | None = None
-    ) -> None:
-        await self._ask(
-            f"gate {state}",
-            lambda: self._set_gate(state, reason, phase, weight_version),
-        )
+    async def set_gate(self, state: str, **why: Any) -> None:
+        await self._ask(f"gate {state}", lambda: self._set_gate(state, why))
 
-    def _set_gate(self, state: str, reason: str, phase: str, version: int | None) -> None:
+    def _set_gate(self, state: str, why: dict[str, Any]) -> None:
         if self.world is not None and state == "open":
-            self.world.check_may_open(self.gate, version)
-        self.gate.set_state(GateState(state), reason=reason, phase=phase, weight_version=version)
+            self.world.check_may_open(self.gate, why["weight_version"])
+        self.gate.set_state(GateState(state), **why)
 
     async def set_members(self, epoch: int, members: list[Backend]) -> bool:
         if self.world is not None:

@@ -21,7 +21,6 @@ from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from rollout.weights.push.weight_source import AdapterSource
 from rollout.weights.transports.broadcast_group import process_text
-from rollout.weights.transports.carriers import AsAdapter
 
 
 class WeightUpdater:
@@ -104,7 +103,7 @@ class WeightUpdater:
     ) -> str:
         """Why no engine takes an adapter, if all have the one from before again; else empty."""
         refusals = [answer.failure for answer in answers.values() if _is_refusal(answer.failure)]
-        if not isinstance(push.carrier, AsAdapter) or not 0 < len(refusals) == len(answers):
+        if not push.adapter or not 0 < len(refusals) == len(answers):
             return ""
         if not await self.adapters.reload(targets):
             return ""
@@ -123,8 +122,8 @@ class WeightUpdater:
         }
         if contents is not WeightUpdate.LORA:
             member.base_version = push.version
-        elif isinstance(push.carrier, AsAdapter):
-            member.adapter = push.carrier.name
+        elif push.adapter:
+            member.adapter = push.adapter
         adapter = member.adapter if contents is WeightUpdate.LORA else ""
         member.expected = {adapter: push.canary} if push.canary else {}
         is_whole = contents is WeightUpdate.FULL or (

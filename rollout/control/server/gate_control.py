@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engines.protocol import WorkerType
-from rollout.config import ServerConfig
+from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.group_settings import fewest_engines
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.group_registry import GroupRegistry
@@ -22,6 +23,7 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.rules.health import Liveness
 from rollout.rules.lifecycle import why_none_serves
 from rollout.rules.routing import Backend, BackendState
+from rollout.weights.push.push_version import LastPush
 
 Out = Mapping[str, tuple[Liveness, str]]
 """Engines without requests, also if their group reports them as serving, and why."""
@@ -72,15 +74,15 @@ class GateControl:
         statuses = (await self._registry.statuses()).values()
         return why_none_serves(statuses, weight_version, self._config.weights.update)
 
-    async def open(self, weight_version: int) -> None:
-        """Open the gate.
+    async def open(self, served: LastPush) -> None:
+        """Open the gate to these weights.
 
         Raises:
             PhaseFailed: no engine holds the weights, or a group has too few engines; the gate
                 stays as it is.
         """
         statuses = await self.publish_members()
-        update = self._config.weights.update
+        update, weight_version = self._config.weights.update, served.version
         if why := why_none_serves(statuses.values(), weight_version, update):
             raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue")
         for name, group in statuses.items():
@@ -95,7 +97,10 @@ class GateControl:
                     f"needed; the gate stays {self.state}: {fenced}",
                     phase="continue",
                 )
-        await self._router.set_gate("open", weight_version=weight_version)
+        lora: dict[str, Any] = {}
+        if update is WeightUpdate.LORA:
+            lora = {"adapter": served.adapter, "base_version": served.base_version}
+        await self._router.set_gate("open", weight_version=weight_version, **lora)
         self.state = "open"
         self._timeline.event("gate", f"open at weight version {weight_version}")
 

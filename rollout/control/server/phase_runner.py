@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from engines.protocol.plain_text import describe
-from rollout.config import Drain, LifecycleConfig
+from rollout.config import Drain, LifecycleConfig, WeightUpdate
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
@@ -37,6 +37,7 @@ class PhaseRunner:
     Args:
         journal: gets the state before and after each command.
         margin_s: a group has its own deadlines; this long after them, the group counts as lost.
+        update: what the server's pushes are.
 
     Attributes:
         doing: the command that runs; empty for none.
@@ -54,8 +55,10 @@ class PhaseRunner:
         journal: ServerJournal | None = None,
         *,
         margin_s: float,
+        update: WeightUpdate = WeightUpdate.FULL,
     ) -> None:
         self.doing = ""
+        self._update = update
         self._margin_s = margin_s
         self._journal = journal
         self._timeline = timeline
@@ -77,7 +80,7 @@ class PhaseRunner:
 
     def start_at(self, version: int) -> None:
         """The engines hold this version from the start."""
-        self._last_push = LastPush(version)
+        self._last_push = LastPush(version, base_version=version)
 
     @property
     def has_pushed(self) -> bool:
@@ -125,7 +128,8 @@ class PhaseRunner:
             lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._registry.traits[name])
         read = push.read_by(len(self._registry.groups))
         report = await self.run(Command.UPDATE_WEIGHTS, self._registry.groups, read)
-        self._last_push = LastPush(push.version, push.manifest, has_served=False)
+        contents = push.contents_under(self._update)
+        self._last_push = self._last_push.then(push.version, push.manifest, contents, push.adapter)
         self._pushed = push
         return report
 
@@ -225,7 +229,7 @@ class PhaseRunner:
         """Open the gate after all engines can serve."""
         served = replace(self._last_push, has_served=True)
         try:
-            await self._gate.open(self.weight_version)
+            await self._gate.open(self._last_push)
         except BaseException as error:
             if not isinstance(error, PhaseFailed):  # the router may have opened it
                 self._last_push = served

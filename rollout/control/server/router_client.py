@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 # For the router's work before and after its own wait.
 _MARGIN_S = 15.0
+_OF_WEIGHTS = ("weight_version", "base_version", "adapter")
 
 T = TypeVar("T")
 MakeRouter = Callable[[Endpoint], Awaitable[RouterHost]]
@@ -51,7 +52,7 @@ class RouterClient:
         self._make_router = make_router
         self._endpoint: Endpoint | None = None
         self._gate: tuple[str, dict[str, Any]] = ("closed", {})
-        self._version: int | None = None
+        self._weights: dict[str, Any] = {}
         self._members: tuple[int, list[Backend]] | None = None
         self._call_lock = asyncio.Lock()
 
@@ -73,7 +74,7 @@ class RouterClient:
         async with self._call_lock:
             await self._send("set_gate", lambda: self._router.set_gate(state, **why))
             self._gate = state, why
-            self._version = why.get("weight_version", self._version)
+            self._weights |= {name: why[name] for name in _OF_WEIGHTS if name in why}
 
     async def set_members(self, epoch: int, members: list[Backend]) -> None:
         async with self._call_lock:
@@ -125,7 +126,7 @@ class RouterClient:
                 members = router.set_members(*self._members)
                 await self._within("set_members", members, self._timeout_s)
             state, why = self._gate
-            gate = router.set_gate(state, **why | {"weight_version": self._version})
+            gate = router.set_gate(state, **why | self._weights)
             await self._within("set_gate", gate, self._timeout_s)
         except Exception as more:
             raise ActorLost(

@@ -130,6 +130,7 @@ class RolloutServer:
             store,
             journal,
             margin_s=max(group_margin_s(group.engine) for group in config.groups.values()),
+            update=config.weights.update,
         )
         self._journal = journal
         self._elastic = ElasticSlots(name, config, registry, gate, recovery)

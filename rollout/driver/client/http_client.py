@@ -24,6 +24,7 @@ from rollout.driver.client.generation_client import (
     GenerationError,
     GenerationRequest,
 )
+from rollout.driver.client.sample_requests import weights_field
 
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _ABORTS_AT_ONCE = 32
@@ -38,7 +39,8 @@ class HttpGenerationClient:
     Args:
         url: base URL of a router or of one engine.
         timeout_s: for one whole completion, including time held at the gate.
-        lora_path: name of the LoRA adapter for all completions; None: the base model.
+        lora_path: name of a LoRA adapter for all completions; None: the base; empty: what was
+            pushed last.
         routed_experts: request the routed experts of all completions.
         key: the router's ``client_key``; empty for none.
         control_key: the router's, for aborts, loads and metrics; empty: ``key``.
@@ -49,12 +51,12 @@ class HttpGenerationClient:
         url: str,
         *,
         timeout_s: float,
-        lora_path: str | None = None,
+        lora_path: str | None = "",
         routed_experts: bool = False,
         key: str = "",
         control_key: str = "",
     ) -> None:
-        self._extra_fields: dict[str, Any] = {} if lora_path is None else {"lora_path": lora_path}
+        self._extra_fields = weights_field(lora_path)
         if routed_experts:
             self._extra_fields["return_routed_experts"] = True
         self._headers = _JSON | _bearer(key)

@@ -37,7 +37,7 @@ class SampleOptions(TypedDict, total=False):
         top_logprobs: the reply has the so many most probable tokens at each position, at the
             prompt's too with ``prompt_logprobs``.
         routed_experts: the reply has ``routed_experts``.
-        lora_path: name of the LoRA adapter; None: the base model.
+        lora_path: name of a LoRA adapter; None: the base; by default what was pushed last.
         session_id: requests with the same one prefer the same engine.
         timeout_s: seconds for each reply, including time held at the gate; by default 600.
     """
@@ -138,17 +138,28 @@ def _copy_of(sampling: SamplingParams, copy: int) -> SamplingParams:
 
 def _fields(options: SampleOptions) -> dict[str, Any]:
     """What the body of every prompt has besides ids and sampling, with SGLang's names."""
-    num_top, lora_path = options.get("top_logprobs", 0), options.get("lora_path")
+    num_top = options.get("top_logprobs", 0)
     check_number("top_logprobs", num_top, least=0, whole=True)
     fields: dict[str, Any] = {"top_logprobs_num": num_top} if num_top else {}
     for name, field, value in _FLAGS:
         check_kind(name, flag := options.get(name, False), bool, "True or False")
         if flag:
             fields[field] = value
+    return fields | weights_field(options.get("lora_path", ""))
+
+
+def weights_field(lora_path: str | None) -> dict[str, Any]:
+    """The field of a body that names its weights.
+
+    Args:
+        lora_path: name of a LoRA adapter; None: the base; empty: what was pushed last.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
     if lora_path is not None:
         check_kind("lora_path", lora_path, str, "a text or None")
-        fields["lora_path"] = lora_path
-    return fields
+    return {} if lora_path == "" else {"lora_path": lora_path}
 
 
 def _with_images(

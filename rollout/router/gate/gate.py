@@ -45,7 +45,10 @@ class Admission:
 
     Attributes:
         epoch: epoch of the membership it was admitted under.
-        weight_version: of the engines at that moment; None if it is unknown.
+        weight_version: of the weights that answer it; None if it is unknown.
+        base_version: of the base under an adapter.
+        adapter: name of the LoRA adapter that answers it, unless it names another one; empty for
+            the base.
         partner: the prefill engine, where ``member`` is a decode engine.
         is_aborted: its end was requested.
         on_evicted: called with the reason if a newer membership takes its engine away.
@@ -56,6 +59,8 @@ class Admission:
     weight_version: int | None
     rid: str
     partner: Backend | None = None
+    base_version: int | None = None
+    adapter: str = ""
     is_aborted: bool = False
     on_evicted: Callable[[str], None] | None = None
 
@@ -83,6 +88,7 @@ class Waiter:
     excluded_engine: str
     since_s: float
     hint: Hint = NO_HINT
+    is_for_base: bool = False
     decision: Admission | Refusal | None = None
     on_decision: Callable[[Admission | Refusal], None] | None = None
 
@@ -109,6 +115,10 @@ class Gate:
     Attributes:
         state: what a request meets.
         wanted: the state that the lifecycle set.
+        weight_version: of the weights that engines serve; None if it is unknown.
+        base_version: of the base under an adapter; without one, the same.
+        adapter: name of the LoRA adapter that was pushed; empty: there is none now; None: the
+            server takes none.
 
     Args:
         max_held: requests that may wait; one more is refused.
@@ -133,6 +143,8 @@ class Gate:
         self.reason = "the router has just started"
         self.phase = ""
         self.weight_version: int | None = None
+        self.base_version: int | None = None
+        self.adapter: str | None = None
         self._since_s = clock()
         self._spent_s = dict.fromkeys(GateState, 0.0)
         self._waiters: dict[Waiter, None] = {}
@@ -156,13 +168,21 @@ class Gate:
         reason: str = "",
         phase: str = "",
         weight_version: int | None = None,
+        base_version: int | None = None,
+        adapter: str | None = None,
     ) -> None:
-        """Open, hold or close.  ``weight_version`` None leaves the version as it is."""
+        """Open, hold or close.  Without ``weight_version`` the weights stay as they are.
+
+        Args:
+            base_version: None for ``weight_version``.
+        """
         self.wanted = state
         self.reason = reason
         self.phase = phase
         if weight_version is not None:
             self.weight_version = weight_version
+            self.base_version = weight_version if base_version is None else base_version
+            self.adapter = adapter
         self._settle()
 
     def _settle(self) -> None:
@@ -212,7 +232,9 @@ class Gate:
         for waiter in waiters:
             decision: Admission | Refusal
             try:
-                decision = self._admit_or_refuse(waiter.rid, waiter.excluded_engine, waiter.hint)
+                decision = self._admit_or_refuse(
+                    waiter.rid, waiter.excluded_engine, waiter.hint, waiter.is_for_base
+                )
             except Exception as error:
                 logger.exception("held request %s could not be admitted", waiter.rid)
                 decision = Refusal(
@@ -232,16 +254,27 @@ class Gate:
     # -- what a request does ----------------------------------------------------------------
 
     def enter(
-        self, *, rid: str = "", num_bytes: int = 0, excluded_engine: str = "", hint: Hint = NO_HINT
+        self,
+        *,
+        rid: str = "",
+        num_bytes: int = 0,
+        excluded_engine: str = "",
+        hint: Hint = NO_HINT,
+        is_for_base: bool = False,
     ) -> Admission | Refusal | Waiter:
-        """Request admission.  ``excluded_engine`` names an engine that must not be chosen."""
+        """Request admission.
+
+        Args:
+            excluded_engine: an engine that must not be chosen.
+            is_for_base: the base shall answer, not the adapter.
+        """
         if self.state is not GateState.HOLDING:
-            return self._admit_or_refuse(rid, excluded_engine, hint)
+            return self._admit_or_refuse(rid, excluded_engine, hint, is_for_base)
         if len(self._waiters) >= self._max_held:
             return self._refuse(f"{len(self._waiters)} requests are already held")
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
-        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint)
+        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint, is_for_base)
         self._waiters[waiter] = None
         self._held_bytes += num_bytes
         return waiter
@@ -369,6 +402,8 @@ class Gate:
                 "reason": self.reason,
                 "phase": self.phase,
                 "weight_version": self.weight_version,
+                "base_version": self.base_version,
+                "adapter": self.adapter,
                 "in_state_s": round(self._clock() - self._since_s, 3),
                 "num_held": len(self._waiters),
                 "held_bytes": self._held_bytes,
@@ -393,7 +428,9 @@ class Gate:
 
     # -- within -----------------------------------------------------------------------------
 
-    def _admit_or_refuse(self, rid: str, excluded_engine: str, hint: Hint) -> Admission | Refusal:
+    def _admit_or_refuse(
+        self, rid: str, excluded_engine: str, hint: Hint, is_for_base: bool
+    ) -> Admission | Refusal:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
         members = self.members
@@ -405,7 +442,12 @@ class Gate:
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
-        admission = Admission(member, members.epoch, self.weight_version, rid, partner)
+        version, adapter = self.weight_version, self.adapter or ""
+        if is_for_base:
+            version, adapter = self.base_version, ""
+        admission = Admission(
+            member, members.epoch, version, rid, partner, self.base_version, adapter
+        )
         try:
             self.in_flight.add(member.engine_id, admission)
             if partner is not None:

@@ -72,6 +72,25 @@ COMPLETION_PATHS = frozenset(
 """Paths whose requests get fields of the router, and can continue on another engine."""
 
 
+NAMING_PATHS = (COMPLETION_PATHS - {VLLM_GENERATE_PATH}) | {
+    "/encode",
+    "/classify",
+    "/invocations",
+    "/v1/embeddings",
+}
+"""Paths whose requests name the LoRA adapter that answers them, as SGLang 0.5.23 reads them."""
+
+TOKENIZER_PATHS = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v1/messages/count_tokens",
+    }
+)
+"""Paths that need no weights."""
+
 _MAX_KNOWN_BYTES = 512
 
 

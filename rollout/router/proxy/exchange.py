@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial, wraps
@@ -33,12 +33,19 @@ from rollout.router.proxy.client_response import ClientResponse, ClientWriter
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.lost_engines import LostEngines
 from rollout.router.proxy.prefill_decode import PrefillReply, bootstrap_fields
-from rollout.router.proxy.token_failover import TokenFailover, may_keep_tokens, read_tokens
+from rollout.router.proxy.token_failover import (
+    TokenFailover,
+    may_keep_tokens,
+    read_for_base,
+    read_tokens,
+)
+from rollout.router.transcripts.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
 from rollout.rules.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+_WITH_BODY = (b"POST", b"PUT")
 
 
 def _guarded(
@@ -90,6 +97,7 @@ class Exchange:
     _is_over: bool = False
     _refusal: responses.RouterResponse | None = None
     _request: Request | None = None
+    _named: NamedWeights = NOT_NAMED
     _tokens: TokenFailover | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
@@ -204,13 +212,21 @@ class Exchange:
     def _begin(self) -> None:
         """All of the request has arrived, and it is its turn."""
         body, self._body = bytes(self._body), b""
-        if may_keep_tokens(self._proxy, self._head):
-            tokens = read_tokens(self._proxy, self, self._head, body)
+        proxy, head = self._proxy, self._head
+        if proxy.gate.adapter is not None and head.method in _WITH_BODY:
+            self._named = read_named(head.route.path, body, proxy.config.max_read_bytes)
+            if self._named.problem:
+                self.end_with(responses.error(400, "bad_request", self._named.problem))
+                return
+        if may_keep_tokens(proxy, head):
+            tokens = read_tokens(proxy, self, head, body)
             if isinstance(tokens, responses.RouterResponse):
                 self.end_with(tokens)
                 return
             self._tokens = tokens
-        self._request = read_request(self._head, body)
+        if self._named.has_base:
+            self._tokens = read_for_base(proxy, self, self._tokens, body, self._named)
+        self._request = read_request(head, body)
         self._enter("")
 
     def _enter(self, excluded_engine: str) -> None:
@@ -222,6 +238,7 @@ class Exchange:
             num_bytes=len(request.body),
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
+            is_for_base=self._named.is_for_base,
         )
         if isinstance(decision, Waiter):
             decision.on_decision = self._released
@@ -257,10 +274,10 @@ class Exchange:
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
         pool, endpoint = self._proxy.pool, admission.member.endpoint
-        version, more = admission.weight_version, {}
+        version, more = admission.weight_version, self._added_name(admission)
         is_vllm = admission.member.is_vllm
         if admission.partner is not None:
-            more = bootstrap_fields(admission.partner)
+            more = {**more, **bootstrap_fields(admission.partner)}
             on_lost = partial(self.on_engine_lost, is_partner=True)
             on_prompt = tokens.prompt_logprobs_handler() if tokens is not None else None
             on_unusable = partial(self.end_unusable, is_partner=True)
@@ -273,6 +290,11 @@ class Exchange:
             request.body = tokens.body(version, is_vllm=is_vllm)
         parts = request.parts_for(endpoint, version, more, is_vllm=is_vllm)
         pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
+
+    def _added_name(self, admission: Admission) -> Mapping[str, str | int]:
+        """The name of the adapter, for an engine that gets it with the body."""
+        is_added = admission.adapter and not self._named.is_named
+        return {FIELD: admission.adapter} if is_added else {}
 
     def _reply_handler(self) -> Exchange | TokenFailover:
         return self if self._tokens is None else self._tokens

@@ -26,10 +26,12 @@ from rollout.router.http.request import may_want_prompt_logprobs, session_of
 from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.prefill_decode import PromptLogprobs
+from rollout.router.transcripts.forwarded_reply import ForwardedReply
 from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
+from rollout.router.transcripts.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.transcripts.openai import OpenAITranscript, read_openai
 from rollout.router.transcripts.recorded_chat import RecordedChat, read_recorded_chat
-from rollout.router.transcripts.transcript import UNUSABLE, Event
+from rollout.router.transcripts.transcript import END, UNUSABLE, Event
 from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 
 if TYPE_CHECKING:
@@ -50,7 +52,9 @@ _NEEDS_VLLM = (
 )
 
 _OF_BOTH_KINDS = (GenerateTranscript, OpenAITranscript)
-AnyTranscript = GenerateTranscript | VllmTranscript | OpenAITranscript | RecordedChat
+AnyTranscript = (
+    GenerateTranscript | VllmTranscript | OpenAITranscript | RecordedChat | ForwardedReply
+)
 
 
 def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
@@ -94,6 +98,25 @@ def read_tokens(
     if transcript is None or not (is_kept or lacks):
         return None
     return TokenFailover(proxy, exchange, transcript)
+
+
+def read_for_base(
+    proxy: Proxy,
+    exchange: Exchange,
+    tokens: TokenFailover | None,
+    body: bytes,
+    named: NamedWeights,
+) -> TokenFailover:
+    """The reader of replies of the base under an adapter, which get the base's version.
+
+    Args:
+        tokens: the reader of this request's tokens, if they are read anyway.
+    """
+    if tokens is None:
+        forwarded = ForwardedReply(body, is_streamed=named.is_streamed)
+        tokens = TokenFailover(proxy, exchange, forwarded)
+    tokens.named = named
+    return tokens
 
 
 def _is_for_vllm(proxy: Proxy, path: str) -> bool:
@@ -155,6 +178,9 @@ class TokenFailover:
     """Takes the engine's reply for ``exchange``, keeps its tokens and writes the response.
 
     The finished turn is recorded under the id ``_session``; empty for no recording.
+
+    Attributes:
+        named: the weights that the request names, if the base is one of them.
     """
 
     _proxy: Proxy
@@ -163,6 +189,7 @@ class TokenFailover:
     _session: str = ""
     upstream: SentRequest | None = None
     is_decoding: bool = True
+    named: NamedWeights = NOT_NAMED
     _buffer: list[bytes] = field(default_factory=list)
     _status: int = 0
     _content_type: bytes = b""
@@ -277,9 +304,18 @@ class TokenFailover:
         for data, begin, end in events:
             if end - begin <= _LONGEST_DONE and data[begin:end].strip() == b"[DONE]":
                 continue
+            if self.named.has_base:
+                data, begin, end = dumps(self._stamped(loads(data[begin:end]))), 0, END
             if (error := self._transcript.take(data, begin, end)) is not None:
                 return error
         return None
+
+    def _stamped(self, payload: Any) -> Any:
+        """A payload of the engine, in which the base has its own version."""
+        admission = self._exchange.admission
+        if admission is None or not self.named.has_base:
+            return payload
+        return self.named.stamped(payload, admission.base_version)
 
     def _new_events(self) -> bytes:
         """The events for a streaming client, as far as the text is final."""
@@ -292,7 +328,7 @@ class TokenFailover:
 
     def _absorb_whole(self) -> None:
         try:
-            self._transcript.absorb(loads(b"".join(self._buffer)))
+            self._transcript.absorb(self._stamped(loads(b"".join(self._buffer))))
         except UNUSABLE as error:
             return self._end_unusable(error)
         return self._on_reply_end()

@@ -128,12 +128,16 @@ def read_chat(body: bytes) -> ChatRequest:
         tools if choice == "auto" else [],
         raw.get("chat_template_kwargs") or {},
         _sampling(raw),
-        {name: raw[name] for name in _PASSED if raw.get(name) is not None},
+        {name: raw[name] for name in _PASSED if name in raw and _has_meaning(name, raw[name])},
         raw.get("model") or "",
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         len(body),
     )
+
+
+def _has_meaning(name: str, value: Any) -> bool:
+    return value is not None or name == "lora_path"  # null is the base model
 
 
 def _sampling(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,6 +82,14 @@ class Transcript:
         """The response so far, in the form of a single engine's reply."""
         raise NotImplementedError
 
+    def recorded_turn(self) -> Payload:
+        """The finished request as a recorded turn.
+
+        Raises:
+            ValueError: the engine did not report all that is recorded.
+        """
+        raise NotImplementedError
+
     def reply(self) -> list[Data]:
         """The response as it is written, in parts."""
         return [dumps(self.payload())]

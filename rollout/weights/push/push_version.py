@@ -27,11 +27,30 @@ class LastPush:
         version: 0: the checkpoint that they started from.
         manifest: None for the checkpoint.
         has_served: the gate was open at this version, or may have been.
+        adapter: name of the LoRA adapter that is part of these weights; empty for none.
+        base_version: the version of the base under an adapter; without one, ``version``.
     """
 
     version: int = 0
     manifest: Manifest | None = None
     has_served: bool = True
+    adapter: str = ""
+    base_version: int = 0
+
+    def then(
+        self, version: int, manifest: Manifest, contents: WeightUpdate, adapter: str
+    ) -> LastPush:
+        """After a push of these contents.  Only a push of all base weights ends an adapter.
+
+        Args:
+            adapter: name of the adapter that is pushed; empty for none.
+        """
+        if contents is WeightUpdate.LORA:
+            kept, base_version = adapter or self.adapter, self.base_version
+        else:
+            kept = "" if contents is WeightUpdate.FULL else self.adapter
+            base_version = version
+        return LastPush(version, manifest, False, kept, base_version)
 
 
 def checked_version(version: Any) -> int:

@@ -27,7 +27,14 @@ from rollout.weights.push.stream_reader import (
     StaticBuckets,
 )
 from rollout.weights.transports.broadcast_group import BroadcastMember
-from rollout.weights.transports.carriers import ByValue, Carrier, Payload, PushTarget, Stage
+from rollout.weights.transports.carriers import (
+    AsAdapter,
+    ByValue,
+    Carrier,
+    Payload,
+    PushTarget,
+    Stage,
+)
 
 # For a request after the deadline: enough to end a session.
 _LEAST_BUDGET_S = 5.0
@@ -74,6 +81,11 @@ class WeightPush:
     def contents_under(self, update: WeightUpdate) -> WeightUpdate:
         """The part of the model that is pushed to a server with this ``weights.update``."""
         return self.contents or default_contents(update)
+
+    @property
+    def adapter(self) -> str:
+        """Name of the LoRA adapter that is pushed; empty for none."""
+        return self.carrier.name if isinstance(self.carrier, AsAdapter) else ""
 
     @property
     def is_empty(self) -> bool:

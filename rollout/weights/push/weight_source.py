@@ -16,7 +16,6 @@ from rollout.config import WeightUpdate
 from rollout.core.types import EngineSlot
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
-from rollout.weights.transports.carriers import AsAdapter
 
 _ADAPTER_TIMEOUT_S = 120.0
 
@@ -109,8 +108,7 @@ class AdapterSource:
         failure = replies["restored"].failure
         if failure is not None:
             raise failure
-        name = push.carrier.name if isinstance(push.carrier, AsAdapter) else ""
-        return Restored(adapter=name, base_version=self.base_version)
+        return Restored(adapter=push.adapter, base_version=self.base_version)
 
     async def _restored_base(self, engine: Engine, slot: EngineSlot) -> bool:
         for source in self._bases:

@@ -23,7 +23,15 @@ from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, ServerInfo
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
+from tests.support.chat_models import THINKS_FIRST
 from tests.support.load import PROMPTS
+from tests.support.lora import (
+    BASE,
+    answers_on_every_path,
+    make_adapter,
+    merged_checkpoint,
+    of_mixed_list,
+)
 from tests.support.models import make_plain_model
 from tests.support.processes import ROOT
 from tests.support.real_policy import one_engine, real_config
@@ -77,21 +85,8 @@ class Trainer:
 
     def merged(self, step: int) -> Path:
         """Base and adapter in one checkpoint, for transformers."""
-        import shutil
-
-        from safetensors.torch import save_file
-
-        from rollout.weights.tensors.adapters import merged
-
         path = self.folder / f"merged-{step}"
-        if not path.exists():
-            shutil.copytree(self.base, path)
-            tensors = {
-                name: tensor.contiguous()
-                for name, tensor in merged(self.weights(), self.adapter(step), SETTINGS)
-            }
-            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        return path
+        return merged_checkpoint(self.base, self.adapter(step), SETTINGS, path)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +95,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     disk, base = (
         make_plain_model(folder / name, seed) for seed, name in enumerate(["disk", "own"])
     )
+    (disk / "chat_template.jinja").write_text(THINKS_FIRST)
     return Trainer(disk, base, folder)
 
 
@@ -111,8 +107,12 @@ def policy(
         yield deployment["policy"]
 
 
-def answers(policy: ServerHandle, adapter: str | None = None) -> list[Answer]:
-    """The greedy answer to each prompt, through the router."""
+def answers(policy: ServerHandle, **named: str | None) -> list[Answer]:
+    """The greedy answer to each prompt, through the router.
+
+    Args:
+        named: ``lora_path``, if the requests shall have it.
+    """
     found = []
     with httpx.Client(base_url=policy.url, timeout=60, trust_env=False) as client:
         for prompt in PROMPTS[:4]:
@@ -121,7 +121,7 @@ def answers(policy: ServerHandle, adapter: str | None = None) -> list[Answer]:
                 "input_ids": prompt,
                 "sampling_params": sampling,
                 "return_logprob": True,
-                **({} if adapter is None else {"lora_path": adapter}),
+                **named,
             }
             reply = client.post("/generate", json=body)
             assert reply.status_code == 200, reply.text
@@ -168,17 +168,29 @@ def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -
             window.push_adapter(trainer.adapter(step), SETTINGS)
         assert policy.status().result(30).weight_version == version + step
         # Bit for bit what it was before: the base has come back from its backup.
-        assert numbers(answers(policy)) == numbers(base)
-        trained = answers(policy, "policy")
+        assert numbers(answers(policy, **BASE)) == numbers(base)
+        trained = answers(policy)
         assert are_of(trainer.merged(step), trained)
         assert not are_of(trainer.base, trained)
-        assert {span.version for one in trained for span in one.spans} == {version + step}
+        assert are_of(trainer.merged(step), answers(policy, lora_path="policy"))
 
     # Nothing pushed, nothing lost: the adapter outlives a release as well.
     with policy.offloaded():
         pass
-    assert numbers(answers(policy, "policy")) == numbers(trained)
-    assert numbers(answers(policy)) == numbers(base)
+    assert numbers(answers(policy)) == numbers(trained)
+    assert numbers(answers(policy, **BASE)) == numbers(base)
+
+    # On every path, each answer names the version of the weights that it came from.
+    weights = {version: trainer.base, version + 2: trainer.merged(2)}
+    referee = Referee(weights.__getitem__)
+    of_base, of_adapter = of_mixed_list(policy, "policy")
+    for expected, by_path in (
+        (version + 2, answers_on_every_path(policy, {}) | {"mixed": of_adapter}),
+        (version, answers_on_every_path(policy, BASE) | {"mixed": of_base}),
+    ):
+        for path, found in by_path.items():
+            assert {span.version for one in found for span in one.spans} == {expected}, path
+            assert referee.findings(found) == [], path
 
 
 async def test_an_adapter_comes_from_disk_too(
@@ -193,7 +205,7 @@ async def test_an_adapter_comes_from_disk_too(
     try:
         before = answers(policy)
         await client.load_lora_adapter("from-disk", str(tmp_path))
-        assert numbers(answers(policy, "from-disk")) != numbers(before)
+        assert numbers(answers(policy, lora_path="from-disk")) != numbers(before)
         assert numbers(answers(policy)) == numbers(before)
         await client.unload_lora_adapter("from-disk")
     finally:
@@ -264,7 +276,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
         base = numbers(answers(policy))
         with policy.offloaded() as window:
             window.push_adapter(make_adapter(rank, 1), adapter_config)
-        trained = numbers(answers(policy, "policy"))
+        trained = numbers(answers(policy))
         assert trained != base
         # One that is too wide for the engine is refused, and the one before serves on.
         with pytest.raises(rollout.WeightMismatch, match="all keep the one from before"):
@@ -272,8 +284,8 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
         policy.serve().result(60)
         (known,) = policy.status().result(30).groups[0].engines
         assert not known.fence_reason
-        assert numbers(answers(policy, "policy")) == trained
-        assert numbers(answers(policy)) == base
+        assert numbers(answers(policy)) == trained
+        assert numbers(answers(policy, **BASE)) == base
 
 
 def refused(policy: ServerHandle, rank: int) -> None:

@@ -136,6 +136,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{H}.weights_path", "/ckpt", "", "must contain {version}"),
     (f"{H}.max_restarts", -1, "", "greater than or equal to 0"),
     (f"{W}.update", "all", "", "'full', 'partial', 'lora' or 'frozen'"),
+    (f"{W}.adapter", "", "", "at least 1 character"),
     (f"{W}.not_pushed", ["mpt.*"], "", "'mpt.*' matches no tensor"),
     (f"{W}.not_pushed", ["model.layer.0.*"], "", "names like it: model.layers.0.mlp.weight"),
     (f"{W}.not_pushed", ["*"], "", "no tensor is left to push"),

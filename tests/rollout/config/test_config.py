@@ -106,6 +106,13 @@ def test_nccl_is_refused_where_engines_share_the_trainers_gpus(group: dict) -> N
     assert config.servers["policy"].why_no_nccl == ""
 
 
+def test_adapters_cannot_be_replaced_under_retracted_requests() -> None:
+    server = with_group()["servers"]["policy"] | {"lifecycle": {"drain": "retract"}}
+    with pytest.raises(ConfigError, match="an adapter that retracted requests use") as caught:
+        RolloutConfig.from_dict({"servers": {"policy": server | {"weights": {"update": "lora"}}}})
+    assert caught.value.setting == "servers.policy.lifecycle.drain"
+
+
 def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> None:
     values = with_group(**sglang())
     values["servers"]["policy"]["groups"] |= {

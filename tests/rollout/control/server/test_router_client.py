@@ -105,6 +105,17 @@ async def test_a_dead_router_is_replaced_and_knows_what_the_last_one_knew() -> N
 
 
 @virtual_time
+async def test_a_router_in_the_place_of_a_dead_one_knows_the_adapter_too() -> None:
+    link, router, made = await linked()
+    weights = {"weight_version": 4, "base_version": 1, "adapter": "policy"}
+    await link.set_gate("open", **weights)
+    await link.set_gate("holding", reason="paused")
+    router.error = dead()
+    await link.set_gate("closed")
+    assert made[0].gates[1] == {"state": "holding", "reason": "paused", **weights}
+
+
+@virtual_time
 async def test_the_loss_is_seen_without_any_command_and_only_once() -> None:
     link, router, made = await linked()
     router.error = dead()

@@ -28,13 +28,16 @@ REQUEST = GenerationRequest("0" * 32, [1, 2], SamplingParams(max_new_tokens=3))
 
 
 @asynccontextmanager
-async def serving(handler, path: str = "/generate") -> AsyncIterator[HttpGenerationClient]:
+async def serving(
+    handler, path: str = "/generate", **options: Any
+) -> AsyncIterator[HttpGenerationClient]:
     app = web.Application()
     app.router.add_route("*", path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = HttpGenerationClient(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=2.0)
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = HttpGenerationClient(url, timeout_s=2.0, **options)
     try:
         yield client
     finally:
@@ -267,3 +270,23 @@ async def test_a_stream_that_breaks_off_is_an_error(body: bytes, said: str) -> N
         with pytest.raises(GenerationError, match=said):
             async for _ in client.stream(REQUEST):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [({}, {}), ({"lora_path": ""}, {}), ({"lora_path": None}, {"lora_path": None})],
+)
+async def test_a_request_names_its_weights_only_if_its_caller_does(given, sent) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked.append({name: body[name] for name in body if name == "lora_path"})
+        meta = {"id": "r", "finish_reason": {"type": "stop"}}
+        return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
+
+    asked: list[dict[str, Any]] = []
+    requests = make_requests([1], None, "", **given)
+    async with serving(handler) as client:
+        await client.generate(*requests)
+    async with serving(handler, **given) as client:
+        await client.generate(*make_requests([1], None, ""))
+    assert asked == [sent, sent]

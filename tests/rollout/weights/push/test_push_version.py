@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from engines.protocol import Endpoint
+from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle.server_handle import ServerHandle
@@ -120,3 +121,24 @@ def test_a_version_is_used_again_for_equal_contents_or_when_no_engine_holds_it(c
     why = why_not_newer(version, contents, last, engines)
     assert expected in why
     assert bool(why) == bool(expected)
+
+
+FULL, PARTIAL, LORA = WeightUpdate.FULL, WeightUpdate.PARTIAL, WeightUpdate.LORA
+# pushes (contents, adapter), then the adapter that serves, and the version of its base
+PUSHES = {
+    "the first adapter": ([(LORA, "policy")], "policy", 0),
+    "more adapters": ([(LORA, "policy"), (LORA, "policy")], "policy", 0),
+    "an adapter over a pushed base": ([(FULL, ""), (LORA, "policy")], "policy", 1),
+    "base and adapter merged": ([(LORA, "policy"), (FULL, "")], "", 2),
+    "some of the base under an adapter": ([(LORA, "policy"), (PARTIAL, "")], "policy", 2),
+    "no adapters": ([(PARTIAL, ""), (PARTIAL, "")], "", 2),
+}
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_an_adapter_serves_until_a_whole_base_is_pushed(case: str) -> None:
+    pushes, adapter, base_version = PUSHES[case]
+    last = LastPush()
+    for version, (contents, name) in enumerate(pushes, 1):
+        last = last.then(version, PRINTS, contents, name)
+    assert last == LastPush(len(pushes), PRINTS, False, adapter, base_version)

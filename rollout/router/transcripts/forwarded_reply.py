@@ -1,0 +1,56 @@
+"""A request whose reply is passed on as it is, of one completion or several (pure).
+
+Its client gets the engine's payloads, which are parsed and written again.  A lost engine's work is
+not kept: the request starts over, unless its client has a part of the reply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.router.transcripts.transcript import Payload, Transcript
+
+
+class ForwardedReply(Transcript):
+    """A request of any kind.
+
+    Args:
+        body: the client's, which every engine gets.
+        is_streamed: the client wants events.
+    """
+
+    def __init__(self, body: bytes, *, is_streamed: bool) -> None:
+        super().__init__({"stream": is_streamed})
+        self.wants_whole_reply = not is_streamed
+        self._body = body
+        self._payloads: list[Any] = []
+
+    def body(self, version: int | None) -> bytes:
+        """The body for an engine."""
+        return self._body
+
+    def absorb(self, event: Any) -> None:
+        self._payloads.append(event)
+        if self.wants_whole_reply:
+            self.read_all()
+
+    def read_all(self) -> None:
+        """The reply has ended: only its engine knows which of its events is the last."""
+        self._finish = {"type": "end"}
+
+    @property
+    def is_safe(self) -> bool:
+        return True
+
+    def lose_engine(self) -> None:
+        self.num_failovers += 1
+        self._payloads, self._finish = [], None
+
+    def payload(self) -> Payload:
+        whole: Payload = self._payloads[0]
+        return whole
+
+    def new_payloads(self) -> list[Payload]:
+        """The events that came since the last call."""
+        new, self._payloads = self._payloads, []
+        return new

@@ -1,0 +1,245 @@
+"""Requests without a name get that of the adapter, and replies of the base get its version."""
+
+import json
+
+import pytest
+
+from engines.protocol import WorkerType
+from tests.rollout.router.conftest import router_config
+from tests.rollout.router.counting_engine import ASK, counting
+from tests.rollout.router.stub_engine import reply, stream
+
+LORA = {"weight_version": 8, "base_version": 3, "adapter": "policy"}
+BASE = {"lora_path": None}
+FAILS_OVER = {"x-token-failover": "on"}
+JSON = ("Content-Type: application/json",)
+
+
+async def open_gate(bench, **more):
+    await bench.host.set_gate("open", **LORA | more)
+
+
+def meta(version, end=2, **more):
+    spans = [{"version": version, "start": 0, "end": end}]
+    return {"meta_info": {"weight_version": version, "weight_versions": spans, **more}}
+
+
+def as_json(payload, status="200 OK"):
+    return reply(json.dumps(payload).encode(), status, JSON)
+
+
+def as_events(*payloads):
+    return stream(*(b"data: %s\n\n" % json.dumps(one).encode() for one in payloads), DONE)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/classify"],
+)
+async def test_a_request_without_a_name_gets_that_of_the_adapter(make_bench, path):
+    bench = await make_bench(reply(b"as it is"))
+    await open_gate(bench)
+    got = await bench.ask(path, data=b' {"input_ids": [1,  2]}')
+    (seen,) = bench.engines[0].seen
+    assert seen.json["lora_path"] == "policy"
+    assert seen.body.endswith(b'"input_ids": [1,  2]}')  # it was not parsed
+    assert (got.body, got.headers["x-weight-version"]) == (b"as it is", "8")
+
+
+@pytest.mark.parametrize("gate", [{}, {"adapter": "", "base_version": 8}])
+async def test_without_an_adapter_nothing_is_named(make_bench, gate):
+    bench = await make_bench(reply())
+    await bench.host.set_gate("open", weight_version=8, **gate)
+    await bench.ask()
+    assert "lora_path" not in bench.engines[0].seen[0].json
+
+
+async def test_a_server_without_adapters_passes_on_names_and_replies_as_they_are(make_bench):
+    body = b'{"meta_info":  {"weight_version": "8"}}'
+    bench = await make_bench(reply(body, headers=JSON))
+    for named in (None, "mine", ["mine", None]):
+        got = await bench.ask("/v1/responses", json={"lora_path": named})
+        assert bench.engines[0].seen[-1].json["lora_path"] == named
+        assert got.body == body
+
+
+async def test_a_name_in_a_prompt_is_none(make_bench):
+    bench = await make_bench(reply())
+    await open_gate(bench)
+    for body in ({"text": '"lora_path"'}, {"text": "x", "custom": {"lora_path": None}}):
+        await bench.ask(json=body)
+        assert bench.engines[0].seen[-1].json["lora_path"] == "policy"
+
+
+async def test_another_adapter_keeps_its_name_and_its_engines_version(make_bench):
+    bench = await make_bench(as_json(meta("8")))
+    await open_gate(bench)
+    got = await bench.ask(json={"lora_path": "mine"})
+    assert bench.engines[0].seen[0].json["lora_path"] == "mine"
+    assert got.json == meta("8")
+
+
+@pytest.mark.parametrize("base", [None, ""])
+async def test_replies_of_the_base_have_its_version(make_bench, base):
+    bench = await make_bench(as_json({"text": "x", **meta("8", id="r")}))
+    await open_gate(bench)
+    got = await bench.ask(json={"input_ids": [1], "lora_path": base})
+    (seen,) = bench.engines[0].seen
+    assert (seen.json["lora_path"], seen.json["extra_key"]) == (base, "v3")
+    assert seen.body.count(b"lora_path") == 1
+    assert got.json == {"text": "x", **meta("3", id="r")}
+    assert got.headers["x-weight-version"] == "3"
+
+
+async def test_streams_of_the_base_have_its_version(make_bench):
+    bench = await make_bench(as_events(meta("8", end=1), meta("8")))
+    await open_gate(bench)
+    got = await bench.ask(json={"input_ids": [1], "stream": True, **BASE})
+    lines = [line for line in got.body.split(b"\n\n") if line]
+    events, done = [json.loads(line[5:]) for line in lines[:-1]], lines[-1]
+    assert (events, done) == ([meta("3", end=1), meta("3")], b"data: [DONE]")
+    assert got.headers["x-weight-version"] == "3"
+
+
+async def test_openai_replies_of_the_base_have_its_version(make_bench):
+    def payload(version):
+        (info,) = meta(version).values()
+        return {"choices": [{"meta_info": dict(info)}], "metadata": info}
+
+    bench = await make_bench(as_json(payload("8")))
+    await open_gate(bench)
+    got = await bench.ask("/v1/chat/completions", json={"model": "m", "messages": [], **BASE})
+    assert got.json == payload("3")
+
+
+@pytest.mark.parametrize("num_each", [1, 2])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_each_reply_of_a_list_has_the_version_of_its_own_weights(
+    make_bench, is_streamed, num_each
+):
+    names = [None, "policy", "", "mine"]
+    replies = [meta("8") for _ in range(4 * num_each)]
+    numbered = [{**one, "index": index} for index, one in enumerate(replies)][::-1]
+    bench = await make_bench(as_events(*numbered) if is_streamed else as_json(replies))
+    await open_gate(bench)
+    body = {"input_ids": [[1]] * 4, "lora_path": names, "stream": is_streamed}
+    got = await bench.ask(json={**body, "sampling_params": {"n": num_each}})
+    assert bench.engines[0].seen[0].json["lora_path"] == names
+    if is_streamed:
+        lines = [line[5:] for line in got.body.split(b"\n\n") if line]
+        found = sorted(map(json.loads, lines[:-1]), key=lambda event: event["index"])
+    else:
+        found = got.json
+    versions = [one["meta_info"]["weight_version"] for one in found]
+    assert versions == [one for one in "3838" for _ in range(num_each)]
+    assert got.headers["x-weight-version"] == "8"
+
+
+@pytest.mark.parametrize("named", [{}, BASE, {"lora_path": "policy"}])
+async def test_a_request_whose_engine_died_keeps_its_weights(make_bench, named):
+    bench = await make_bench(counting(dies_after=7, version="8"), counting(version="8"))
+    await open_gate(bench)
+    got = (await bench.ask(json={**ASK, **named}, headers=FAILS_OVER)).json
+    version, name = ("3", None) if named == BASE else ("8", "policy")
+    assert got["meta_info"]["num_failovers"] == 1
+    assert got["output_ids"] == list(range(3, 23))
+    assert {span["version"] for span in got["meta_info"]["weight_versions"]} == {version}
+    assert got["meta_info"]["weight_version"] == version
+    seen = [engine.seen[0].json for engine in bench.engines]
+    assert [one["lora_path"] for one in seen] == [name, name]
+
+
+async def test_a_request_of_the_base_starts_over_if_its_engine_died(make_bench):
+    bench = await make_bench(None, as_json(meta("8")))
+    await open_gate(bench)
+    got = await bench.ask(json={"input_ids": [[1], [2]], **BASE})
+    assert (got.status, got.json) == (200, meta("3"))
+
+
+async def test_held_requests_get_the_weights_of_the_opened_gate(make_bench):
+    bench = await make_bench(as_json(meta("9")))
+    await open_gate(bench, adapter="", base_version=8)  # before the first adapter
+    await bench.host.set_gate("holding", phase="paused")
+    pending = bench.begin(json={"input_ids": [1]})
+    of_base = bench.begin(json={"input_ids": [2], **BASE})
+    await bench.wait_until_held(2)
+    await open_gate(bench, weight_version=9, base_version=8)
+    assert ((await pending).json, (await of_base).json) == (meta("9"), meta("8"))
+    names = {seen.json["input_ids"][0]: seen.json["lora_path"] for seen in bench.engines[0].seen}
+    assert names == {1: "policy", 2: None}
+
+
+async def test_a_request_continues_with_the_adapter_that_came_meanwhile(make_bench):
+    async def paused_once(connection, seen):
+        if len(bench.engines[0].seen) > 1:
+            return await counting(version="1")(connection, seen)
+        await bench.host.set_gate("holding", phase="paused")
+        return await counting(aborts_after=6, version="0")(connection, seen)
+
+    bench = await make_bench(paused_once)
+    await bench.host.set_gate("open", weight_version=0, base_version=0, adapter="")
+    pending = bench.begin(json=ASK, headers=FAILS_OVER)
+    await bench.wait_until_held(1)
+    await bench.host.set_gate("open", weight_version=1, base_version=0, adapter="policy")
+    spans = (await pending).json["meta_info"]["weight_versions"]
+    assert [(span["version"], span["end"]) for span in spans] == [("0", 6), ("1", 20)]
+    assert [seen.json.get("lora_path") for seen in bench.engines[0].seen] == [None, "policy"]
+
+
+async def test_prefill_and_decode_engines_get_the_same_name(make_bench):
+    bench = await make_bench(reply(b"prefill"), reply(b"decode"))
+    types = (WorkerType.PREFILL, WorkerType.DECODE)
+    members = [bench.member(index, worker_type=one) for index, one in enumerate(types)]
+    await bench.host.set_members(2, members)
+    await open_gate(bench)
+    await bench.ask()
+    while not bench.engines[0].seen:
+        await bench.host.stats()
+    seen = [engine.seen[0].json for engine in bench.engines]
+    assert seen[0] == seen[1]
+    assert (seen[0]["lora_path"], seen[0]["bootstrap_host"]) == ("policy", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/responses", {"input": "x"}, "/v1/responses takes no lora_path"),
+        ("/vertex_generate", {"instances": []}, "the base would answer"),
+        ("/v1/completions", {"prompt": ["a", "b"], "lora_path": [None, "x"]}, "one weight version"),
+        ("/v1/chat/completions", {"model": "m:policy", **BASE}, "'m:policy' may name an adapter"),
+        ("/generate", {"input_ids": [1] * 2000, **BASE}, "at most 1024 bytes"),
+    ],
+)
+async def test_what_cannot_be_answered_rightly_is_refused(make_bench, path, body, words):
+    bench = await make_bench(reply(), config=router_config(max_read_bytes=1024))
+    await open_gate(bench)
+    got = await bench.ask(path, json=body)
+    assert got.status == 400
+    assert words in got.json["error"]["message"]
+    assert bench.engines[0].seen == []
+
+
+async def test_tokenizers_need_no_weights(make_bench):
+    bench = await make_bench(reply())
+    await open_gate(bench)
+    await bench.ask("/tokenize", json={"prompt": "x"})
+    assert bench.engines[0].seen[0].json == {"prompt": "x"}
+
+
+@pytest.mark.parametrize("odd", [b"[1, 2]", b'{"index": "x"}', b'{"index": 7}', b"not JSON"])
+async def test_an_odd_reply_to_a_list_ends_its_request_alone(make_bench, odd):
+    bench = await make_bench(reply(odd, headers=JSON))
+    await open_gate(bench)
+    got = await bench.ask(json={"input_ids": [[1], [2]], "lora_path": [None, "policy"]})
+    assert got.status == 502
+    assert (await bench.host.stats())["num_unusable_replies"] == 1
+
+
+async def test_an_engines_refusal_of_the_base_is_passed_on(make_bench):
+    bench = await make_bench(as_json({"error": "no"}, "400 Bad Request"))
+    await open_gate(bench)
+    got = await bench.ask(json={"input_ids": [1], **BASE})
+    assert (got.status, got.json) == (400, {"error": "no"})
