@@ -147,8 +147,7 @@ def _target(member: EngineState) -> PushTarget:
 
 def _outlast(known: Iterable[str], push: WeightPush) -> list[str]:
     """The tensors that a push does not replace: a new adapter replaces all of the one before."""
-    carrier = push.carrier
-    replaced = (adapter_prefix(carrier.name),) if isinstance(carrier, AsAdapter) else ()
+    replaced = (adapter_prefix(push.adapter),) if push.adapter else ()
     return [
         name
         for name in known

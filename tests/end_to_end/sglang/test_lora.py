@@ -334,15 +334,3 @@ def trained_by_peft(base: Path, settings: dict[str, Any], merged: Path) -> tuple
     named = {name: one.clone() for name, one in peft.get_peft_model_state_dict(model).items()}
     model.merge_and_unload().save_pretrained(merged)
     return named, lora.to_dict()
-
-
-def make_adapter(rank: int, seed: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for module, width in {"q_proj": 32, "v_proj": 16}.items():
-        name = f"base_model.model.model.layers.0.self_attn.{module}"
-        for half, shape in {"A": (rank, 32), "B": (width, rank)}.items():
-            tensors[f"{name}.lora_{half}.weight"] = torch.randn(shape, generator=generator)
-    return tensors
