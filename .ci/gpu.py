@@ -3,8 +3,9 @@
     python .ci/gpu.py download FOLDER [PYTHON_VERSION]
     python .ci/gpu.py environment FOLDER VENV
 
-The machine has torch with CUDA and transformers; they are too large to bring.  The environment has
-all packages of the interpreter that makes it, and what is missing comes from the folder.
+The machine has torch with CUDA, which is too large to bring, and transformers, often older than the
+embedded engine needs.  The environment has all packages of the interpreter that makes it; what is
+missing, or too old, comes from the folder.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 MOST_BYTES = 60 << 20
 TESTS = ("httpx", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 SAVER = "torch-memory-saver>=0.0.9"
+# Large, and every version that can be there will do.
+NOT_BROUGHT = ("numpy",)
 # Of SGLang, whose wheel is large: with these its own code opens our payloads.
 SGLANG_FILES = ("utils/common.py", "utils/patch_torch.py", "weight_sync/tensor_bucket.py")
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -31,12 +34,13 @@ _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 def requirements() -> list[str]:
     """What the tests import and the machine may lack."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    of_tests = [
+    extras = project["optional-dependencies"]
+    of_extras = [
         one
-        for one in project["optional-dependencies"]["dev"]
-        if re.split(r"[<>=]", one)[0] in TESTS
+        for one in (*extras["dev"], *extras["embedded"])
+        if re.split(r"[<>=]", one)[0] in (*TESTS, "transformers")
     ]
-    return [*project["dependencies"], *of_tests, SAVER]
+    return [*project["dependencies"], *of_extras, SAVER]
 
 
 def download(folder: Path, python_version: str) -> int:
@@ -47,12 +51,15 @@ def download(folder: Path, python_version: str) -> int:
         wanted += ["--python-version", python_version]
     into = [*_PIP, *wanted, "-d", str(folder), "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*into, *requirements()], check=True)
+    for name in NOT_BROUGHT:
+        for wheel in folder.glob(f"{name}-*.whl"):
+            wheel.unlink()
     pins = (ROOT / "engines/sglang_cpu/pins.txt").read_text()
     (sglang,) = re.findall(r"^sglang==\S+", pins, re.MULTILINE)
     with tempfile.TemporaryDirectory() as aside:
         subprocess.run([*_PIP, *wanted, "--no-deps", "-d", aside, sglang], check=True)
-        (wheel,) = Path(aside).glob("sglang-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
+        (sources,) = Path(aside).glob("sglang-*.whl")
+        with zipfile.ZipFile(sources) as archive:
             for file in SGLANG_FILES:
                 path = folder / "sglang" / file
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,14 @@ import rollout
 
 from arithmetic import SAMPLING, held_out_sums, judge, make_splits, training_prompts
 from grpo import GrpoTrainer
-from options import find_model, make_config, make_parser, prepare_model, read_options
+from options import (
+    find_model,
+    make_config,
+    make_parser,
+    next_commands,
+    prepare_model,
+    read_options,
+)
 from report import Report
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -92,6 +99,9 @@ def main() -> None:
     with report:
         train(args, report)
     report.finish()
+    print("next, in this folder:")
+    for command, about in next_commands(config(args), args.out):
+        print(f"  {command}  # {about}")
 
 
 if __name__ == "__main__":

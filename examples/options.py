@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import rollout
 import torch
+import yaml
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -67,3 +71,30 @@ def make_config(
     return rollout.RolloutConfig.from_dict(
         {"run_id": run_id, "log_dir": str(args.out / "logs"), "servers": {"policy": server}}
     )
+
+
+def next_commands(config: rollout.RolloutConfig, folder: Path) -> list[tuple[str, str]]:
+    """Write the configuration into this folder; two commands that use it, as they work from here,
+    each with what it does."""
+    path = folder / "rollout.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    installed = Path(sys.executable).with_name("rollout")
+    if shutil.which("rollout") == str(installed):
+        program = ["rollout"]
+    else:
+        program = (
+            [_from_here(installed)] if installed.exists() else [sys.executable, "-m", "rollout"]
+        )
+    abouts = {
+        "plan": "what runs where, and how it is started",
+        "serve": "engines with this model, router and live page; Ctrl-C stops them",
+    }
+    return [
+        (shlex.join([*program, name, _from_here(path)]), about) for name, about in abouts.items()
+    ]
+
+
+def _from_here(path: Path) -> str:
+    """The path, relative where it lies below the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Submit colocated GRPO as a job to a running Ray cluster:
 #
+#     export RAY_AUTH_MODE=token             # docs/how-to/ray-job.md
 #     ray start --head                       # if no cluster runs yet
-#     examples/submit_job.sh --steps 4 --out /a/folder/that/outlives/the/job
+#     examples/submit_job.sh --steps 100 --out "$HOME/ray_job"
 #
 # Ray does not upload what .gitignore names (.venv, runs). `python` is that of the environment in
 # which `ray start` ran, where this package and its extras must be installed. The dashboard of the

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -418,3 +419,44 @@ def test_without_its_wheels_the_environment_of_the_gpu_tests_is_not_made(tmp_pat
     assert done.returncode == 1
     assert "no: no such folder; `make gpu-wheels WHEELS=" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """An empty package."""
+    name = name.replace("-", "_")
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_machine_with_older_transformers_gets_those_of_the_wheels(tmp_path: Path) -> None:
+    """The machine is an environment with them, and pip; all packages that are brought are empty."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    needed = [*project["dependencies"], *extras["dev"], *extras["embedded"], *extras["sglang"]]
+    for one in map(Requirement, needed):
+        lowest = [bound.version for bound in one.specifier if bound.operator == ">="]
+        wheel(wheels, one.name, *lowest or ["1.0"])
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "machine"], check=True)
+    (packages,) = (tmp_path / "machine/lib").glob("python*/site-packages")
+    wheel(tmp_path, "transformers", "5.17.0")
+    with zipfile.ZipFile(tmp_path / "transformers-5.17.0-py3-none-any.whl") as older:
+        older.extractall(packages)
+    command = [tmp_path / "machine/bin/python", ROOT / ".ci/gpu.py", "environment", wheels]
+    subprocess.run([*command, tmp_path / "made"], check=True)
+    ask = "from importlib.metadata import version; print(version('transformers'), version('pip'))"
+    done = subprocess.run(
+        [tmp_path / "made/bin/python", "-c", ask], capture_output=True, text=True, check=True
+    )
+    transformers, _ = done.stdout.split()  # pip is the machine's
+    assert transformers == "5.19"

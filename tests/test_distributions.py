@@ -173,5 +173,9 @@ def test_the_quickstart_runs_from_a_wheel_with_its_extras_alone(
     assert run(python, "-c", has_ray, folder=tmp_path).strip() == str("ray" in extras)
     printed = run(python.with_name("rollout"), "quickstart", "--steps", "1", folder=tmp_path)
     assert "accuracy" in printed
+    plan, serve = (line.strip() for line in printed.splitlines()[-2:])
+    assert plan.startswith("env/bin/rollout plan runs/colocated_grpo/rollout.yaml")
+    assert serve.startswith("env/bin/rollout serve runs/colocated_grpo/rollout.yaml")
+    assert "needs 2 CPU" in run("sh", "-c", plan, folder=tmp_path)
     figures = json.loads((tmp_path / "runs/colocated_grpo/colocated_grpo.json").read_text())
     assert len(figures["steps"]) == 1

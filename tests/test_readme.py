@@ -32,3 +32,12 @@ def test_the_python_shown_compiles_and_uses_only_public_names() -> None:
     for text in blocks("python"):
         compile(text, "README.md", "exec")
         assert set(re.findall(r"\brollout\.([A-Za-z]\w*)\(", text)) <= set(rollout.__all__)
+
+
+def test_the_commands_to_try_it_and_to_test_it_come_first() -> None:
+    shell, *_ = blocks("")
+    assert [line.partition("#")[0].split() for line in shell.splitlines()] == [
+        ["make", "quickstart"],
+        ["make", "test"],
+    ]
+    assert README.index(shell) < README.index("```yaml") < README.index("```mermaid")

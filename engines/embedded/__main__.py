@@ -1,7 +1,7 @@
 """``python -m engines.embedded``: check what can be checked cheaply, load the model, serve.
 
-Errors of the command line or the model directory are one line on standard error and exit status
-2, before torch is imported, which takes seconds.
+Errors of the command line, the model directory or the installed packages are one line on standard
+error and exit status 2, most of them before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import socket
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 from engines.embedded.core.config import EmbeddedConfig, parse_args
+
+# It calls inner parts of transformers.  5.17 lacks some; with 5.18 every reply of an engine is
+# empty.
+OLDEST_TRANSFORMERS = (5, 19)
 
 
 def main() -> None:
@@ -23,17 +29,19 @@ def main() -> None:
     config = parse_args()
     check_model_directory(config.model_path)
     listener = listen(config)
+    check_transformers()
     # One thread per pool unless set otherwise: engines share machines.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from engines.embedded.server.http_server import serve
-
+    try:
+        from engines.embedded.server.http_server import serve
+    except ImportError as error:  # a library is missing, or one of a version that another refuses
+        give_up(f"cannot be imported by {sys.executable}: {first_line(error)}")
     try:
         serve(config, listener)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        give_up(f"cannot serve {config.model_path}: {first_line}")
+        give_up(f"cannot serve {config.model_path}: {first_line(error)}")
 
 
 def check_model_directory(path: str) -> None:
@@ -47,6 +55,18 @@ def check_model_directory(path: str) -> None:
         give_up(f"model path {path}: config.json names no model_type")
 
 
+def check_transformers() -> None:
+    """By its metadata: an import takes seconds, and fails with some of the older versions."""
+    try:
+        installed = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    if found is None or tuple(map(int, found.groups())) < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        give_up(f"needs transformers {oldest} or newer, and {sys.executable} has {installed}")
+
+
 def listen(config: EmbeddedConfig) -> socket.socket:
     """Take the port now, so that a taken one is known before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -57,6 +77,11 @@ def listen(config: EmbeddedConfig) -> socket.socket:
     except OSError as error:
         give_up(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}")
     return listener
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else repr(error)
 
 
 def give_up(reason: str) -> NoReturn:

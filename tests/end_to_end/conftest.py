@@ -26,3 +26,13 @@ def warm_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         torch.set_num_threads(num_threads)
     return path
+
+
+@pytest.fixture
+def untaught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A policy that was hardly taught, for tests in which it does not matter what it scores."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from arithmetic import make_warm_started_model
+
+    make_warm_started_model(tmp_path / "untaught", 0, num_steps=1)
+    return tmp_path / "untaught"

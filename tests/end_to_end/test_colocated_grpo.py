@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import program, shared_memory_of, wait_until
+from tests.support.processes import ROOT, program, shared_memory_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
 EXAMPLE = "examples/colocated_grpo.py"
@@ -46,6 +48,30 @@ def test_accuracy_does_not_climb_when_the_push_is_skipped(
     assert {step["weight_version"] for step in figures["steps"]} == {0}
     accuracies = [step["accuracy"] for step in figures["steps"]]
     assert max(accuracies) - figures["before"]["eval/addition"] < 0.05, accuracies
+
+
+def test_the_commands_that_end_its_output_work_and_are_those_of_the_page(
+    untaught: Path, tmp_path: Path
+) -> None:
+    more = ("--steps", "1", "--engines", "1", "--backend", "local")
+    started = (str(ROOT / EXAMPLE), "--model", str(untaught), *more)
+    with program(*started, cwd=tmp_path) as example:
+        assert example.finish(200) == 0, example.output
+    plan, serve = (line.strip() for line in example.output.splitlines()[-2:])
+    done = subprocess.run(plan, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "needs 1 CPU" in done.stdout
+    shell = f"import os; os.execv('/bin/sh', ['sh', '-c', {serve!r}])"
+    with program("-c", shell, cwd=tmp_path) as served:
+        served.wait_for("serving; files in", 100)
+        os.killpg(served.process.pid, signal.SIGINT)
+        served.finish(60)
+        assert wait_until(lambda: not served.descendants(), 20), served.descendants()
+    assert "Traceback" not in served.output
+    page = (ROOT / "docs/getting-started.md").read_text()
+    installed = str(Path(sys.executable).with_name("rollout"))
+    for line in (plan, serve):
+        assert line.replace(installed, ".venv/bin/rollout") in page
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])

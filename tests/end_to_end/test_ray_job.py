@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
+from tests.support.pages import code_of
 from tests.support.processes import ROOT, Program, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(240)]
@@ -32,16 +34,6 @@ def free_ports(num: int) -> list[int]:
 
 
 @pytest.fixture
-def untaught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A policy that was hardly taught: what it scores does not matter here."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    from arithmetic import make_warm_started_model
-
-    make_warm_started_model(tmp_path / "model", 0, num_steps=1)
-    return tmp_path / "model"
-
-
-@pytest.fixture
 def folder() -> Iterator[Path]:
     """Short, because sockets are made in it."""
     path = Path(tempfile.mkdtemp(prefix="rr"))
@@ -49,9 +41,24 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Own:
+    """What makes a cluster apart from every other on the machine.
+
+    Attributes:
+        port: of the head.
+        dashboard: its port.
+        options: of ``ray start``.
+    """
+
+    port: int
+    dashboard: int
+    options: list[str]
+
+
 @pytest.fixture
-def head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
-    """A head node of its own; ``ray stop`` would end every cluster of the machine."""
+def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Own:
+    """A cluster of its own; ``ray stop`` would end every cluster of the machine."""
     bin_folder = str(Path(sys.executable).parent)
     monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
@@ -66,12 +73,20 @@ def head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
         "metrics-export-port",
     )
     ports = [f"--{name}={port}" for name, port in zip(names, others, strict=True)]
-    with program(
-        *("-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *("--node-ip-address=127.0.0.1", "--num-cpus=8", f"--dashboard-port={dashboard}", *ports),
-        *(f"--temp-dir={folder}", f"--object-store-memory={100 * 2**20}"),
-    ) as running:
-        assert wait_until(lambda: is_up(dashboard), 60), running.output
+    options = [
+        *("--disable-usage-stats", "--node-ip-address=127.0.0.1", "--num-cpus=8", *ports),
+        *(f"--dashboard-port={dashboard}", f"--temp-dir={folder}"),
+        f"--object-store-memory={100 * 2**20}",
+    ]
+    return Own(others[0], dashboard, options)
+
+
+@pytest.fixture
+def head(own: Own) -> Iterator[Program]:
+    """A head node."""
+    start = ("-m", "ray.scripts.scripts", "start", "--head", "--block", *own.options)
+    with program(*start) as running:
+        assert wait_until(lambda: is_up(own.dashboard), 60), running.output
         yield running
         running.process.terminate()
         running.finish(30)
@@ -135,3 +150,33 @@ def test_a_stopped_job_leaves_no_engine(head: Program, tmp_path: Path) -> None:
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert "stopped" in ray("ray", "job", "status", "served").stdout.lower()
     assert wait_until(lambda: not engines_of(head), 30), engines_of(head)
+
+
+# In the place of the command: every word of the page stays, and its cluster is one of its own.
+RAY = """#!/bin/sh
+[ "$1" != start ] || set -- "$@" {options}
+exec {python} -m ray.scripts.scripts "$@"
+"""
+SHELL = "import os, sys; os.execv('/bin/sh', ['sh', '-ec', sys.argv[1]])"
+
+
+@pytest.mark.timeout(600)
+def test_the_page_works_as_printed(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "bin" / "ray"
+    command.parent.mkdir()
+    command.write_text(RAY.format(options=" ".join(own.options), python=sys.executable))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))  # for the token, and the folder of the job
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{own.port}")  # which `auto` would look for
+    page = "how-to/ray-job.md"
+    with program("-c", SHELL, f"unset RAY_AUTH_MODE; {code_of(page, 'sh')}") as submitted:
+        submitted.wait_for("step  1 ", 400)
+        commands = f"unset RAY_AUTH_MODE; {code_of(page, 'sh', 1)}"
+        done = subprocess.run(["sh", "-ec", commands], cwd=ROOT, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert wait_until(lambda: not engines_of(submitted), 30), engines_of(submitted)
+        submitted.finish(60)
+    assert (tmp_path / "ray_job").is_dir()

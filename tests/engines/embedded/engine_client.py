@@ -7,56 +7,59 @@ import contextlib
 import json
 import os
 import pickle
-import signal
-import subprocess
+import re
 import sys
-import threading
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess
+from tests.support.processes import wait_until
 
 PROMPT = list(b"Once upon a time")
 
 
 class Server:
-    """An engine process."""
+    """An engine process under a guard: it ends with this process, however that ends.
+
+    Attributes:
+        log: all that it wrote, once it has ended.
+    """
 
     def __init__(self, model_path: Path, *flags: str) -> None:
         self.model_path = model_path
-        self.log: list[str] = []
+        self.log = ""
         self.port = 0
-        self._has_port = threading.Event()
-        self.process = subprocess.Popen(
+        self._folder = tempfile.TemporaryDirectory()
+        self._log_path = Path(self._folder.name, "engine.log")
+        self.process = GuardedProcess(
             [
                 *(sys.executable, "-m", "engines.embedded"),
                 *("--model-path", str(model_path), "--port", "0", *flags),
             ],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            env=os.environ,
+            log_path=self._log_path,
         )
-        self._reader = threading.Thread(target=self._read_log)
-        self._reader.start()
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if " serving " in line:
-                self.port = int(line.split(":")[-1].split()[0])
-                self._has_port.set()
-        self._has_port.set()
 
     def wait_until_ready(self) -> Server:
         """The port is in the log, in a line that comes just before the engine listens."""
-        assert self._has_port.wait(100)
-        assert self.port, "".join(self.log)
+        assert wait_until(lambda: self._has_port() or self._has_ended(), 100)
+        assert self.port, self._log_path.read_text()
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"{self.url}/ready").status_code == 200
         return self
+
+    def _has_port(self) -> bool:
+        found = re.search(r" serving .*:(\d+) after", self._log_path.read_text())
+        self.port = int(found[1]) if found else 0
+        return found is not None
+
+    def _has_ended(self) -> bool:
+        self.process.hear()
+        return self.process.exit_status is not None
 
     @property
     def url(self) -> str:
@@ -66,21 +69,23 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send(TERMINATE)
         try:
-            self.process.wait(10)
+            assert wait_until(self._has_ended, 10), "SIGTERM did not end it within 10 s"
         finally:
             self.kill()
 
     def kill(self) -> None:
         """End whatever is left of it."""
-        if self._reader.is_alive() or self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self.process.send(KILL)
+        assert wait_until(self._is_gone, 10), "SIGKILL did not end it within 10 s"
+        if self._log_path.exists():
+            self.log = self._log_path.read_text()
+            self._folder.cleanup()
+
+    def _is_gone(self) -> bool:
+        self.process.hear()
+        return self.process.is_gone
 
 
 class Asker:
