@@ -38,6 +38,9 @@ COMPLETION_PATHS = frozenset(
 )
 """Paths whose requests get fields of the router, and can continue on another engine."""
 
+KEYED_PATHS = COMPLETION_PATHS | {"/v1/responses", "/invocations"}
+"""Paths at which engines take a key of cached prefixes."""
+
 
 _MAX_KNOWN_BYTES = 512
 
