@@ -201,7 +201,11 @@ class FakeHttpApp:
 
     async def _model_info(self, body: Mapping[str, Any]) -> Any:
         info = await self.engine.model_info()
-        return {"model_path": info.model_path, "weight_version": info.weight_version}
+        return {
+            **info.raw,
+            "model_path": info.model_path,
+            "weight_version": info.weight_version,
+        }
 
     async def _server_info(self, body: Mapping[str, Any]) -> Any:
         info = await self.engine.server_info()

@@ -42,6 +42,8 @@ class EngineSpec:
         num_cpus: cores it may use on this node when it runs on the CPU.
         memory_saver: it must be able to give its memory back.
         weights_cpu_backup: it keeps a host copy of its weights while they are released.
+        keeps_embeddings: it may keep what it computed of an image or a sound, because no push
+            changes the weights that compute it.
         options: more options in the engine's own names, without the leading dashes.
         log_path: its standard output and error.
         worker_type: its part in a server that separates prefill, decode or encoding.
@@ -62,6 +64,7 @@ class EngineSpec:
     num_cpus: float = 1.0
     memory_saver: bool = True
     weights_cpu_backup: bool = False
+    keeps_embeddings: bool = False
     weight_version: int = 0
     start_timeout_s: float = 300.0
     kill_timeout_s: float = 25.0

@@ -177,7 +177,7 @@ def _group(
         "needs_offload": of_group.needs_offload,
         "weights_from": weights_from,
         "host_bytes": backup,
-        "start": start_values(server.model_path, of_group, has_backup=has_backup),
+        "start": start_values(server, of_group, has_backup=has_backup),
     }
 
 

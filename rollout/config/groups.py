@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, spelled
+from engines.sglang.environment import EMBEDDING_CACHE
 from rollout.config.base import ConfigSection, Seconds
 
 
@@ -59,12 +60,18 @@ class EngineConfig(ConfigSection):
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables added to those of the engine process."""
+    """Environment variables added to those of the engine process. For attached engines only
+    ``SGLANG_VLM_CACHE_SIZE_MB: "0"``: they were started with it, so they keep no embeddings."""
 
     @property
     def is_attached(self) -> bool:
         """Its engines already run, and are never stopped from here."""
         return self.kind is EngineKind.ATTACHED or bool(self.urls)
+
+    @property
+    def may_keep_embeddings(self) -> bool:
+        """Its engines already run, and it does not say that they keep none."""
+        return self.is_attached and self.env.get(EMBEDDING_CACHE) != "0"
 
     @property
     def nccl_cumem(self) -> str | None:
@@ -109,7 +116,8 @@ class EngineConfig(ConfigSection):
                 yield "urls", f"{url!r} is no address of an engine, which is http://host:port"
         if len(set(self.urls)) < len(self.urls):
             yield "urls", "urls name an engine twice; list each address once"
-        launching = [name for name in ("gpus", "python", "options", "env") if getattr(self, name)]
+        launching = [name for name in ("gpus", "python", "options") if getattr(self, name)]
+        launching += ["env"] if self.env.keys() - {EMBEDDING_CACHE} else []
         launching += ["nodes"] if self.nodes > 1 else []
         if launching:
             yield (

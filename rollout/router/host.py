@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,11 @@ _CLIENT_KEEPALIVE_S = 75
 _STOP_GRACE_S = 5.0
 
 
+def new_run() -> str:
+    """A name that no other run has; stores of cached prefixes outlive runs, and their names."""
+    return secrets.token_hex(8)
+
+
 class RouterHost:
     """Starts, steers and stops one router.
 
@@ -44,6 +50,8 @@ class RouterHost:
         policy: chooses engines, instead of the policy that ``config`` names.
         on_engine_failure: called on the event loop that awaited ``start``, for every request
             that lost its engine.
+        run: names the prefixes that engines cache for it; the same for a router in the place of a
+            lost one, and for no other.  Default: one of its own.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class RouterHost:
         *,
         policy: RoutingPolicy | None = None,
         on_engine_failure: Callable[[ConnectionFailure], None] | None = None,
+        run: str = "",
     ) -> None:
         self._config = config
         self._on_engine_failure = on_engine_failure
@@ -73,7 +82,7 @@ class RouterHost:
                 is_default="max_connections" not in config.model_fields_set,
             ),
         )
-        self._proxy = Proxy(self._gate, pool, config)
+        self._proxy = Proxy(self._gate, pool, config, run or new_run())
         self._drained: dict[asyncio.Future[None], str] = {}
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
 from engines.protocol.spec import spelled
+from engines.sglang.environment import EMBEDDING_CACHE
 from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
 
 
@@ -80,6 +82,28 @@ def why_incompatible(
             "--incremental-streaming-output"
         )
     return ""
+
+
+def why_embeddings_outlive_pushes(model: ModelInfo, info: ServerInfo, encoder: str) -> str:
+    """Why an SGLang engine that somebody else launched would answer from embeddings that were
+    computed before a push; empty if it would not.
+
+    Args:
+        encoder: what pushes may change that computes embeddings, in words; empty if nothing.
+
+    Returns:
+        The end of a message, as of ``why_incompatible``.
+    """
+    kinds = [kind for kind in ("image", "audio") if model.raw.get(f"has_{kind}_understanding")]
+    # With this option SGLang keeps none.
+    if not encoder or not kinds or info.raw.get("rl_on_policy_target") is not None:
+        return ""
+    return (
+        f".engine: engine {{engine}} understands {' and '.join(kinds)} input and keeps the "
+        f"embeddings that it computed; after a push that changes {encoder} it would go on with old "
+        f"ones. Start it with {EMBEDDING_CACHE}=0, and say so in engine.env "
+        f'({EMBEDDING_CACHE}: "0"); or name those tensors in weights.not_pushed'
+    )
 
 
 def why_quantised_online(

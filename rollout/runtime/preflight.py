@@ -131,7 +131,7 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         yield _wrong(f"{path}.engine.python", engine.python, why)
         return
     try:
-        check_spec(planned_spec(server.model_path, group))
+        check_spec(planned_spec(server, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
     if engine.kind is EngineKind.SGLANG:
@@ -169,11 +169,11 @@ def _why_no_interpreter(python: str) -> str:
     return f"it {reason}; give the path of a Python interpreter, or leave python out"
 
 
-def planned_spec(model_path: str, group: GroupConfig) -> EngineSpec:
+def planned_spec(server: ServerConfig, group: GroupConfig) -> EngineSpec:
     """The specification of an engine of this group, with other GPUs than it will get."""
-    engine = group.engine
+    engine, weights = group.engine, server.weights
     return replace(
-        configured_spec(model_path, group),
+        configured_spec(server.model_path, group, weights.update, weights.not_pushed),
         gpu_ids=tuple(range(engine.gpus // engine.nodes)),
         num_nodes=engine.nodes,
         dist_init_addr="127.0.0.1:1" if engine.nodes > 1 else "",

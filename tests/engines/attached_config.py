@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import rollout
 
 
-def config(url: str, model: Path, folder: Path, **group: Any) -> rollout.RolloutConfig:
-    engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20}
+def config(
+    url: str,
+    model: Path,
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    **group: Any,
+) -> rollout.RolloutConfig:
+    engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20, "env": env or {}}
     return rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(folder),
@@ -18,7 +27,7 @@ def config(url: str, model: Path, folder: Path, **group: Any) -> rollout.Rollout
                     "model_path": str(model),
                     "groups": {"theirs": {"engine": engine, **group}},
                     # In a session, which somebody else may have opened; files need none.
-                    "weights": {"transport": "tensor"},
+                    "weights": {"transport": "tensor", **(weights or {})},
                 }
             },
         }

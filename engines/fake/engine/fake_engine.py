@@ -73,6 +73,7 @@ class FakeEngine(FakeEngineState):
         reports_manifest: bool = False,
         reports_released: bool = False,
         reports_memory: bool = False,
+        understands_images: bool = False,
         fingerprints: str = BYTES,
         **state: Any,
     ) -> None:
@@ -88,6 +89,7 @@ class FakeEngine(FakeEngineState):
         self._reports_manifest = reports_manifest
         self._reports_released = reports_released
         self._reports_memory = reports_memory
+        self._understands_images = understands_images
         self._fingerprints = fingerprints
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
@@ -141,7 +143,8 @@ class FakeEngine(FakeEngineState):
 
     async def model_info(self) -> ModelInfo:
         async with self._call("model_info"):
-            return ModelInfo(self._model_path, self._version)
+            about = {"has_image_understanding": self._understands_images}
+            return ModelInfo(self._model_path, self._version, about)
 
     async def server_info(self) -> ServerInfo:
         async with self._call("server_info"):

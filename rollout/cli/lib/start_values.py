@@ -17,20 +17,22 @@ from engines.launch import StartSettings, start_settings
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from rollout.cli.lib.output import console
-from rollout.config import GroupConfig
+from rollout.config import GroupConfig, ServerConfig
 from rollout.runtime.preflight import planned_spec
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def start_values(model_path: str, group: GroupConfig, *, has_backup: bool) -> dict[str, Any] | None:
+def start_values(
+    server: ServerConfig, group: GroupConfig, *, has_backup: bool
+) -> dict[str, Any] | None:
     """Variables, options and deadlines of an engine, ready for JSON.
 
     None for engines that are not started here, and for a group that is refused.
     """
     if group.engine.is_attached or group.worker_type is WorkerType.PLACEHOLDER:
         return None
-    spec = replace(planned_spec(model_path, group), weights_cpu_backup=has_backup)
+    spec = replace(planned_spec(server, group), weights_cpu_backup=has_backup)
     try:
         found = start_settings(spec, os.environ)
     except (ValueError, EngineError):

@@ -5,14 +5,14 @@ Always true: an engine that is not admitted is ended.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine
+from engines.protocol import Endpoint, Engine, ServerInfo
 from engines.protocol.features import read_features
 from engines.vllm.client import VllmClient
 from rollout.config import (
@@ -22,6 +22,7 @@ from rollout.config import (
     GroupConfig,
     HealthConfig,
     LifecycleConfig,
+    WeightUpdate,
 )
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
@@ -30,7 +31,8 @@ from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
-from rollout.rules.engine_compat import why_incompatible
+from rollout.rules.engine_compat import why_embeddings_outlive_pushes, why_incompatible
+from rollout.weights.format.encoder_tensors import pushed_encoder
 
 Connect = Callable[[Endpoint, str], Engine]
 
@@ -140,7 +142,7 @@ class Starter:
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> EngineState:
         info, endpoints = await engine.server_info(), await engine.endpoints()
         features = read_features(info, endpoints)
-        if why := why_incompatible(
+        why = why_incompatible(
             features,
             self._settings.group,
             self._settings.update,
@@ -148,7 +150,8 @@ class Starter:
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
             transport=self._settings.transport,
-        ):
+        )
+        if why := why or await self._why_embeddings_outlive_pushes(engine, info):
             raise ConfigError(self._settings.path + why.replace("{engine}", slot.engine_id))
         version = await engine.weight_version()
         by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
@@ -183,12 +186,22 @@ class Starter:
             record_logprobs(member, await self._logprob_check.query(member))
         return member
 
+    async def _why_embeddings_outlive_pushes(self, engine: Engine, info: ServerInfo) -> str:
+        settings = self._settings
+        if not settings.group.engine.may_keep_embeddings:
+            return ""
+        encoder = pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
+        return why_embeddings_outlive_pushes(await engine.model_info(), info, encoder)
+
     def _spec(self, slot: EngineSlot) -> EngineSpec:
-        urls = self._settings.group.engine.urls
+        settings = self._settings
+        urls = settings.group.engine.urls
         return replace(
-            configured_spec(self._settings.model_path, self._settings.group),
+            configured_spec(
+                settings.model_path, settings.group, settings.update, settings.not_pushed
+            ),
             engine_id=slot.engine_id,
-            log_path=str(Path(self._settings.log_dir) / f"{slot.engine_id}.log"),
+            log_path=str(Path(settings.log_dir) / f"{slot.engine_id}.log"),
             gpu_ids=slot.gpu_ids,
             num_cpus=slot.num_cpus,
             memory_saver=self._memory_saver,
@@ -202,9 +215,12 @@ def start_deadline_s(model_path: str, engine: EngineConfig) -> float:
     return start_timeout_s(engine, size_of_weights(model_path))
 
 
-def configured_spec(model_path: str, group: GroupConfig) -> EngineSpec:
-    """The part of an engine's specification that its group's settings decide alone."""
+def configured_spec(
+    model_path: str, group: GroupConfig, update: WeightUpdate, not_pushed: Sequence[str]
+) -> EngineSpec:
+    """The part of an engine's specification that settings decide alone."""
     config = group.engine
+    is_sglang = config.kind is EngineKind.SGLANG
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,
@@ -212,6 +228,7 @@ def configured_spec(model_path: str, group: GroupConfig) -> EngineSpec:
         log_path="",
         num_cpus=config.cpus,
         memory_saver=group.needs_offload,
+        keeps_embeddings=is_sglang and not pushed_encoder(model_path, update, not_pushed),
         start_timeout_s=start_deadline_s(model_path, config),
         kill_timeout_s=kill_timeout_s(config),
         options=config.options,

@@ -2,36 +2,47 @@
 
 - ``rid``, unless the client gave one: 32 hex digits.  SGLang aborts by prefix, so all ids
   must have one width, or aborting one request ends others.
-- ``extra_key``, unless the client gave one: the weight version.  It is part of SGLang's prefix
-  cache key, so that cached KV of two versions never mixes.
+- ``extra_key``: run and weight version, then the client's own key.  It is part of SGLang's prefix
+  cache key, also in stores that outlive a run, so cached KV of two runs or versions never mixes.
 
-Both are put at the front of the JSON object.  A client's own key is searched for as text, and the
-body is parsed only if that text is found, and not as the first or the last member.  If a client
-spells its key with escapes, so that the text is not found, its value still wins: JSON parsers keep
-the last of equal keys.  For a vLLM engine the two are called ``request_id`` and ``cache_salt``.
+A client's own field is searched for as text, and the body is parsed only if that text is found, and
+not as the first or the last member.  JSON parsers keep the last of equal keys: ``rid`` is put in
+front, so that the client's wins however it is spelled, and ``extra_key`` at the end, so that ours
+does.  A client's key that is spelled with escapes is not found, and separates nothing.
+For a vLLM engine the two are called ``request_id`` and ``cache_salt``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from json import detect_encoding
 
 import orjson
 
 from engines.protocol import Endpoint
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import Headers
-from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
+from rollout.router.http.routes import (
+    COMPLETION_PATHS,
+    GENERATE_PATH,
+    KEYED_PATHS,
+    VLLM_GENERATE_PATH,
+)
 
 MAX_PARSED_BYTES = 1 << 20
 MAX_SESSION_CHARACTERS = 256
+MAX_KEY_CHARACTERS = 128
+"""vLLM takes no longer ``cache_salt``, and none with a slash."""
 _OPENS = re.compile(rb"\s*\{")
 _CLOSES = re.compile(rb"\s*\}")
 _LONGEST_PLAIN_VALUE = 256
+_SPACE = b" \t\r\n"
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
 _NAMES, _VLLM_NAMES = ("rid", "extra_key"), ("request_id", "cache_salt")
@@ -77,7 +88,7 @@ class Request:
     Attributes:
         rid: its id, where it is known.
         adds_rid: the router chose the id and writes it into the body.
-        adds_extra_key: the router writes the weight version into the body.
+        adds_extra_key: the router writes the namespace of its cached prefix into the body.
     """
 
     head: RequestHead
@@ -88,30 +99,32 @@ class Request:
 
     def body_for(
         self,
-        weight_version: int | None,
+        namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
         *,
         is_vllm: bool = False,
     ) -> bytes:
-        """The body for an engine that holds this weight version, with ``more`` fields."""
+        """The body for an engine, in this namespace of cached prefixes, with ``more`` fields."""
         rid, extra_key = _VLLM_NAMES if is_vllm else _NAMES
-        values: dict[str, str | int] = {**more} if more else {}
-        if self.adds_rid:
-            values[rid] = self.rid
-        if self.adds_extra_key and weight_version is not None:
-            values[extra_key] = f"v{weight_version}"
-        return inject_fields(self.body, **values)
+        first, last = b"", b""
+        if self.adds_rid and not more:
+            first = b'"%s":"%s"' % (rid.encode(), self.rid.encode())
+        elif more:
+            first = orjson.dumps({**more, rid: self.rid} if self.adds_rid else {**more})[1:-1]
+        if self.adds_extra_key:
+            last = _key_member(self.body, extra_key, namespace)
+        return inject_members(self.body, first, last)
 
     def parts_for(
         self,
         endpoint: Endpoint,
-        weight_version: int | None,
+        namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
         *,
         is_vllm: bool = False,
     ) -> list[bytes]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
-        body = self.body_for(weight_version, more, is_vllm=is_vllm)
+        body = self.body_for(namespace, more, is_vllm=is_vllm)
         is_translated = is_vllm and self.head.route.path == GENERATE_PATH
         target = VLLM_GENERATE_PATH.encode() if is_translated else b""
         head = self.head.for_engine(endpoint, len(body), target)
@@ -121,15 +134,56 @@ class Request:
 def read_request(head: RequestHead, body: bytes) -> Request:
     """The request for an engine, and which fields the router adds to it."""
     request = Request(head, body)
-    is_completion = head.route.path in COMPLETION_PATHS and head.method == b"POST"
-    if is_completion and is_json_object(body):
-        is_vllm = head.route.path == VLLM_GENERATE_PATH
-        own_rid, own_extra_key = _VLLM_NAMES if is_vllm else _NAMES
-        has_rid, rid = find_field(body, own_rid)
-        request.adds_rid = not has_rid
-        request.rid = rid if isinstance(rid, str) else "" if has_rid else new_rid()
-        request.adds_extra_key = not find_field(body, own_extra_key)[0]
+    if head.method != b"POST" or head.route.path not in KEYED_PATHS:
+        return request
+    request.body = body = in_utf8(body)
+    if is_json_object(body):
+        request.adds_extra_key = True
+        if head.route.path in COMPLETION_PATHS:
+            own_rid = "request_id" if head.route.path == VLLM_GENERATE_PATH else "rid"
+            has_rid, rid = find_field(body, own_rid)
+            request.adds_rid = not has_rid
+            request.rid = rid if isinstance(rid, str) else "" if has_rid else new_rid()
     return request
+
+
+def in_utf8(body: bytes) -> bytes:
+    """JSON in UTF-16 or UTF-32, or with a byte-order mark, which vLLM takes too, without it."""
+    if body.startswith(b'{"') or (is_json_object(body) and b"\0" not in body[:4]):
+        return body
+    try:
+        return body.decode(detect_encoding(body), "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return body
+
+
+def _key_member(body: bytes, name: str, namespace: str) -> bytes:
+    """The last member of a body, which names its cached prefixes: the client's key inside ours."""
+    has_own, own = find_field(body, name)
+    if not has_own or not own:
+        return _plain_member(name, namespace)
+    key: str | list[str]
+    if own is UNKNOWN:  # so this request shares with no other
+        key = _inside(namespace, new_rid())
+    elif isinstance(own, list):  # one for each prompt of the body
+        key = [_inside(namespace, one) for one in own]
+    else:
+        key = _inside(namespace, own)
+    return json.dumps({name: key}).encode()[1:-1]
+
+
+@lru_cache(64)
+def _plain_member(name: str, namespace: str) -> bytes:
+    return json.dumps({name: namespace}).encode()[1:-1]
+
+
+def _inside(namespace: str, own: object) -> str:
+    text = own if isinstance(own, str) else json.dumps(own)
+    key = f"{namespace}:{text}"
+    if len(key) <= MAX_KEY_CHARACTERS:
+        return key
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{namespace}:{digest[:32]}"
 
 
 def new_rid() -> str:
@@ -141,8 +195,12 @@ def is_json_object(body: bytes) -> bool:
     return _OPENS.match(body) is not None
 
 
+UNKNOWN = object()
+"""The value of a field of a body that was not parsed."""
+
+
 def find_field(body: bytes, key: str) -> tuple[bool, object]:
-    """Whether the object has ``key``, and its value where that is known.
+    """Whether the object has ``key``, and its value, or ``UNKNOWN``.
 
     A body too long to parse that has the key's text somewhere counts as having the key.
     """
@@ -157,11 +215,11 @@ def find_field(body: bytes, key: str) -> tuple[bool, object]:
         if found is not None:
             return True, found[1].decode()
     if len(body) > MAX_PARSED_BYTES:
-        return True, None
+        return True, UNKNOWN
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
-        return True, None
+        return True, UNKNOWN
     return key in parsed, parsed.get(key)
 
 
@@ -176,11 +234,19 @@ def _patterns(key: str) -> tuple[bytes, re.Pattern[bytes], re.Pattern[bytes]]:
     )
 
 
-def inject_fields(body: bytes, **values: str | int) -> bytes:
-    """``body`` with ``values`` as its first members."""
+def inject_members(body: bytes, first: bytes, last: bytes) -> bytes:
+    """``body`` with ``first`` as its first members and ``last`` as its last; either may be empty.
+
+    What is not an object is unchanged.
+    """
     opening = _OPENS.match(body)
-    if not values or opening is None:
+    end = len(body) - 1 if body.endswith(b"}") else body.rstrip(_SPACE).rfind(b"}")
+    if opening is None or not (first or last) or body[end + 1 :].strip(_SPACE):
         return body
-    front = orjson.dumps(values)[:-1]
-    comma = b"" if _CLOSES.match(body, opening.end()) else b","
-    return b"".join((front, comma, body[opening.end() :]))
+    begin = opening.end()
+    if _CLOSES.match(body, begin) is None:  # it has members of its own
+        first = first and first + b","
+        last = last and b"," + last
+    elif first and last:
+        last = b"," + last
+    return b"".join((b"{", first, body[begin:end], last, b"}"))

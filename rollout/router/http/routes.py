@@ -71,6 +71,9 @@ COMPLETION_PATHS = frozenset(
 )
 """Paths whose requests get fields of the router, and can continue on another engine."""
 
+KEYED_PATHS = COMPLETION_PATHS | {"/v1/responses", "/invocations"}
+"""Paths at which engines take a key of cached prefixes."""
+
 
 NAMING_PATHS = (COMPLETION_PATHS - {VLLM_GENERATE_PATH}) | {
     "/encode",

@@ -72,11 +72,15 @@ class LiveRequest(Protocol):
 class Proxy:
     """The data path of one router.
 
+    Args:
+        run: of its run alone; a part of the names of cached prefixes.
+
     Attributes:
         num_receiving_bytes: bodies of requests that have not arrived completely, together.
     """
 
-    def __init__(self, gate: Gate, pool: EnginePool, config: RouterConfig) -> None:
+    def __init__(self, gate: Gate, pool: EnginePool, config: RouterConfig, run: str) -> None:
+        self._run = run
         self.gate = gate
         self.pool = pool
         self.config = config
@@ -128,6 +132,10 @@ class Proxy:
             return Refusal(full, self.gate.state)
         self.num_receiving_bytes += num_bytes
         return None
+
+    def namespace(self, weight_version: int | None) -> str:
+        """What names the prefixes that weights of this version computed in this run."""
+        return self._run if weight_version is None else f"{self._run}:v{weight_version}"
 
     def hint_of(self, request: Request) -> Hint:
         """The session and prompt of a request, as far as the policy uses them."""

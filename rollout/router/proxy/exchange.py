@@ -275,6 +275,7 @@ class Exchange:
             self._proxy.counts.num_retried += 1
         pool, endpoint = self._proxy.pool, admission.member.endpoint
         version, more = admission.weight_version, self._added_name(admission)
+        namespace = self._proxy.namespace(version)
         is_vllm = admission.member.is_vllm
         if admission.partner is not None:
             more = {**more, **bootstrap_fields(admission.partner)}
@@ -285,10 +286,10 @@ class Exchange:
                 on_lost, self.on_no_connection, on_unusable, self.on_router_error, on_prompt
             )
             place = admission.partner.endpoint
-            pool.send(self._prefill, place, request.parts_for(place, version, more))
+            pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
             request.body = tokens.body(version, is_vllm=is_vllm)
-        parts = request.parts_for(endpoint, version, more, is_vllm=is_vllm)
+        parts = request.parts_for(endpoint, namespace, more, is_vllm=is_vllm)
         pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _added_name(self, admission: Admission) -> Mapping[str, str | int]:

@@ -41,7 +41,13 @@ _SAMPLING = {
     },
 }
 """OpenAI's and SGLang's names on the left, those of ``/generate`` on the right."""
-_PASSED = ("rid", "lora_path", "priority", "return_routed_experts")
+_PASSED = {
+    "cache_salt": "extra_key",  # vLLM's name
+    **{
+        name: name
+        for name in ("rid", "extra_key", "lora_path", "priority", "return_routed_experts")
+    },
+}
 _REFUSED = {
     "logprobs": "the samples of the session have them",
     "top_logprobs": "the samples of the session have log-probs",
@@ -128,7 +134,11 @@ def read_chat(body: bytes) -> ChatRequest:
         tools if choice == "auto" else [],
         raw.get("chat_template_kwargs") or {},
         _sampling(raw),
-        {name: raw[name] for name in _PASSED if name in raw and _has_meaning(name, raw[name])},
+        {
+            ours: raw[name]
+            for name, ours in _PASSED.items()
+            if name in raw and _has_meaning(name, raw[name])
+        },
         raw.get("model") or "",
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),

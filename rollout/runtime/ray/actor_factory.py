@@ -20,7 +20,7 @@ from rollout.config import RouterConfig
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus, NodeShare
-from rollout.router.host import RouterHost
+from rollout.router.host import RouterHost, new_run
 from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import remote_group, remote_router
@@ -68,7 +68,8 @@ class ServerActors:
         self._name = name
         self._parts = parts
         self._router_config = router
-        self._router: Any = parts.router_class.remote(router)
+        self._run = new_run()
+        self._router: Any = parts.router_class.remote(router, run=self._run)
         self._groups: dict[str, Any] = {
             group: parts.group_class.remote(settings, slots, parts.placement)
             for group, (settings, slots) in parts.groups.items()
@@ -97,7 +98,7 @@ class ServerActors:
         """A router on the port of the lost one."""
         ray.kill(self._router)
         config = self._router_config.model_copy(update={"port": endpoint.port})
-        self._router = self._parts.router_class.remote(config)
+        self._router = self._parts.router_class.remote(config, run=self._run)
         return self.first_router()
 
     async def make_group(self, name: str, known: GroupStatus, version: int | None) -> ServerGroup:

@@ -98,7 +98,7 @@ async def make_bench() -> AsyncIterator[MakeBench]:
     async def make(*scripts: Script | None, config: RouterConfig | None = None) -> Bench:
         """Engines ``e-0``, ``e-1`` ...; None resets connections while heads are read."""
         failures: list[ConnectionFailure] = []
-        host = RouterHost(config or router_config(), on_engine_failure=failures.append)
+        host = RouterHost(config or router_config(), on_engine_failure=failures.append, run="run")
         engines = [
             StubEngine(f"e-{index}", script or reply(), resets_heads=script is None)
             for index, script in enumerate(scripts)

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import WorkerType
+from engines.protocol import ModelInfo, ServerInfo, WorkerType
 from engines.protocol.features import Features
 from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
-from rollout.rules.engine_compat import why_incompatible, why_quantised_online
+from rollout.rules.engine_compat import (
+    why_embeddings_outlive_pushes,
+    why_incompatible,
+    why_quantised_online,
+)
 
 GOOD = Features(
     engine="sglang",
@@ -143,3 +147,31 @@ def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
     said = why_quantised_online(options, update, is_quantised=is_quantised)
     assert ("rollout.weights.tensors.fp8_block_quantiser" in said) is is_refused
     assert bool(said) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("model", "info", "encoder", "kinds"),
+    [
+        ({"has_image_understanding": True}, {}, "tensor 'visual.x'", "image input"),
+        (
+            {"has_image_understanding": True, "has_audio_understanding": True},
+            {"rl_on_policy_target": None},
+            "tensor 'visual.x'",
+            "image and audio input",
+        ),
+        ({"has_image_understanding": False}, {}, "tensor 'visual.x'", ""),
+        ({"has_image_understanding": True}, {}, "", ""),
+        ({"has_image_understanding": True}, {"rl_on_policy_target": "fsdp"}, "tensor 'v'", ""),
+    ],
+)
+def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused(
+    model: dict[str, Any], info: dict[str, Any], encoder: str, kinds: str
+) -> None:
+    said = why_embeddings_outlive_pushes(
+        ModelInfo("/m", "0", model),
+        ServerInfo("0.5.23", "sglang", True, False, raw=info),
+        encoder,
+    )
+    assert bool(said) is bool(kinds)
+    assert kinds in said
+    assert encoder in said or not said

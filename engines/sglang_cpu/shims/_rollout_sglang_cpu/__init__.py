@@ -36,9 +36,10 @@ class _Hook:
             processes.fork()
         elif name == "sgl_kernel" and name not in self._seen:
             self._seen.add(name)
-            from _rollout_sglang_cpu import cuda_calls
+            from _rollout_sglang_cpu import cuda_calls, kernel_ops
 
             cuda_calls.replace()
+            kernel_ops.declare()
         return None
 
     def _triton(self, name: str) -> ModuleSpec | None:

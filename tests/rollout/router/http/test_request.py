@@ -10,13 +10,15 @@ from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import to_client, to_engine
 from rollout.router.http.request import (
     MAX_PARSED_BYTES,
+    UNKNOWN,
     Request,
     find_field,
-    inject_fields,
+    inject_members,
     is_json_object,
     new_rid,
+    read_request,
 )
-from rollout.router.http.routes import is_generation, route_of
+from rollout.router.http.routes import KEYED_PATHS, is_generation, route_of
 
 
 def test_hop_by_hop_headers_and_those_named_by_connection_stay_here():
@@ -59,13 +61,16 @@ def test_a_reply_keeps_its_encoding_and_length_and_names_the_engine():
 
 @pytest.mark.parametrize("body", [b"{}", b"{ \n}", b' {"text": "x"}', b'{"a": {"rid": 1}}'])
 def test_an_injected_body_is_the_same_object_with_two_more_fields(body):
-    stamped = json.loads(inject_fields(body, rid="r", extra_key="v3"))
-    assert stamped == {"rid": "r", "extra_key": "v3", **json.loads(body)}
+    both = json.loads(inject_members(body, b'"rid":"r"', b'"extra_key":"v3"'))
+    assert both == {"rid": "r", "extra_key": "v3", **json.loads(body)}
+    assert [*both] == ["rid", *json.loads(body), "extra_key"]
+    assert json.loads(inject_members(body, b"", b'"a":1')) == {**json.loads(body), "a": 1}
+    assert json.loads(inject_members(body, b'"rid":"r"', b"")) == {"rid": "r", **json.loads(body)}
 
 
 @given(st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3))
 def test_injecting_fields_keeps_what_the_client_wrote(members):
-    stamped = json.loads(inject_fields(json.dumps(members).encode(), rid="r"))
+    stamped = json.loads(inject_members(json.dumps(members).encode(), b'"rid":"r"', b""))
     assert stamped == {"rid": "r", **members}
 
 
@@ -77,9 +82,10 @@ def test_injecting_fields_keeps_what_the_client_wrote(members):
         (b'{"rid": ["p-1"]}', (True, ["p-1"])),
         (b'{"inner": {"rid": 1}}', (False, None)),
         (b'{"text": "the \\"rid\\" of it"}', (False, None)),
-        (b'{"rid": broken', (True, None)),
-        (b'{"a": "' + b"x" * MAX_PARSED_BYTES + b'", "rid": 1}', (True, None)),
-        (b'{"rid":' + b"[" * 100_000, (True, None)),
+        (b'{"rid": null}', (True, None)),
+        (b'{"rid": broken', (True, UNKNOWN)),
+        (b'{"a": "' + b"x" * MAX_PARSED_BYTES + b'", "rid": 1}', (True, UNKNOWN)),
+        (b'{"rid":' + b"[" * 100_000, (True, UNKNOWN)),
     ],
 )
 def test_a_key_is_found_without_parsing_bodies_that_cannot_have_it(body, found):
@@ -89,7 +95,7 @@ def test_a_key_is_found_without_parsing_bodies_that_cannot_have_it(body, found):
 @pytest.mark.parametrize("body", [b"", b"[1]", b'"x"', b"\xff{", b"text"])
 def test_a_body_that_is_not_a_json_object_is_unchanged(body):
     assert not is_json_object(body)
-    assert inject_fields(body, rid="r") == body
+    assert inject_members(body, b'"rid":"r"', b"") == body
 
 
 def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
@@ -101,9 +107,85 @@ def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
 def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
     head = RequestHead(b"POST", route_of(b"/generate"), [])
     request = Request(head, b"{}", rid="r", adds_rid=True, adds_extra_key=True)
-    assert json.loads(request.body_for(3)) == {"rid": "r", "extra_key": "v3"}
-    assert json.loads(request.body_for(4)) == {"rid": "r", "extra_key": "v4"}
-    assert json.loads(request.body_for(None)) == {"rid": "r"}
+    assert json.loads(request.body_for("run:v3")) == {"rid": "r", "extra_key": "run:v3"}
+    assert json.loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
+
+
+def sent(body, *, path="/generate", **how):
+    """The key of a body for an engine."""
+    request = read_request(RequestHead(b"POST", route_of(path.encode()), []), body)
+    whole = json.loads(request.body_for("run:v3", **how))
+    return whole["cache_salt" if how.get("is_vllm") else "extra_key"]
+
+
+@pytest.mark.parametrize(
+    ("own", "key"),
+    [
+        ("mine", "run:v3:mine"),
+        ("", "run:v3"),
+        (None, "run:v3"),
+        ([], "run:v3"),
+        (["a", "b"], ["run:v3:a", "run:v3:b"]),
+        (["a", None], ["run:v3:a", "run:v3:null"]),
+        (7, "run:v3:7"),
+        ({"a": "\ud800"}, 'run:v3:{"a": "\\ud800"}'),
+        ('quoted " \\', 'run:v3:quoted " \\'),
+        ("run:v2", "run:v3:run:v2"),
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ['{"extra_key":%s}', '{"a":1,"extra_key":%s}', '{"extra_key":%s,"a":1}']
+)
+def test_a_clients_own_key_goes_inside_ours(form, own, key):
+    assert sent((form % json.dumps(own)).encode()) == key
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"extra\\u005fkey": "mine"}',
+        b'{"extra_key": "mine", "extra\\u005fkey": "mine"}',
+        b'{"extra_key": "a", "x": {"extra_key": "b"}, "extra_key": "c"}',
+        '{"extra_key": "mine"}'.encode("utf-16-le"),
+        '{"extra_key": "mine"}'.encode("utf-16"),
+        '{"extra_key": "mine"}'.encode("utf-32-be"),
+        '{"extra_key": "mine"}'.encode("utf-8-sig"),
+        b' {"extra_key": "mine"} \r\n',
+        b'{"x": "' + b"x" * MAX_PARSED_BYTES + b'", "extra_key": "mine", "y": 1}',
+    ],
+)
+@pytest.mark.parametrize("path", sorted(KEYED_PATHS))
+def test_no_spelling_of_a_key_leaves_our_namespace(path, body):
+    is_vllm = path == "/inference/v1/generate"
+    body = body.replace(b"extra", b"cache").replace(b"key", b"salt") if is_vllm else body
+    assert sent(body, path=path, is_vllm=is_vllm).startswith("run:v3")
+
+
+def test_a_key_that_was_not_read_shares_with_no_other_request():
+    body = b'{"x": "' + b"x" * MAX_PARSED_BYTES + b'", "extra_key": "mine", "y": 1}'
+    assert sent(body) != sent(body)
+
+
+@given(st.dictionaries(st.sampled_from(["extra_key", "rid", "a"]), st.text() | st.none()))
+def test_other_keys_never_share_a_name(members):
+    own = members.get("extra_key")
+    key = sent(json.dumps(members).encode())
+    assert key == "run:v3" if not own else key.startswith("run:v3:")
+    assert len(key) <= 128
+
+
+@pytest.mark.parametrize("own", ["a" * 120, "a" * 119 + "b", "ä" * 500])
+def test_a_long_key_is_shortened_to_what_vllm_takes(own):
+    key = sent(json.dumps({"cache_salt": own}).encode(), path="/v1/completions", is_vllm=True)
+    assert len(key) <= 128
+    assert not set(key) & set("@/\\\0")
+    assert key != sent(json.dumps({"cache_salt": own[:-1]}).encode(), is_vllm=True)
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"a": 1', b'"}', b"text}", b"\xff\xfe{"])
+def test_what_no_engine_reads_as_an_object_is_passed_on(body):
+    request = read_request(RequestHead(b"POST", route_of(b"/generate"), []), body)
+    assert request.body_for("run:v3") == body
 
 
 @pytest.mark.parametrize(

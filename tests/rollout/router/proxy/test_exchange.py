@@ -41,7 +41,7 @@ async def test_generate_gets_a_rid_and_the_weight_version(make_bench):
     await bench.ask()
     body = bench.engines[0].seen[0].json
     assert len(body.pop("rid")) == 32
-    assert body == {**PROMPT, "extra_key": "v7"}
+    assert body == {**PROMPT, "extra_key": "run:v7"}
 
 
 async def test_a_client_keeps_its_own_rid_and_other_routes_are_not_touched(make_bench):
@@ -49,7 +49,40 @@ async def test_a_client_keeps_its_own_rid_and_other_routes_are_not_touched(make_
     await bench.ask("/generate", json={"rid": "mine", "extra_key": "k"})
     await bench.ask("/v1/embeddings", json=PROMPT)
     generate, embed = (seen.json for seen in bench.engines[0].seen)
-    assert (generate, embed) == ({"rid": "mine", "extra_key": "k"}, PROMPT)
+    assert (generate, embed) == ({"rid": "mine", "extra_key": "run:v7:k"}, PROMPT)
+
+
+@pytest.mark.parametrize("failover", ["off", "on"])
+@pytest.mark.parametrize(
+    ("path", "is_vllm"),
+    [
+        ("/generate", False),
+        ("/generate", True),
+        ("/inference/v1/generate", True),
+        ("/v1/completions", False),
+        ("/v1/completions", True),
+        ("/v1/chat/completions", False),
+        ("/v1/chat/completions", True),
+        ("/v1/responses", False),
+        ("/v1/responses", True),
+    ],
+)
+async def test_the_own_key_of_a_client_is_inside_run_and_version_on_every_route(
+    make_bench, path, is_vllm, failover
+):
+    bench = await make_bench(reply(), config=router_config(token_failover=failover))
+    await bench.host.set_members(2, [bench.member(0, is_vllm=is_vllm)])
+    theirs = "cache_salt" if is_vllm else "extra_key"
+    own = "extra_key" if path == "/generate" else theirs
+    bodies = {
+        "/generate": PROMPT,
+        "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
+        "/v1/completions": {"prompt": [1]},
+    }
+    for key in ({}, {own: "mine"}):
+        await bench.ask(path, json={**bodies.get(path, {"messages": []}), **key})
+    plain, keyed = (seen.json[theirs] for seen in bench.engines[0].seen)
+    assert (plain, keyed) == ("run:v7", "run:v7:mine")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -58,7 +91,7 @@ async def test_openai_requests_get_them_too(make_bench, path):
     await bench.ask(path, json=PROMPT)
     body = bench.engines[0].seen[0].json
     assert len(body.pop("rid")) == 32
-    assert body == {**PROMPT, "extra_key": "v7"}
+    assert body == {**PROMPT, "extra_key": "run:v7"}
 
 
 async def test_method_query_and_headers_pass_and_hop_by_hop_headers_do_not(make_bench):
@@ -414,7 +447,7 @@ async def test_held_requests_reach_an_engine_when_the_gate_opens(make_bench):
     await bench.host.set_gate("open", weight_version=8)
     response = await pending
     assert (response.status, response.headers["x-weight-version"]) == (200, "8")
-    assert bench.engines[0].seen[0].json["extra_key"] == "v8"
+    assert bench.engines[0].seen[0].json["extra_key"] == "run:v8"
 
 
 async def test_one_more_than_may_be_held_is_refused_with_a_retry_time(make_bench):

@@ -266,6 +266,18 @@ async def test_what_a_session_cannot_do_is_refused(
     assert agent.bench.engines[0].seen == []
 
 
+async def test_the_key_of_an_agent_is_inside_run_and_version(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    await agent.ask([USER])
+    await agent.ask([USER], extra_body={"extra_key": "mine"})
+    await agent.ask([USER], extra_body={"cache_salt": "mine"})
+    assert [seen.json["extra_key"] for seen in agent.bench.engines[0].seen] == [
+        "run:v7",
+        "run:v7:mine",
+        "run:v7:mine",
+    ]
+
+
 async def test_a_missing_tokenizer_names_the_setting(make_agent: MakeAgent) -> None:
     agent = await make_agent()
     (agent.folder / "tokenizer.json").unlink()
