@@ -102,6 +102,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         }
         # Where a name is vLLM's own, names of the checkpoint cannot be checked against it.
         self._is_known = all(part.is_known for part in parts)
+        self._is_quantised = vllm_config.quant_config is not None
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
         """Nothing to do; may be called again."""
@@ -179,7 +180,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
     def _why_incomplete(self) -> str:
         """Why this session must not end; empty if it may."""
         if not self._is_known:
-            return ""
+            return "" if self._is_quantised else self._why_half_loaded()
         missing: dict[str, list[str]] = defaultdict(list)
         begun: set[str] = set()
         for name, expected in self._expected.items():
@@ -196,6 +197,19 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
                 f"the weights were released without a backup, and {len(names)} of "
                 f"{len(self._expected)} tensors were not pushed: {_some(names)}; push all tensors"
             )
+        return ""
+
+    def _why_half_loaded(self) -> str:
+        """Why a joined layer must not be loaded as it is; empty if none is begun and not complete.
+
+        vLLM would leave memory in it that was never written.  Other layers may have elements that
+        no push has, such as a padding.
+        """
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            is_begun = info.can_load() and info.load_numel > 0
+            if hasattr(layer, "output_sizes") and is_begun:  # a complete one cannot load more
+                return f"a part of layer {name} was not pushed; push the whole layer"
         return ""
 
     def _abandon(self) -> None:

@@ -32,8 +32,12 @@ class WorkerExtension:
         return {"checksums": fingerprints(tensors), "num_bytes": num_bytes}
 
     def rollout_manifest(self) -> list[dict[str, Any]]:
-        """Name, dtype and shape of each tensor."""
-        tensors = {part.name: part.tensor for part in _parts(self)}
+        """Name, dtype and shape of each tensor of the checkpoint; empty where the names or shapes
+        here are vLLM's own, so that a push is checked against the checkpoint's files alone."""
+        parts = _parts(self)
+        if not all(part.is_known for part in parts):
+            return []
+        tensors = {part.name: part.tensor for part in parts}
         tied = {
             name: tensors[same]
             for name, same in tied_names(_model(self)).items()

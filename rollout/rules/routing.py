@@ -10,7 +10,7 @@ The policies that choose an engine are in ``load_balancing``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -82,6 +82,7 @@ class Candidates:
         members: the engines, with distinct ids.
         load: returns the load of an engine, by id.
         turns: ids in the order of their earlier turns; engines that are missing come first.
+        avoided: engines that are candidates only where there is no other.
 
     Attributes:
         members: in the order of the membership.
@@ -93,8 +94,10 @@ class Candidates:
         members: Iterable[Backend],
         load: Callable[[str], int],
         turns: Iterable[str] = (),
+        avoided: Iterable[Backend] = (),
     ) -> None:
-        self.members = tuple(members)
+        self._avoided = tuple(avoided)
+        self.members = tuple(members) or self._avoided
         self.load = load
         self.changed: dict[str, None] = {}
         self._places = {member.engine_id: place for place, member in enumerate(self.members)}
@@ -134,8 +137,11 @@ class Candidates:
         """A copy without one engine; later changes of loads do not reach the copy."""
         if engine_id not in self._places:
             return self
-        others = (member for member in self.members if member.engine_id != engine_id)
-        return Candidates(others, self.load, self.turns())
+        others, avoided = (
+            [member for member in group if member.engine_id != engine_id]
+            for group in (self.members, self._avoided)
+        )
+        return Candidates(others, self.load, self.turns(), avoided)
 
     def turns(self) -> list[str]:
         """The ids, by load and then by turn."""
@@ -204,13 +210,26 @@ class InFlight(Generic[T]):
         self._changed: dict[str, dict[str, None]] = {}
         self._offered: tuple[Candidates, ...] = ()
 
-    def offer(self, *groups: Iterable[Backend]) -> tuple[Candidates, ...]:
+    def offer(
+        self, *groups: Sequence[Backend], avoided: Collection[str] = ()
+    ) -> tuple[Candidates, ...]:
         """Candidates for each group; their loads are kept up to date until the next call.
 
         No engine may be in two groups.
+
+        Args:
+            avoided: ids of engines that are candidates only where their group has no other.
         """
         turns = [engine_id for before in self._offered for engine_id in before.turns()]
-        self._offered = tuple(Candidates(group, self.num, turns) for group in groups)
+        self._offered = tuple(
+            Candidates(
+                (member for member in group if member.engine_id not in avoided),
+                self.num,
+                turns,
+                (member for member in group if member.engine_id in avoided),
+            )
+            for group in groups
+        )
         self._changed = {
             member.engine_id: candidates.changed
             for candidates in self._offered

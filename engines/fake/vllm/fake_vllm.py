@@ -45,6 +45,7 @@ _OPERATIONS = {
 """The call that a bucket is, by what the plugin's ``update_info`` has; else it is by tensor."""
 _RANK = "dp0:pp0:pcp0:tp0:"
 _PICKLE = b"\x80"
+CORE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 TEXT = "text"
 """The only entry of an answer that is plain text."""
 
@@ -60,6 +61,7 @@ class FakeVllm(FakeEngine):
 
     Attributes:
         level: of the last sleep that did anything.
+        has_core: its engine core lives.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class FakeVllm(FakeEngine):
     ) -> None:
         super().__init__(engine_id, **state)
         self.level = 0
+        self.has_core = True
         self._vllm_version = version
         self._has_plugin = has_plugin
         self._without = without
@@ -111,6 +114,12 @@ class FakeVllm(FakeEngine):
             routes.LOAD_LORA: self._load_lora,
             routes.UNLOAD_LORA: self._unload_lora,
         }
+
+    def lose_core(self) -> None:
+        """As when the system kills its engine core: the API server answers each generation with an
+        error, also those in flight.  The real one ends some seconds later."""
+        self.has_core = False
+        self._notify()
 
     @property
     def keeps_backup(self) -> bool:
@@ -421,8 +430,10 @@ class FakeVllm(FakeEngine):
             return {"object": "list", "data": [{"id": name, "object": "model", "root": name}]}
 
     async def _health(self, arguments: Arguments) -> Json:
-        """Green as long as the process lives."""
+        """Green as long as its core lives."""
         async with self._call("is_ready"):
+            if not self.has_core:
+                raise self._rejected("is_ready", "", 503)
             return {}
 
     async def _metrics(self, arguments: Arguments) -> Json:
@@ -460,7 +471,12 @@ class FakeVllm(FakeEngine):
                 yield event
             sent = 0
             while not request.is_over:
-                await self._step(request)
+                try:
+                    await self._step(request)
+                except EngineRejected as error:  # its head is sent
+                    what = {"type": "InternalServerError", "param": None, "code": error.status}
+                    yield {"error": {"message": error.body, **what}}
+                    return
                 if len(request.output_ids) > sent or request.is_over:
                     yield form.event(request, sent)
                     sent = len(request.output_ids)
@@ -482,6 +498,8 @@ class FakeVllm(FakeEngine):
     async def _step(self, request: FakeRequest) -> None:
         num = len(request.output_ids)
         await super()._step(request)
+        if not self.has_core:
+            raise self._rejected("generate", CORE_DEAD, 500)
         # The layers that a session loads are elsewhere meanwhile.
         is_idle = not self.is_updating or len(request.output_ids) == num
         self._assert(is_idle, "a request runs while a weight update is open")

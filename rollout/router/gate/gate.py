@@ -24,6 +24,7 @@ from typing import Any
 
 from engines.protocol import WorkerType
 from engines.protocol.plain_text import describe
+from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
 from rollout.rules.load_balancing import LeastInFlight
 from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, InFlight, RoutingPolicy
@@ -336,6 +337,27 @@ class Gate:
         self._on_failure(failure)
         return failure
 
+    def note_reply(self, admission: Admission, *, is_error: bool) -> None:
+        """The engine of ``admission`` has begun to reply, or failed it with an error of its own.
+
+        While the gate is not open, an error may be of the pause.
+        """
+        members, engine_id = self.members, admission.member.engine_id
+        if not is_error:
+            if members.errors:
+                members.end_errors(engine_id)
+        elif (
+            self.state is GateState.OPEN
+            and self.still_serves(admission)
+            and members.add_error(engine_id, self._clock())
+        ):
+            logger.warning(
+                "engine %s is avoided for %.0f s: its last %d replies were errors of its own",
+                engine_id,
+                AVOIDED_S,
+                members.errors[engine_id].num,
+            )
+
     # -- aborts -----------------------------------------------------------------------------
 
     def abort_held(self, rid: str | None) -> int:
@@ -421,6 +443,7 @@ class Gate:
                     "reason": member.reason,
                     "num_in_flight": self.num_on(member.engine_id),
                     "num_failures": self.members.num_failures(member.engine_id),
+                    "is_avoided": member.engine_id in self.members.avoided,
                 }
                 for member in self.members
             ],
@@ -434,6 +457,8 @@ class Gate:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
         members = self.members
+        if members.avoided:
+            members.avoid_at(self._clock())
         member = _choose(self.policy, members.choosable, excluded_engine, hint)
         partner = None
         if member is None:

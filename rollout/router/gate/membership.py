@@ -4,6 +4,8 @@ Always true: the set is the one of the newest epoch, except that an engine whose
 since then is ``dead``.  Only the owner of the epochs (the rollout server) brings a dead engine
 back: after a probe and a weight check it pushes a newer set in which the engine serves.  A late
 set (its epoch is not newer than the current one) changes nothing.
+
+An engine that serves and only sends errors stays a member, and is avoided for a while.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.protocol import WorkerType
+from rollout.router.gate.avoidance import ErrorSeries
 from rollout.rules.routing import Backend, BackendState, Candidates, InFlight
 
 _LOST = frozenset({BackendState.DEAD, BackendState.FENCED})
@@ -37,6 +40,8 @@ class Membership:
         may_return: recovery may bring back one of the engines that do not serve.
         has_vllm: one of the engines takes requests in vLLM's form.
         is_mixed: one does, and another does not.
+        errors: of the engines whose last reply was an error of their own, by id.
+        avoided: engines that get requests only where no other can take them.
     """
 
     choosable: Candidates
@@ -46,12 +51,16 @@ class Membership:
     may_return: bool
     has_vllm: bool
     is_mixed: bool
+    errors: dict[str, ErrorSeries]
+    avoided: frozenset[str]
 
     def __init__(self, in_flight: InFlight[Any], prefilling: InFlight[Any]) -> None:
         self.epoch = -1
         self._in_flight = in_flight
         self._prefilling = prefilling
         self._entries: dict[str, _Entry] = {}
+        self.errors = {}
+        self.avoided = frozenset()
         self._refresh_candidates()
 
     def replace(self, epoch: int, members: Sequence[Backend]) -> bool:
@@ -69,6 +78,12 @@ class Membership:
             entries[member.engine_id] = self._successor(member, epoch)
         self.epoch = epoch
         self._entries = entries
+        # One that served without a break has the errors that it had.
+        since = {engine_id: entry.serving_since for engine_id, entry in entries.items()}
+        self.errors = {
+            one: found for one, found in self.errors.items() if since.get(one, epoch) < epoch
+        }
+        self.avoided &= self.errors.keys()
         self._refresh_candidates()
         return True
 
@@ -97,6 +112,30 @@ class Membership:
         self._refresh_candidates()
         return True
 
+    def add_error(self, engine_id: str, now_s: float) -> bool:
+        """Count a reply that is an error of the engine's own; True if it is avoided from now on."""
+        if not self.errors.setdefault(engine_id, ErrorSeries()).add(now_s):
+            return False
+        self.avoid_at(now_s)
+        return engine_id in self.avoided
+
+    def end_errors(self, engine_id: str) -> None:
+        """The engine has sent a reply that is no error."""
+        if self.errors.pop(engine_id, None) is not None and engine_id in self.avoided:
+            self.avoided -= {engine_id}
+            self._refresh_candidates()
+
+    def avoid_at(self, now_s: float) -> None:
+        """Avoid the engines that are to be avoided at this time."""
+        avoided = frozenset(one for one, found in self.errors.items() if found.is_avoided(now_s))
+        serving = (one.engine_id for one in self if one.state is BackendState.SERVING)
+        if avoided.issuperset(serving):  # then the requests may be the cause
+            self.errors.clear()
+            avoided = frozenset()
+        if avoided != self.avoided:
+            self.avoided = avoided
+            self._refresh_candidates()
+
     def why_lost(self, member: Backend) -> str:
         """Why this engine cannot finish its requests; empty if it can."""
         entry = self._entry_of(member)
@@ -123,6 +162,7 @@ class Membership:
         self.choosable, self.decode = self._in_flight.offer(
             [member for member in serving if member.is_choosable],
             [member for member in serving if member.worker_type is WorkerType.DECODE],
+            avoided=self.avoided,
         )
         (self.prefill,) = self._prefilling.offer(
             [member for member in serving if member.worker_type is WorkerType.PREFILL]

@@ -4,8 +4,9 @@ Always true:
 - An admitted request leaves the gate exactly once: at its last byte, error or disconnect.
 - An engine's failure is never an error of the router, and it names the engine.
 - A request is sent a second time only if no byte of a response has reached its client, once, and
-  to another engine, through the gate like any other.  A complete reply is final.  An engine that
-  refuses the connection never got the request, so that does not count.
+  to another engine, through the gate like any other.  A complete reply is final, unless it says
+  that the engine is dead.  An engine that refuses the connection never got the request, so that
+  does not count.
   (With token failover, a request also continues after its first bytes: see ``token_failover``.)
 - Nothing is written before ``start``: earlier requests get their responses first.
 - An error in here ends this request, and is raised to none of its callers (``on_router_error``).
@@ -22,15 +23,23 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.request import Request, read_request
+from rollout.router.http.routes import COMPLETION_PATHS
 from rollout.router.proxy.client_response import ClientResponse, ClientWriter
 from rollout.router.proxy.context import Proxy, log_router_error
+from rollout.router.proxy.engine_errors import (
+    first_error,
+    is_own_error,
+    read_error,
+    status_of,
+    why_lost,
+)
 from rollout.router.proxy.lost_engines import LostEngines
 from rollout.router.proxy.prefill_decode import PrefillReply, bootstrap_fields
 from rollout.router.proxy.token_failover import (
@@ -103,6 +112,7 @@ class Exchange:
     _timer: asyncio.TimerHandle | None = None
     _num_attempts: int = 0
     _failure: ConnectionFailure | None = None
+    _status: int = 0  # of a reply whose body has not begun
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
 
@@ -304,6 +314,8 @@ class Exchange:
         admission, response = self.admission, self.response
         assert admission is not None
         response.begin(head, length, self.engine_id, admission.weight_version)
+        if self._head.route.path in COMPLETION_PATHS:
+            self._status = head.status
         # After a length the body follows at once, so the head can wait for it.
         if is_alone and (head.is_chunked or head.is_until_close):
             response.pass_on(b"", is_end=False)
@@ -311,9 +323,21 @@ class Exchange:
             self.upstream.pause()
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        if self._status:
+            status, self._status = self._status, 0
+            if self._is_lost_by_beginning(status, data):
+                return
         self.response.pass_on(data, is_end=is_end)
         if is_end:
             self.finish()
+
+    def _is_lost_by_beginning(self, status: int, data: bytes) -> bool:
+        if status != 200:
+            return self.is_lost_by(status, data)
+        if (error := first_error(data)) is not None:
+            return self.is_lost_by(status_of(error), error)
+        self.note_answer()
+        return False
 
     def may_reconnect(self) -> bool:
         return self.admission is not None and self._proxy.gate.still_serves(self.admission)
@@ -340,6 +364,28 @@ class Exchange:
         self.drop()
         self._leave()
         self._fail_over(failure)
+
+    def note_answer(self) -> None:
+        """The engine has begun to answer, and not with an error."""
+        if self.admission is not None:
+            self._proxy.gate.note_reply(self.admission, is_error=False)
+
+    def is_lost_by(self, status: int, error: bytes | Any) -> bool:
+        """Judge the engine by its error; True if that means that it is lost, and was handled.
+
+        Args:
+            error: its payload, or the body that has it.
+        """
+        admission = self.admission
+        if admission is None or not is_own_error(status):
+            return False
+        self._proxy.gate.note_reply(admission, is_error=True)
+        if not admission.member.is_vllm:
+            return False
+        why = why_lost(read_error(error) if isinstance(error, bytes) else error)
+        if why:
+            self._reply_handler().on_engine_lost(why)
+        return bool(why)
 
     def end_unusable(self, why: str, *, is_partner: bool = False) -> None:
         """A complete reply cannot be used.  The request may be the cause, so the engine stays."""

@@ -25,6 +25,7 @@ from rollout.router.http.headers import Headers, signature, signature_lines
 from rollout.router.http.request import may_want_prompt_logprobs, session_of
 from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 from rollout.router.proxy.context import Proxy
+from rollout.router.proxy.engine_errors import status_of
 from rollout.router.proxy.prefill_decode import PromptLogprobs
 from rollout.router.transcripts.forwarded_reply import ForwardedReply
 from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
@@ -194,6 +195,7 @@ class TokenFailover:
     _status: int = 0
     _content_type: bytes = b""
     _is_unexpected: bool = False
+    _is_unjudged: bool = True
     _waits_for_prompt: bool = False
     _num_aborts: int = 0
     _num_kept: int = 0
@@ -240,6 +242,7 @@ class TokenFailover:
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         self._buffer = []
+        self._is_unjudged = True
         content_type = next((value for name, value in head.headers if name == b"content-type"), b"")
         is_whole = self._transcript.wants_whole_reply
         expected = b"application/json" if is_whole else b"text/event-stream"
@@ -256,7 +259,7 @@ class TokenFailover:
             if is_end and self._is_of_pause():
                 self._exchange.continue_after_abort()
             elif is_end:
-                self._pass_on_refusal()
+                self._on_refusal()
         elif self._transcript.wants_whole_reply:
             if is_end:
                 self._absorb_whole()
@@ -290,7 +293,10 @@ class TokenFailover:
         except UNUSABLE as error:
             return self._end_unusable(error)
         if refusal is not None:
-            return self._pass_on_error(refusal)
+            return self._on_error(refusal)
+        if events and self._is_unjudged:
+            self._is_unjudged = False
+            self._exchange.note_answer()
         if transcript.is_finished:  # what follows is the stream's end, and the connection is kept
             return self._on_reply_end() if is_end else None
         if is_end:
@@ -331,6 +337,7 @@ class TokenFailover:
             self._transcript.absorb(self._stamped(loads(b"".join(self._buffer))))
         except UNUSABLE as error:
             return self._end_unusable(error)
+        self._exchange.note_answer()
         return self._on_reply_end()
 
     def _end_unusable(self, error: Exception) -> None:
@@ -414,19 +421,23 @@ class TokenFailover:
         is_open = self._proxy.gate.state is GateState.OPEN
         return not is_open and not admission.is_aborted and self._may_continue()
 
-    def _pass_on_refusal(self) -> None:
-        """Forward a refusal or an unexpected kind of reply of the engine: it is final."""
+    def _on_refusal(self) -> None:
+        """Forward a refusal or an unexpected kind of reply of the engine, which is final, unless it
+        means that the engine is lost."""
         body = b"".join(self._buffer)
+        if self._exchange.is_lost_by(self._status, body):
+            return
         if self._exchange.response.has_begun:
             refused = responses.error(502, "engine_refused", body[:200].decode("latin-1"))
             self._exchange.end_with(refused)
         else:
             self._send_whole(self._status, self._content_type, [body])
 
-    def _pass_on_error(self, payload: dict[str, Any]) -> None:
-        error = payload["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    def _on_error(self, payload: dict[str, Any]) -> None:
+        """The same for an error event."""
+        status = status_of(payload)
+        if self._exchange.is_lost_by(status, payload):
+            return
         if self._transcript.is_streamed:
             self._finish_stream(_as_events([payload]))
         else:

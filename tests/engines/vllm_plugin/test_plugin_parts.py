@@ -58,18 +58,47 @@ def test_joined_layers_and_padding_are_undone() -> None:
     assert tied_names(model) == {"head.weight": "embed.weight"}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SimpleNamespace(parallel_config=SimpleNamespace(world_size=2), quant_config=None),
-        SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config="fp8"),
-    ],
-    ids=["two ranks", "quantised"],
+class Renamed(Model):
+    hf_to_vllm_mapper = SimpleNamespace(orig_to_new_prefix={"decoder.": "model.decoder."})
+
+
+TWO_RANKS = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2), quant_config=None)
+QUANTISED = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config="fp8")
+NAMES_OF_VLLM = pytest.mark.parametrize(
+    ("model", "config"),
+    [(Model, TWO_RANKS), (Model, QUANTISED), (Renamed, ONE_RANK)],
+    ids=["two ranks", "quantised", "renamed"],
 )
-def test_elsewhere_the_names_are_vllms(config: Any) -> None:
-    parts = parts_of(Model(), config)
+
+
+@NAMES_OF_VLLM
+def test_elsewhere_the_names_are_vllms(model: Any, config: Any) -> None:
+    parts = parts_of(model(), config)
     assert "attention.qkv_proj.weight" in {part.name for part in parts}
     assert not any(part.is_known for part in parts)
+
+
+def worker_with(model: Model, config: Any) -> WorkerExtension:
+    worker: Any = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.vllm_config = config
+    return worker  # type: ignore[no-any-return]
+
+
+@NAMES_OF_VLLM
+def test_a_worker_lists_no_tensors_under_names_or_shapes_of_vllms_own(
+    model: Any, config: Any
+) -> None:
+    worker = worker_with(model(), config)
+    assert worker.rollout_manifest() == []
+    assert "attention.qkv_proj.weight" in worker.rollout_fingerprints()["checksums"]
+
+
+def test_a_worker_that_has_the_whole_model_lists_the_checkpoints_tensors() -> None:
+    listed = {one["name"]: one for one in worker_with(Model(), ONE_RANK).rollout_manifest()}
+    assert listed["embed.weight"]["shape"] == [5, 4]
+    assert listed["attention.k_proj.weight"]["shape"] == [2, 4]
+    assert listed["head.weight"]["is_tied"]
 
 
 def test_the_files_of_a_folder_are_one_bucket(tmp_path: Path) -> None:

@@ -194,3 +194,21 @@ def test_loads_stay_within_one_of_each_other_while_nothing_ends(sizes, num_engin
         in_flight.add(candidates.least().engine_id, number)
     loads = [in_flight.num(member.engine_id) for member in candidates.members]
     assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize(
+    ("avoided", "excluded", "chosen"),
+    [
+        ("", "", "a"),
+        ("a", "", "b"),
+        ("ab", "", "c"),
+        ("abc", "", "a"),
+        ("ab", "c", "a"),
+        ("ab", "a", "c"),
+        ("abc", "a", "b"),
+    ],
+)
+def test_an_avoided_engine_is_chosen_only_where_there_is_no_other(avoided, excluded, chosen):
+    in_flight: InFlight[int] = InFlight()
+    (candidates,) = in_flight.offer(members("abc"), avoided=avoided)
+    assert candidates.without(excluded).least().engine_id == chosen

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
+from rollout.router.gate.avoidance import AVOIDED_S, MOST_IN_A_ROW
 from rollout.router.gate.gate import Admission, Gate, GateState, Refusal, Waiter
 from rollout.rules.routing import NO_HINT, Backend, BackendState
 
@@ -475,3 +476,123 @@ def test_an_error_as_one_request_is_evicted_does_not_keep_the_others():
         gate.enter(excluded_engine="b").on_evicted = callback
     assert gate.set_members(9, [member("b")])
     assert len(evicted) == 1
+
+
+# -- engines that only fail -----------------------------------------------------------------
+
+
+def fail(gate: Gate, engine_id: str, num: int = MOST_IN_A_ROW) -> None:
+    """So many requests on this engine get errors of its own, at once."""
+    for _ in range(num):
+        others = []
+        while (admission := gate.enter()).member.engine_id != engine_id:
+            others.append(admission)
+        for one in others:
+            gate.leave(one)
+        gate.note_reply(admission, is_error=True)
+        gate.leave(admission)
+
+
+def chosen(gate: Gate, num: int = 6) -> set[str]:
+    admissions = [gate.enter() for _ in range(num)]
+    for one in admissions:
+        gate.leave(one)
+    return {one.member.engine_id for one in admissions}
+
+
+def test_an_engine_that_only_fails_does_not_draw_the_requests():
+    """It answers at once, so it always has the fewest."""
+    gate, slow, num_failed = gate_with("a", "b"), [], 0
+    for _ in range(60):
+        admission = gate.enter()
+        if admission.member.engine_id == "b":
+            slow.append(admission)
+            continue
+        gate.note_reply(admission, is_error=True)
+        gate.leave(admission)
+        num_failed += 1
+    assert num_failed == MOST_IN_A_ROW
+    assert len(slow) == 60 - MOST_IN_A_ROW
+    assert [one["is_avoided"] for one in gate.stats()["engines"]] == [True, False]
+
+
+def test_an_avoided_engine_is_tried_again_and_one_answer_ends_it():
+    clock = Clock()
+    gate = gate_with("a", "b", clock=clock)
+    fail(gate, "a")
+    assert chosen(gate) == {"b"}
+    clock.now_s += AVOIDED_S
+    assert chosen(gate) == {"a", "b"}
+    fail(gate, "a", 1)
+    assert chosen(gate) == {"b"}
+    clock.now_s += AVOIDED_S
+    admission = gate.enter()
+    assert admission.member.engine_id == "a"
+    gate.note_reply(admission, is_error=False)
+    fail(gate, "a", MOST_IN_A_ROW - 1)
+    assert chosen(gate) == {"a", "b"}
+
+
+def test_a_late_answer_of_an_avoided_engine_brings_it_back():
+    gate = gate_with("a", "b")
+    running = next(one for _ in range(2) if (one := gate.enter()).member.engine_id == "a")
+    fail(gate, "a")
+    assert chosen(gate) == {"b"}
+    gate.note_reply(running, is_error=False)
+    assert chosen(gate) == {"a", "b"}
+
+
+def test_requests_that_every_engine_fails_lock_nobody_out():
+    gate = gate_with("a", "b")
+    fail(gate, "a")
+    fail(gate, "b")
+    assert chosen(gate) == {"a", "b"}
+    assert gate.is_ready
+
+
+def test_errors_of_one_client_between_answers_make_no_engine_avoided():
+    gate = gate_with("a", "b")
+    for _ in range(4 * MOST_IN_A_ROW):
+        for engine_id in "ab":
+            fail(gate, engine_id, MOST_IN_A_ROW - 1)
+        for admission in [gate.enter(), gate.enter()]:
+            gate.note_reply(admission, is_error=False)
+            gate.leave(admission)
+    assert not gate.members.avoided
+    assert chosen(gate) == {"a", "b"}
+
+
+@pytest.mark.parametrize("state", [HOLDING, CLOSED])
+def test_errors_while_the_gate_is_not_open_do_not_count(state):
+    gate = gate_with("a", "b")
+    admissions = [gate.enter() for _ in range(4 * MOST_IN_A_ROW)]
+    gate.set_state(state)
+    for one in admissions:
+        gate.note_reply(one, is_error=True)
+    assert not gate.members.errors
+
+
+def test_errors_of_before_a_restart_are_no_evidence_about_the_engine():
+    gate = gate_with("a", "b")
+    admissions = [gate.enter() for _ in range(4 * MOST_IN_A_ROW)]
+    fail(gate, "a")
+    gate.set_members(2, [member("a", BackendState.DEAD), member("b")])
+    gate.set_members(3, [member("a"), member("b")])
+    for one in admissions:
+        if one.member.engine_id == "a":
+            gate.note_reply(one, is_error=True)
+    assert not gate.members.errors
+    assert chosen(gate) == {"a", "b"}
+
+
+def test_a_new_set_of_engines_keeps_what_is_known_of_those_that_serve_on():
+    gate = gate_with("a", "b")
+    fail(gate, "a")
+    gate.set_members(2, [member("a"), member("b"), member("c")])
+    assert chosen(gate) == {"b", "c"}
+
+
+def test_a_request_may_go_to_an_avoided_engine_rather_than_to_the_one_that_it_lost():
+    gate = gate_with("a", "b")
+    fail(gate, "a")
+    assert gate.enter(excluded_engine="b").member.engine_id == "a"
