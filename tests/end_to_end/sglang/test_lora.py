@@ -314,7 +314,7 @@ def test_what_is_served_with_an_adapter_of_peft_is_what_peft_computes(
         named, adapter_config = trained_by_peft(trainer.base, settings, tmp_path / name)
         with policy.offloaded() as window:
             window.push_adapter(named, adapter_config)
-        trained = answers(policy, "policy")
+        trained = answers(policy)
         assert are_of(tmp_path / name, trained), name
         assert not are_of(trainer.base, trained), name
 
