@@ -73,7 +73,7 @@ def test_pushes_in_between_lose_and_repeat_nothing(policy, weights, mode: str) -
             check(list(all_samples(groups)))
             seen += [group.metadata["number"] for group in groups]
             policy.serve_weights(weights.state_dict()).result(60)
-        stream = driver._driver.stream_of(data)
+        stream = driver._inner.stream_of(data)
         assert stream.auditor.findings(stream.pending) == []
     assert len(seen) == len(set(seen)) == 16
 

@@ -131,10 +131,13 @@ async def vllm_bench(make_bench, *scripts, config=None):
 
 
 async def test_a_stream_that_is_passed_on_ends_with_an_error_and_its_engine_leaves(make_bench):
-    bench = await vllm_bench(make_bench, stream(DEAD_EVENT), reply(b"{}"))
+    hold = Hold()
+    bench = await vllm_bench(make_bench, stream(hold, DEAD_EVENT), reply(b"{}"))
     body = {**BODIES[COMPLETIONS], "stream": True}
-    got = await bench.ask(COMPLETIONS, json=body)
-    assert json.loads(got.body.removeprefix(b"data: "))["error"]["engine"] == "e-0"
+    async with bench.client.request("POST", COMPLETIONS, json=body) as response:
+        hold.opened.set()  # the client has the head, so the request is not sent again
+        content = await response.read()
+    assert json.loads(content.removeprefix(b"data: "))["error"]["engine"] == "e-0"
     assert await states(bench) == ["dead", "serving"]
     assert [await bench.ask(COMPLETIONS, json=body) for _ in range(3)]
     assert len(bench.engines[1].seen) == 3
