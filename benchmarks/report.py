@@ -1,6 +1,7 @@
 """What every benchmark shares: its size, the machine's description, and how a result is printed.
 
-The table or the JSON object goes to standard output; everything else to standard error.
+The table or the JSON object goes to standard output at the end; a row of ``Rows`` goes to standard
+error as a line of JSON when it is measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -72,6 +74,22 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+class Rows(dict[str, Any]):
+    """Rows by name; each is printed when it is set, so that a run that is ended loses none.
+
+    Args:
+        place: where they stand in the result, such as ``push.dense``.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+
+    def __setitem__(self, name: str, row: Any) -> None:
+        super().__setitem__(name, row)
+        print(json.dumps({f"{self._place}.{name}": row}), file=sys.stderr, flush=True)
 
 
 def publish(result: Mapping[str, Any], *, as_json: bool, title: str) -> None:

@@ -7,12 +7,11 @@ has the CPU seconds per GiB.
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
-from benchmarks.report import machine, parse_arguments, publish
+from benchmarks.report import Rows, machine, parse_arguments, publish
 from benchmarks.weights.clock import memcpy
 
-FAMILIES = ("push", "store", "beside", "ranks")
+FAMILIES = ("push", "gate", "store", "beside", "ranks")
 
 
 def main() -> None:
@@ -20,7 +19,8 @@ def main() -> None:
     num_bytes, repeats = arguments.by_size(
         smoke=(4 << 20, 1), quick=(64 << 20, 2), full=(2 << 30, 5)
     )
-    result: dict[str, Any] = {"memcpy": memcpy(num_bytes, repeats)}
+    result = Rows("weights")
+    result["memcpy"] = memcpy(num_bytes, repeats)
     for family in arguments.families:
         measure = importlib.import_module(f"benchmarks.weights.{family}").measure
         result[family] = measure(num_bytes, repeats)

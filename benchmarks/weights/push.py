@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import Rows
 from benchmarks.weights.clock import Row, memcpy, rate
 from engines.embedded.command import MEMORY
 from engines.http.client import EngineClient
@@ -175,7 +176,8 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
     specs = specs_of(shape, num_bytes)
     tensors = {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in specs}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    rows: dict[str, Any] = {"tensors": len(tensors), "bytes": size}
+    rows = Rows(f"push.{shape}")
+    rows["tensors"], rows["bytes"] = len(tensors), size
     with tempfile.TemporaryDirectory() as folder, receiver(specs, Path(folder)) as (pid, port):
         pushing = Pushing(tensors, port, Path(folder))
         try:

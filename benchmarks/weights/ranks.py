@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Rows
 from benchmarks.weights.clock import rate
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import RunFolder
@@ -48,17 +49,14 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
         with safe_open(model / "model.safetensors", "pt") as file:
             sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
         bucket_bytes = max(1 << 16, sum(sizes) // _NUM_BUCKETS)
-        figures: dict[str, Any] = {
-            "tensors": len(sizes),
-            "bytes": sum(sizes),
-            "bucket_bytes": bucket_bytes,
-        }
+        figures = Rows(f"ranks.{shape}")
+        figures["tensors"], figures["bytes"] = len(sizes), sum(sizes)
+        figures["bucket_bytes"] = bucket_bytes
         with launch(_config(model, Path(folder), bucket_bytes)) as deployment:
             for num_ranks in nums_of_ranks:
                 with _ranks(deployment, model, num_ranks) as ranks:
-                    figures[str(num_ranks)] = ranks.measure(sum(sizes), repeats)
-    for num_ranks in nums_of_ranks:
-        figures[str(num_ranks)] |= _to_one_rank(figures[str(num_ranks)], figures["1"])
+                    found = ranks.measure(sum(sizes), repeats)
+                figures[str(num_ranks)] = found | _to_one_rank(found, figures.get("1", found))
     return figures
 
 

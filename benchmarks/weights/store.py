@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Rows
 from benchmarks.weights.clock import Row, rate
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
@@ -158,22 +159,24 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    return {shape: _measure(Model(manifest_of(shape, num_bytes)), repeats) for shape in SHAPES}
+    return {
+        shape: _measure(Model(manifest_of(shape, num_bytes)), repeats, Rows(f"store.{shape}"))
+        for shape in SHAPES
+    }
 
 
-def _measure(model: Model, repeats: int) -> dict[str, Row]:
+def _measure(model: Model, repeats: int, rows: Rows) -> Rows:
     gc.freeze()  # as agents and engines do after their start
-    rows: dict[str, Row] = {}
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
         here = StoreAgent(AgentSettings("here", str(base / "local"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
-        rows |= _local(model, coordinator_of({"here": here}), repeats)
+        _local(model, coordinator_of({"here": here}), repeats, rows)
     rows["restore_half_remote"] = _half_remote(model, repeats, None)
     if rdma := _mooncake():
         rows["restore_half_mooncake"] = _half_remote(model, repeats, rdma)
-    rows |= _disk(model, repeats)
+    _disk(model, repeats, rows)
     return rows
 
 
@@ -198,13 +201,13 @@ def _half_remote(model: Model, repeats: int, rdma: RdmaTransfer | None) -> Row:
         return row
 
 
-def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Row]:
+def _local(model: Model, coordinator: Coordinator, repeats: int, rows: Rows) -> None:
     versions = iter(range(1, 1000))
 
     def write() -> None:
         coordinator.write(next(versions), model.manifest, [model.contents()])
 
-    rows = {"write_first": rate(write, model.num_bytes, 1)}
+    rows["write_first"] = rate(write, model.num_bytes, 1)
     write()  # into the other slot, whose pages are mapped for the first time too
     rows["write_reused"] = rate(write, model.num_bytes, repeats)
     verified_by_engine = AssemblyRequest(is_verified=False)
@@ -214,7 +217,6 @@ def _local(model: Model, coordinator: Coordinator, repeats: int) -> dict[str, Ro
         model, coordinator, repeats, [], model.load_by_safe_open
     )
     rows["verify_local"] = rate(lambda: _assemble(coordinator), model.num_bytes, repeats)
-    return rows
 
 
 def _restore(
@@ -247,7 +249,7 @@ def _assemble(
         coordinator.give_back("here", assembled.path)
 
 
-def _disk(model: Model, repeats: int) -> dict[str, Row]:
+def _disk(model: Model, repeats: int, rows: Rows) -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as name:
         folder = Path(name)
         model.save(folder)
@@ -262,7 +264,6 @@ def _disk(model: Model, repeats: int) -> dict[str, Row]:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             time.sleep(0.1)
 
-        rows: dict[str, Row] = {}
         for name, load in (
             ("disk_warm", model.load),
             ("disk_warm_verified", model.load_and_verify),
@@ -274,4 +275,3 @@ def _disk(model: Model, repeats: int) -> dict[str, Row]:
         rows["disk_cold"] = rate(
             lambda: model.load(folder), model.num_bytes, min(repeats, 3), before=drop_page_cache
         )
-        return rows

@@ -10,7 +10,6 @@ ended).
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -184,7 +183,9 @@ class PushSender:
         except BaseException:
             held.release()
             raise
-        fingerprints = dict(ChainMap(*(dict(bucket.fingerprints) for bucket in buckets)))
+        fingerprints: dict[str, str] = {}
+        for bucket in buckets:
+            fingerprints |= bucket.fingerprints
         push = WeightPush(
             version,
             Manifest(weights.manifest.tensors, fingerprints),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,7 @@ _MOST_UNDER_WAY = 2
 _LARGE_BYTES = 1 << 20
 _POLL_S = 0.0005
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # Gathers that were late.  A backend still writes into their tensors.
 _late: list[Any] = []
 
@@ -44,6 +44,12 @@ def is_shard(tensor: Any) -> bool:
     """Whether it is a DTensor, without importing that."""
     # Most are plain, and ``hasattr`` is slow for a missing name.
     return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
+
+
+def has_shards(tensors: Iterable[Any]) -> bool:
+    """Whether there is a DTensor among them."""
+    # One call for all tensors: a model of experts has tens of thousands.
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_shard, tensors))
 
 
 def gathered_whole(
@@ -63,7 +69,9 @@ def gathered_whole(
         for index, tensor in enumerate(tensors):
             target = cast_dtype(tensor, dtype)
             if not is_shard(tensor):
-                found[index] = (tensor.detach() if tensor.requires_grad else tensor).to(target)
+                whole = tensor.detach() if tensor.requires_grad else tensor
+                # ``to`` takes a microsecond also if it has nothing to do.
+                found[index] = whole if whole.dtype is target else whole.to(target)
             elif (shard := _shard_of(index, tensor, target)) is None:
                 found[index] = _redistributed(tensor, target)
             elif shard.num_parts == 1:

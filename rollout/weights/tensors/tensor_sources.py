@@ -24,7 +24,10 @@ from rollout.weights.tensors.push_plan import (
     check_is_tensor,
     specs_of,
 )
-from rollout.weights.tensors.shard_gather import gathered_whole, is_shard
+from rollout.weights.tensors.shard_gather import gathered_whole, has_shards, is_shard
+
+# By torch.compile and activation checkpointing.
+_ADDED_TO_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -161,7 +164,9 @@ class TrainerWeights:
 
 def plain_name(name: str) -> str:
     """A tensor's name without what torch.compile and activation checkpointing add to it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    for added in _ADDED_TO_NAMES:
+        name = name.replace(added, "")
+    return name
 
 
 def _keeps_names(name_map: NameMap | None) -> bool:
@@ -170,16 +175,26 @@ def _keeps_names(name_map: NameMap | None) -> bool:
 
 
 def _columns(named: NamedTensors) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors in two lists, without an object for each pair."""
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    for name, tensor in named_pairs(named):
-        names.append(plain_name(name))
-        tensors.append(tensor)
+    """Names and tensors in two lists, without an object for each pair.
+
+    A model of experts has tens of thousands, so what is true of all is found by one call.
+    """
+    if isinstance(named, Mapping) and {str}.issuperset(map(type, named)):
+        names, tensors = list(named), list(named.values())
+    else:
+        names, tensors = [], []
+        for name, tensor in named_pairs(named):
+            names.append(name)
+            tensors.append(tensor)
+    text = "\n".join(names)
+    if any(added in text for added in _ADDED_TO_NAMES):
+        names = [plain_name(name) for name in names]
     return names, tensors
 
 
 def _check_whole(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    if not has_shards(tensors):
+        return
     for name, tensor in zip(names, tensors, strict=True):
         if is_shard(tensor) and (num_ranks := tensor.device_mesh.size()) > 1:
             raise WeightMismatch(

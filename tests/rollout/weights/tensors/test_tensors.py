@@ -19,6 +19,7 @@ from engines.embedded.weights.restricted_unpickler import read_payload  # noqa: 
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint  # noqa: E402
 from rollout.weights.tensors import make_push  # noqa: E402  only where there is torch
 from rollout.weights.tensors.payload import FlattenedTensorMetadata  # noqa: E402
+from rollout.weights.tensors.shard_gather import gathered_whole  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -154,3 +155,28 @@ def test_buckets_by_value_are_small_however_large_others_are() -> None:
     tensors = {f"t{index}": torch.zeros(5 << 20, dtype=torch.uint8) for index in range(7)}
     push = make_push(tensors, version=1, bucket_bytes=1 << 30)
     assert [len(unpickled(bucket)) for bucket in push.buckets] == [3, 3, 1]
+
+
+def test_a_gather_of_whole_tensors_of_the_right_dtype_converts_none() -> None:
+    """A call of ``to`` takes a microsecond for each of tens of thousands of experts."""
+    from torch.overrides import TorchFunctionMode
+
+    converted = []
+
+    class Conversions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.Tensor.to:
+                converted.append(args[0].dtype)
+            return function(*args, **(kwargs or {}))
+
+    tensors = [
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, requires_grad=True),
+    ]
+    with Conversions():
+        gathered_whole(tensors)
+        assert converted == []
+        as_bfloat16 = gathered_whole(tensors, torch.bfloat16)
+    assert converted == [torch.float32, torch.float32]
+    assert [one.dtype for one in as_bfloat16] == [torch.bfloat16, torch.int64, torch.bfloat16]
