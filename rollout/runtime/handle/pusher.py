@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.held_buffers import StoreCopies
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.shm_buffers import ShmBufferPool
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.makers.broadcast_sender import SenderGroup
 from rollout.weights.ranks.own_gpu import pinned
 from rollout.weights.ranks.rank_link import RankLink
@@ -41,15 +43,23 @@ class Pusher:
 
     Args:
         timeout_s: for a rank that is silent, see ``rank_protocol``.
+        with_expected: adds the log-probs that the handle was told to expect of the next push.
     """
 
     def __init__(
-        self, config: ServerConfig, caller: Caller, link: RankLink, *, timeout_s: float
+        self,
+        config: ServerConfig,
+        caller: Caller,
+        link: RankLink,
+        *,
+        timeout_s: float,
+        with_expected: Callable[[WeightPush], WeightPush] = lambda push: push,
     ) -> None:
         self.config = config
         self.caller = caller
         self.link = link
         self.timeout_s = timeout_s
+        self.with_expected = with_expected
         self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
         self.copies = StoreCopies(self.pool)
         self.loads = LoadCosts(config)

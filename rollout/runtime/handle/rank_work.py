@@ -419,7 +419,7 @@ class RankWork:
     def _begin(self) -> None:
         assert self._source is not None
         self._outgoing = self._streamed(self._manifest())
-        push = self._caller.ship(self._outgoing.push)
+        push = self._caller.ship(self._pusher.with_expected(self._outgoing.push))
         waits = self._has_turn and not self._is_serving
         until = Command.VERIFY if waits else Command.CONTINUE
         pending = self._caller.call(RolloutServer.serve_weights, push, until)

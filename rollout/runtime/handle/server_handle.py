@@ -401,7 +401,10 @@ class ServerHandle:
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
-        return Pusher(self._config, self._caller, link, timeout_s=rank_timeout_s)
+        expected = self._pushes.with_expected
+        return Pusher(
+            self._config, self._caller, link, timeout_s=rank_timeout_s, with_expected=expected
+        )
 
     @property
     def _pushes_near(self) -> bool:

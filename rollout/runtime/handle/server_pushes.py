@@ -71,9 +71,12 @@ class ServerPushes:
 
     def shipped(self, push: WeightPush) -> WeightPush:
         """The push as the server gets it, with the log-probs that are expected of it."""
-        if self.expected:
-            push, self.expected = replace(push, canary=self.expected), ()
-        return self._caller.ship(push)
+        return self._caller.ship(self.with_expected(push))
+
+    def with_expected(self, push: WeightPush) -> WeightPush:
+        """The push with the log-probs that are expected of it; the push after it has none."""
+        expected, self.expected = self.expected, ()
+        return replace(push, canary=expected) if expected else push
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
         """Whether any tensor differs from the weights at ``model_path``."""

@@ -12,7 +12,7 @@ import pytest
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from rollout.config import Transport
-from rollout.core.errors import ConfigError, RankFailure
+from rollout.core.errors import ConfigError, RankFailure, RolloutError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.runtime.local import LocalCaller, launch_local
@@ -25,12 +25,15 @@ pytestmark = pytest.mark.embedded
 
 
 @contextmanager
-def launched(folder: Path, **weights: Any) -> Iterator[tuple[DeploymentHandle, FakeEngine]]:
+def launched(
+    folder: Path, *, lifecycle: dict[str, Any] | None = None, **weights: Any
+) -> Iterator[tuple[DeploymentHandle, FakeEngine]]:
     """One engine, with a bucket for each tensor."""
     launcher = FakeLauncher()
     settings = {"bucket_bytes": 300, "shared_memory_path": str(folder), **weights}
     groups = {"main": {"engine": {"kind": "fake"}}}
-    chosen = config(folder, groups, page={"enabled": False}, server={"weights": settings})
+    server = {"weights": settings, "lifecycle": lifecycle or {}}
+    chosen = config(folder, groups, page={"enabled": False}, server=server)
     with launch_local(chosen, launcher=launcher, connect=launcher.connect) as deployment:
         yield deployment, launcher["main-0"]
 
@@ -204,3 +207,22 @@ def test_a_pusher_shows_its_rank_and_whether_it_is_closed(tmp_path: Path) -> Non
         assert repr(pusher) == "Pusher(rank 0 of 1)"
         pusher.close()
         assert repr(pusher) == "Pusher(rank 0 of 1, closed)"
+
+
+def test_what_is_expected_goes_with_the_next_push_of_handle_or_pusher(tmp_path: Path) -> None:
+    by_canary = {"verify_by": "canary", "canary_prompts": [[1, 2, 3]]}
+    one, other = tensors(), tensors()
+    with (
+        launched(tmp_path, lifecycle=by_canary) as (deployment, engine),
+        deployment["policy"].pusher() as pusher,
+    ):
+        policy = deployment["policy"]
+        pusher.push(one)
+        right = [engine.weights.logprobs((1, 2, 3), "")]
+        policy.checks.expect(right)
+        assert pusher.push(one).weight_version == 2
+        # A later push, of other weights, is not compared with it.
+        assert policy.serve_weights(other).result(30).weight_version == 3
+        policy.checks.expect(right)
+        with pytest.raises(RolloutError, match="by the trainer's own model"):
+            pusher.push(other)
