@@ -56,15 +56,14 @@ FOLDERS = (
     "rollout.driver.stream",
     "rollout.driver",
     "rollout.weights.format",
-    "rollout.weights.transports",
+    "rollout.weights.tensors",
+    "rollout.weights.routes",
     "rollout.weights.push",
     "rollout.weights.store.layout",
     "rollout.weights.store.node",
     "rollout.weights.store.transfer",
     "rollout.weights.store",
-    "rollout.weights.tensors",
     "rollout.weights.ranks",
-    "rollout.weights.ranks.makers",
     "rollout.weights",
     "rollout.control.engine",
     "rollout.control.group",
@@ -123,18 +122,16 @@ PURE = (
     "rollout.router.sessions.tree",
     "rollout.rules",
     "rollout.weights.push.push_version",
-    "rollout.weights.push.transport_choice",
-    "rollout.weights.ranks.carrier_choice",
+    "rollout.weights.routes.choice",
     "rollout.weights.store.layout.commit",
     "rollout.weights.store.node.limits",
-    "rollout.weights.transports.broadcast_group",
 )
 NEED_TORCH = (
     "rollout.__main__",
     "rollout.driver.data.batch_torch",
     "rollout.driver.logprobs.token_logprobs",
     "rollout.runtime.handle.pusher",
-    "rollout.runtime.handle.rank_work",
+    "rollout.weights.routes.trainer_groups",
 )
 # Clocks, sockets, threads and processes.
 NOT_IN_DECISIONS = {

@@ -29,18 +29,14 @@ from engines.embedded.command import MEMORY
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from engines.tensors.fingerprint import BYTES
-from rollout.config import Transport, WeightsConfig
+from rollout.config import Transport
 from rollout.weights.format.manifest import TensorSpec
-from rollout.weights.push.shm_buffers import ShmBufferPool
-from rollout.weights.push.weight_push import PushTarget, push_weights
-from rollout.weights.tensors import (
-    KeptGroup,
-    PushPlanCache,
-    PushSender,
-    TrainerWeights,
-    bytes_fingerprint,
-    device_fingerprint,
-)
+from rollout.weights.push.weight_push import push_weights
+from rollout.weights.ranks.rank_push import LocalPush
+from rollout.weights.ranks.trainer_rank import TrainerRank
+from rollout.weights.routes.route import PushTarget
+from rollout.weights.tensors import bytes_fingerprint, device_fingerprint
+from tests.support.still_server import StillServer, server_config
 
 WAYS = {
     "shared_memory_copied": (Transport.SHARED_MEMORY, False),
@@ -109,33 +105,20 @@ class Pushing:
     def __init__(self, tensors: dict[str, torch.Tensor], port: int, folder: Path) -> None:
         self._tensors = tensors
         self._folder = folder
-        # A server, too, keeps these from push to push.
-        self._pool = ShmBufferPool()
-        self._plans = PushPlanCache()
-        self._kept = KeptGroup()
+        self._rank = TrainerRank(server_config(folder))
         self._held: dict[str, str] = {}
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint("127.0.0.1", port))
 
     def push(self, transport: Transport, *, stream: bool, fingerprint: bool = True) -> None:
-        settings = WeightsConfig(
+        self._rank.config = server_config(
+            self._folder,
             transport=transport,
             stream=stream,
             disk_path=str(self._folder / "{version}"),
         )
-        weights = TrainerWeights(
-            self._tensors, bucket_bytes=settings.bucket_bytes, plans=self._plans
-        )
-        folder = str(self._folder)
-        sender = PushSender(
-            settings,
-            self._pool,
-            timeout_s=120,
-            model_path=folder,
-            kept=self._kept,
-            fingerprints=BYTES if fingerprint else "",
-        )
-        outgoing = sender.send(weights, next(VERSIONS), transport, may_stream=stream)
+        server = StillServer(fingerprints=BYTES if fingerprint else "")
+        outgoing = LocalPush(self._rank, server, self._tensors, next(VERSIONS), may_stream=stream)
         try:
             self._runner.run(self._send(outgoing.push))
         finally:
@@ -163,8 +146,7 @@ class Pushing:
     def close(self) -> None:
         self._runner.run(self._engine.aclose())
         self._runner.close()
-        self._kept.close()
-        self._pool.close()
+        self._rank.close()
 
 
 def measure(num_bytes: int, repeats: int) -> dict[str, Any]:

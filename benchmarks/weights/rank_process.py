@@ -25,10 +25,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import rollout
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
-from rollout.weights.ranks.rank_sources import PlannedSource
 from rollout.weights.tensors import PushPlanCache
 from rollout.weights.tensors.payload import flattened_bucket
 from rollout.weights.tensors.shard_gather import gathered_whole
+from rollout.weights.tensors.sources import PlannedSource
 
 _SAMPLE_S = 0.001
 
@@ -43,7 +43,7 @@ class Rank:
             name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in self.whole.items()
         }
         self.pusher = rollout.connect(run)["policy"].pusher()
-        self.bucket_bytes = self.pusher.config.weights.bucket_bytes
+        self.bucket_bytes = self.pusher.rank.config.weights.bucket_bytes
         self.plans = PushPlanCache()
         self._groups: dict[int, Any] = {}
 
@@ -59,9 +59,7 @@ class Rank:
     def gather(self) -> dict[str, Any]:
         """Only the gathers of a push of shards, in its buckets."""
         shards = list(self.shards.items())
-        source = PlannedSource(
-            shards, expected=None, tensors=None, name_map=None, dtype=None, plans=self.plans
-        )
+        source = PlannedSource(shards, plans=self.plans, is_on_all_ranks=True)
         for pairs, _ in source.buckets(self.bucket_bytes):
             del pairs
         dist.barrier()

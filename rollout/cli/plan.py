@@ -27,7 +27,7 @@ from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import wrong_settings
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.push.transport_choice import stream_note, why_loads_cost
+from rollout.weights.routes.choice import stream_note, why_loads_cost
 from rollout.weights.store.layout.placement import node_bytes
 
 # Numbers of nodes for which the cost of a weight store is shown.

@@ -30,10 +30,10 @@ from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.push.weight_source import WeightSource
 from rollout.weights.store.agents import LocalAgents, StoreTerms
 from rollout.weights.store.restore import StoreSource
 from rollout.weights.store.store import WeightStore
+from rollout.weights.store.weight_source import WeightSource
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -31,10 +31,10 @@ from engines.protocol import Endpoint
 from rollout.config import EngineKind, Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineStatus, ServerStatus
-from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.ranks.makers.broadcast_sender import BroadcastSender
+from rollout.weights.ranks.trainer_rank import LoadCosts
+from rollout.weights.routes.trainer_groups import BroadcastSender
 from tests.support.megatron_shards import MegatronShards, Sizes
 
 TIED = "lm_head.weight"
@@ -45,7 +45,7 @@ class FarEngine:
     """A caller for which one engine is on another host, or all.
 
     Attributes:
-        ways: engine id -> the name of its way in the last push that was sent here.
+        ways: engine id -> its payload in the last push that was sent here; or ``all`` -> the route.
     """
 
     def __init__(self, caller: Any, engine_id: str, own_host: str) -> None:
@@ -67,7 +67,9 @@ class FarEngine:
         return SimpleNamespace(result=lambda *timeout: self._moved(pending.result(*timeout)))
 
     def ship(self, push: Any) -> Any:
-        self.ways = {engine_id: way.name for engine_id, way in push.carrier.ways.items()}
+        self.ways = {engine_id: one.payload for engine_id, one in push.routes.items()}
+        if not push.routes:
+            self.ways = {"all": type(push.route).__name__}
         return self._caller.ship(push)
 
     def _moved(self, status: ServerStatus) -> ServerStatus:
@@ -126,9 +128,9 @@ class Trainer:
         )
 
     def push_by(self, transport: str, seed: int, is_streamed: bool = False, **more: Any) -> Any:
-        config = self.pusher.config
+        config = self.pusher.rank.config
         weights = config.weights.model_copy(update={"transport": Transport(transport), **more})
-        self.pusher.config = config.model_copy(update={"weights": weights})
+        self.pusher.rank.config = config.model_copy(update={"weights": weights})
         return self.streamed(seed) if is_streamed else self.push(seed)
 
     def push_far(
@@ -146,16 +148,17 @@ class Trainer:
             hosts: of each rank the lowest one on its host, if they have several.
             fault: the arguments of ``at_broadcast``.
         """
-        caller, hosts_before = self.pusher.caller, self.pusher.hosts
-        self.pusher.caller = FarEngine(caller, far, own_host)
-        self.pusher.hosts = list(hosts) or hosts_before
+        server, rank = self.pusher.server, self.pusher.rank
+        caller, hosts_before = server.caller, rank.hosts
+        moved = FarEngine(caller, far, own_host)
+        server.caller, rank.hosts = moved, list(hosts) or hosts_before
         try:
             with self.at_broadcast(**(fault or {})):
                 return self.streamed(seed) if is_streamed else self.push(seed)
         finally:
-            self.ways = self.pusher.caller.ways
-            self.pusher.caller, self.pusher.hosts = caller, hosts_before
-            root = self.pusher.sender_group.root
+            self.ways = moved.ways
+            server.caller, rank.hosts = caller, hosts_before
+            root = rank.sender_group.root
             self.sender_group = "" if root is None else root.name
 
     @contextmanager
@@ -186,14 +189,14 @@ class Trainer:
 
     def push_at_once(self, seed: int) -> Any:
         """As to engines for which each load costs."""
-        config = self.pusher.config
+        config = self.pusher.rank.config
         groups = {
             name: group.model_copy(
                 update={"engine": group.engine.model_copy(update={"kind": EngineKind.SGLANG})}
             )
             for name, group in config.groups.items()
         }
-        self.pusher.loads = LoadCosts(config.model_copy(update={"groups": groups}))
+        self.pusher.rank.loads = LoadCosts(config.model_copy(update={"groups": groups}))
         return self.push(seed)
 
     def turn(self, seed: int, fails_on: int | None = None) -> Any:
@@ -366,7 +369,7 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=num_ranks)
     trainer = Trainer(run, model_path)
-    print(json.dumps({"writers": trainer.pusher.writers}), flush=True)
+    print(json.dumps({"writers": trainer.pusher.rank.writers}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         started = time.monotonic()
@@ -382,7 +385,7 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
         found["seconds"] = time.monotonic() - started
         found["ways"] = trainer.ways
         found["sender_group"] = trainer.sender_group
-        found["shm_bytes"] = trainer.pusher.pool.num_bytes()
+        found["shm_bytes"] = trainer.pusher.rank.pool.num_bytes()
         print(json.dumps(found), flush=True)
     trainer.pusher.close()
     dist.destroy_process_group()

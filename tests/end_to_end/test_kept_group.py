@@ -71,9 +71,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
         for engine in engines(policy):
             found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
             assert found == {name: wanted[name] for name in found}
-        kept = policy._pushes.builder._kept
-        assert kept is not None
-        return kept.name
+        return policy._pushes.group_name
 
     return pushed
 
@@ -188,8 +186,7 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 
     with pytest.raises(RolloutError, match="out of memory"):
         policy.serve_weights(weights, name_map=breaks_off).result(60)
-    assert policy._pushes.builder._kept is not None
-    assert policy._pushes.builder._kept.name == ""
+    assert policy._pushes.group_name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
 

@@ -85,7 +85,7 @@ def test_the_first_ranks_of_hosts_broadcast_in_turn(
     before = run["policy"].weight_version
     said = push(ranks, 70, far="all", is_streamed=is_streamed)
     assert [one.get("version") for one in said] == [before + 1] * 3, said
-    assert set(said[0]["ways"].values()) == {"distributed"}
+    assert said[0]["ways"] == {"all": "ByBroadcast"}
     served_seed(run, 70)
     first, second, third = bytes_sent(said)
     assert third == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.weights.push.shm_buffers import remove_leftovers
+from rollout.weights.routes.buffers import remove_leftovers
 from tests.support.processes import ROOT, Program, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]

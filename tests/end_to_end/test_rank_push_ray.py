@@ -11,7 +11,7 @@ import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RankFailure, RolloutConfig, launch
-from rollout.weights.push.shm_buffers import remove_leftovers
+from rollout.weights.routes.buffers import remove_leftovers
 from tests.support.ray_worlds import RayWorld
 
 pytestmark = [

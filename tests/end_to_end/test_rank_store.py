@@ -14,8 +14,8 @@ import pytest
 
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
-from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.weight_push import WITHOUT_KV
 from tests.support.processes import wait_until
 from tests.support.rank_processes import Ranks, errors, served_seed
 

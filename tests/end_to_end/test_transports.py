@@ -22,9 +22,10 @@ from rollout.core.errors import ConfigError, WeightMismatch, WeightsUnavailable
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.broadcast import leave_group
+from rollout.weights.routes.shared_memory import ByPath
+from rollout.weights.routes.trainer_groups import BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
-from rollout.weights.tensors.broadcast_root import BroadcastRoot
-from rollout.weights.transports.carriers import ByPath, leave_group
 
 pytestmark = pytest.mark.embedded
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk"]
@@ -118,7 +119,7 @@ def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    costs = "rollout.runtime.handle.load_costs"
+    costs = "rollout.weights.ranks.trainer_rank"
     monkeypatch.setattr(f"{costs}.why_loads_cost", lambda kinds, config: "it packs")
     policy = with_settings(deployment, shm, stream=True)
     for _ in range(2):

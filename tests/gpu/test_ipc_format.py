@@ -12,7 +12,6 @@ from rollout.weights.tensors.payload import (
     Pairs,
     around_handle,
     flattened_bucket,
-    ipc_bucket,
     ipc_handle,
 )
 from tests.support.gpu.figures import record
@@ -32,7 +31,11 @@ def some_pairs(gpu: Gpu, seed: int) -> Pairs:
 
 def packed(gpu: Gpu, pairs: Pairs) -> tuple[bytes, object]:
     """The payload, and what must be kept until it has been read."""
-    return ipc_bucket(pairs) if gpu.is_real else (flattened_bucket(pairs), None)
+    if not gpu.is_real:
+        return flattened_bucket(pairs), None
+    made = ipc_handle(pairs, pairs[0][1].device)
+    head, tail = around_handle(pairs)
+    return head + made.handle + tail, made.flat
 
 
 def test_every_rank_opens_the_entry_that_is_its_own(gpu: Gpu) -> None:

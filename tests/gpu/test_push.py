@@ -135,7 +135,7 @@ def test_a_pusher_hands_over_memory_of_its_gpu(policy: OneEngine) -> None:
         again = renewed(policy)
         seconds = timed(lambda: pusher.push(again))
         check_held(policy, again)
-        assert bool(pusher.pool.num_bytes()) is not policy.gpu.is_real
+        assert bool(pusher.rank.pool.num_bytes()) is not policy.gpu.is_real
     num_bytes = sum(one.nbytes for one in tensors.values())
     record(f"push of a rank {policy.gpu.device}", seconds=seconds, num_bytes=num_bytes)
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from rollout.weights.tensors.broadcast_root import BroadcastRoot
+from rollout.weights.routes.trainer_groups import BroadcastRoot
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:

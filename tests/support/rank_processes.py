@@ -16,7 +16,7 @@ import torch
 from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.push.shm_buffers import remove_leftovers
+from rollout.weights.routes.buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from rollout.observability.timeline.span_file import read_spans
 from rollout.runtime.handle import DeploymentHandle
 from rollout.weights.format.manifest import Manifest, read_checkpoint_manifest
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.transports.carriers import ByPath
+from rollout.weights.routes.shared_memory import ByPath
 
 # Seconds per token of a fake engine; the rest of a request's latency is this library's.
 _FAKE_TOKEN_S = 0.002

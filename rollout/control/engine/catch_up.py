@@ -19,7 +19,7 @@ from rollout.rules.fingerprint_check import (
     why_inconclusive,
 )
 from rollout.rules.lifecycle import Phase
-from rollout.weights.push.weight_source import Restored, WeightSource
+from rollout.weights.store.weight_source import Restored, WeightSource
 
 
 async def replay_to_phase(

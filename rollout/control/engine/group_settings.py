@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.config import GroupConfig, HealthConfig, LifecycleConfig, Transport, WeightUpdate
-from rollout.weights.push.weight_source import DiskSource, WeightSource
+from rollout.weights.store.weight_source import DiskSource, WeightSource
 
 
 def fewest_engines(group: GroupConfig, lifecycle: LifecycleConfig, num: int) -> int:

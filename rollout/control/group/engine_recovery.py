@@ -27,7 +27,7 @@ from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import EngineFailure, RolloutError
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.lifecycle import Phase
-from rollout.weights.push.weight_source import WeightSource
+from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 

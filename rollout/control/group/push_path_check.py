@@ -24,7 +24,7 @@ from rollout.core.errors import LifecycleError
 from rollout.core.fanout import EngineReply, fan_out
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.transports.carriers import unverified_text
+from rollout.weights.routes.route import unverified_text
 
 Replies = dict[str, EngineReply[None]]
 

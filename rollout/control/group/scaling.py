@@ -26,7 +26,7 @@ from rollout.core.errors import LifecycleError
 from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineReport, GroupStatus
 from rollout.rules.lifecycle import Phase
-from rollout.weights.transports.carriers import leave_group
+from rollout.weights.routes.broadcast import leave_group
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from rollout.rules.health import PROBE_KINDS
 from rollout.rules.lifecycle import Command, Phase
 from rollout.rules.release_policy import elastic_backup_note, group_traits, release_policy
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.push.weight_source import WeightSource
+from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ verified, so that half a push never serves.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from engines.protocol.errors import EngineRejected
@@ -19,8 +20,10 @@ from rollout.core.fanout import EngineReply
 from rollout.rules.fingerprint_check import ALL_TENSORS, adapter_prefix
 from rollout.weights.format.manifest import Manifest, check_push
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
-from rollout.weights.push.weight_source import AdapterSource
-from rollout.weights.transports.broadcast_group import process_text
+from rollout.weights.routes.broadcast import process_text
+from rollout.weights.store.weight_source import AdapterSource
+
+logger = logging.getLogger(__name__)
 
 
 class WeightUpdater:
@@ -38,12 +41,14 @@ class WeightUpdater:
     async def push(self, push: WeightPush) -> dict[str, EngineReply[None]]:
         """Send a push to every engine that is not fenced; replies by engine id.
 
+        An engine that came after a push with several routes was planned waits for the next push.
+
         Raises:
             WeightMismatch: an engine has no such tensors, and nothing was sent; or all engines
             refused an adapter, and have the one from before.
             WeightsUnavailable: the trainer did not send what it announced.
         """
-        members = self._engines.unfenced()
+        members = [one for one in self._engines.unfenced() if push.route_of(one.engine_id)]
         contents = push.contents_under(self._settings.update)
         self.check(push)
         sent: dict[str, str] = {}
@@ -63,6 +68,15 @@ class WeightUpdater:
         finally:
             for member in members:
                 member.update_group = held.get(member.engine_id, "")
+        for member in self._engines.unfenced():
+            if member not in members:
+                logger.warning(
+                    "engine %s came after the push of weight version %d was planned: it gets "
+                    "requests after the next push",
+                    member.engine_id,
+                    push.version,
+                )
+                member.is_stale = True
         if why := await self._why_adapter_refused(push, answers, targets):
             for member, (version, is_verified, changed) in zip(members, before, strict=True):
                 member.weight_version, member.is_verified = version, is_verified

@@ -15,11 +15,11 @@ from rollout.core.errors import ConfigError, LifecycleError, RolloutError
 from rollout.core.pending import LoopThread, Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.rules.lifecycle import Command
-from rollout.runtime.handle.offload_window import WITHOUT_KV, BeforeKv, check_before_kv
+from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
 from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle
-from rollout.weights.push.shm_buffers import remove_leftovers
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import WITHOUT_KV, WeightPush
+from rollout.weights.routes.buffers import remove_leftovers
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors

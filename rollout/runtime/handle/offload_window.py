@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 BeforeKv = Callable[[], object]
 """A function of the trainer that frees memory which the KV caches of the engines need."""
 
-WITHOUT_KV = (
-    "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "
-    "free the memory and continue with serve()"
-)
-
 
 def check_before_kv(before_kv: object) -> None:
     """Refuse what cannot run between the weights and the KV cache.

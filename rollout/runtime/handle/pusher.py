@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
-
-from pydantic import TypeAdapter
+from contextlib import ExitStack
 
 from rollout.config import ServerConfig
-from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import RolloutError
-from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.runtime.calls.caller import Caller
-from rollout.runtime.handle.load_costs import LoadCosts
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
-from rollout.runtime.handle.push_builder import check_name_map
-from rollout.runtime.handle.rank_work import RankWork
-from rollout.weights.format.manifest import Manifest
-from rollout.weights.push.held_buffers import StoreCopies
+from rollout.runtime.handle.server_port import ServerCalls
+from rollout.runtime.handle.server_pushes import check_name_map
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.shm_buffers import ShmBufferPool
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.makers.broadcast_sender import SenderGroup
-from rollout.weights.ranks.own_gpu import pinned
-from rollout.weights.ranks.rank_link import RankLink
-from rollout.weights.ranks.rank_protocol import AwaitEngines, Offload, PushRound, Step
-from rollout.weights.ranks.rank_sources import TensorList, digest_of
-from rollout.weights.tensors import Dtype, KeptGroup, NamedTensors, NameMap, PushPlanCache
+from rollout.weights.ranks.leader import Leader
+from rollout.weights.ranks.link import RankLink
+from rollout.weights.ranks.messages import encode
+from rollout.weights.ranks.protocol import PushRound, gather_timeout_s
+from rollout.weights.ranks.rank_push import RankOffload, RankPush, follower_of, report_of
+from rollout.weights.ranks.trainer_rank import TrainerRank
+from rollout.weights.tensors import Dtype, NamedTensors, NameMap
 
-_REPORT = TypeAdapter(StepReport)
-# Words of so many pushes and offloads stay for ranks that are late.
+# Messages of so many pushes and offloads stay for ranks that are late.
 _ROUNDS_REMEMBERED = 4
 
 
@@ -42,8 +33,8 @@ class Pusher:
     Every rank calls ``push`` with the same arguments, and gets the same report or the same error.
 
     Args:
-        timeout_s: for a rank that is silent, see ``rank_protocol``.
-        with_expected: adds the log-probs that the handle was told to expect of the next push.
+        timeout_s: for a rank that is silent, see ``ranks.protocol``.
+        with_expected: adds the log-probs that the handle expects of the next push.
     """
 
     def __init__(
@@ -55,23 +46,15 @@ class Pusher:
         timeout_s: float,
         with_expected: Callable[[WeightPush], WeightPush] = lambda push: push,
     ) -> None:
-        self.config = config
-        self.caller = caller
         self.link = link
-        self.timeout_s = timeout_s
-        self.with_expected = with_expected
-        self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
-        self.copies = StoreCopies(self.pool)
-        self.loads = LoadCosts(config)
-        self.plans = PushPlanCache()
-        self.kept = KeptGroup()
-        self.sender_group = SenderGroup()
-        self.tensors: TensorList = ()
-        # For each rank, the lowest one that shares its host's memory.
-        self.hosts = link.hosts(config.weights.shared_memory_path)
+        self.server = ServerCalls(config, caller)
+        hosts = link.hosts(config.weights.shared_memory_path)
+        self.rank = TrainerRank(config, link.rank, hosts)
+        self._timeout_s = timeout_s
+        self._with_expected = with_expected
         self._is_closed = False
         self._num_rounds = 0
-        self._words_left: list[tuple[str, ...]] = []
+        self._keys_left: list[tuple[str, ...]] = []
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
@@ -116,25 +99,31 @@ class Pusher:
         if dtype is not None:
             check_kind("dtype", dtype, Dtype, "a torch.dtype such as torch.bfloat16")
         link, turn = self.link, self._round("push")
-        work = RankWork(self, named_tensors, name_map, dtype, before_kv)
         chosen = None if version is None else checked_version(version)
-        ready = {
-            "knows": digest_of(self.tensors),
-            "version": chosen,
-            "has_turn": before_kv is not None,
-            "node": self.caller.own_node(),
-            "gpu": work.gpu,
-            "group": self.sender_group.kept,
-        }
+        resources = ExitStack()
+        follower = follower_of(
+            self.rank,
+            self.server,
+            named_tensors,
+            resources,
+            name_map=name_map,
+            dtype=dtype,
+            timeout_s=gather_timeout_s(self._timeout_s),
+        )
+        leader = None
+        if link.rank == 0:
+            leader = Leader(self.server, follower, None, may_stream=True, streams=True)
+        expected, timeout_s = self._with_expected, self._timeout_s
+        work = RankPush(follower, self.server, before_kv, leader, expected, timeout_s)
+        ready = encode(follower.ready(chosen, has_turn=before_kv is not None))
         try:
-            steps = turn.lead(ready) if link.rank == 0 else turn.follow(ready)
+            steps = turn.lead(ready) if leader is not None else turn.follow(ready)
             report = link.run(steps, work.do)
             work.keep()
-            work.record()
         finally:
             work.close()
             self._forget(turn)
-        return _REPORT.validate_python(report)
+        return report_of(report)
 
     def give_memory(self, *, rank_timeout_s: float | None = None) -> StepReport:
         """Free the engines' memory for the trainer, as ``ServerHandle.give_memory``.
@@ -155,38 +144,25 @@ class Pusher:
         if rank_timeout_s is not None:
             check_number("rank_timeout_s", rank_timeout_s, least=1)
         link, turn = self.link, self._round("offload", rank_timeout_s)
-        work = OffloadWork(self.caller)
+        work = RankOffload(self.server.give_memory)
         try:
             steps = turn.lead_offload() if link.rank == 0 else turn.follow({})
             report = link.run(steps, work.do)
         finally:
             self._forget(turn)
-        return _REPORT.validate_python(report)
+        return report_of(report)
 
     def _round(self, call: str, timeout_s: float | None = None) -> PushRound:
         """The next call of all ranks, which no call of another name can join."""
         self._num_rounds += 1
         link = self.link
         name = f"{call}-{self._num_rounds}"
-        return PushRound(name, link.rank, link.num_ranks, timeout_s or self.timeout_s, call)
+        return PushRound(name, link.rank, link.num_ranks, timeout_s or self._timeout_s, call)
 
     def close(self) -> None:
         """Free this rank's shared memory, and leave the broadcast groups; for good."""
         self._is_closed = True
-        self.kept.close()
-        self.sender_group.close()
-        self.pool.close()
-
-    @property
-    def writers(self) -> list[int]:
-        """The ranks that write into the memory of this rank's host."""
-        own = self.hosts[self.link.rank]
-        return [rank for rank, host in enumerate(self.hosts) if host == own]
-
-    @cached_property
-    def expected(self) -> Manifest | None:
-        """The tensors of a full push; None if the checkpoint has no list."""
-        return self.caller.call(RolloutServer.expected_manifest).result()
+        self.rank.close()
 
     def __enter__(self) -> Pusher:
         return self
@@ -199,40 +175,9 @@ class Pusher:
             raise RolloutError("this pusher is closed; policy.pusher() makes another, on all ranks")
 
     def _forget(self, turn: PushRound) -> None:
-        """Delete the words of earlier calls."""
-        self._words_left.append(turn.words_left())
-        if len(self._words_left) > _ROUNDS_REMEMBERED:
-            keys = self._words_left.pop(0)
+        """Delete the messages of earlier calls."""
+        self._keys_left.append(turn.words_left())
+        if len(self._keys_left) > _ROUNDS_REMEMBERED:
+            keys = self._keys_left.pop(0)
             if self.link.rank == 0:
                 self.link.words.delete(keys)
-
-
-class OffloadWork:
-    """What rank 0 does in an offload by all ranks; the others only wait."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-        self._pending: Pending[StepReport] | None = None
-
-    def do(self, step: Step) -> Any:
-        """Carry out one step."""
-        match step:
-            case Offload():
-                self._pending = self._caller.call(RolloutServer.give_memory)
-                return None
-            case AwaitEngines(_, timeout_s):
-                assert self._pending is not None
-                return _reported(self._pending, timeout_s)
-        raise AssertionError(step)
-
-
-def _reported(pending: Pending[StepReport], timeout_s: float) -> dict[str, Any] | None:
-    """The report as a word; None if there is none yet."""
-    try:
-        report = pending.result(timeout_s)
-    except TimeoutError:
-        if pending.done():
-            raise
-        return None
-    word: dict[str, Any] = _REPORT.dump_python(report, mode="json")
-    return word

@@ -23,16 +23,14 @@ from rollout.runtime.calls.sample_client import ReplyStream, SampleClient
 from rollout.runtime.calls.server_engines import ServerEngines
 from rollout.runtime.calls.weight_checks import WeightChecks
 from rollout.runtime.handle.offload_window import (
-    WITHOUT_KV,
     BeforeKv,
     OffloadWindow,
     check_before_kv,
 )
-from rollout.runtime.handle.push_builder import remote_engines
 from rollout.runtime.handle.server_pushes import ServerPushes
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.transport_choice import NEAR_ONLY, check_window, choose_transport
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import WITHOUT_KV, WeightPush
+from rollout.weights.routes.choice import NEAR_ONLY, check_reach, check_window
 
 if TYPE_CHECKING:
     from rollout.runtime.handle.pusher import Pusher
@@ -328,9 +326,7 @@ class ServerHandle:
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        return self._pushes.builder.full(
-            named_tensors, self._pushes.next_version(version), name_map=name_map, may_stream=False
-        )
+        return self._pushes.full(named_tensors, version, name_map=name_map, may_stream=False)
 
     def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
         """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``.
@@ -341,9 +337,9 @@ class ServerHandle:
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        return self._pushes.builder.full(
+        return self._pushes.full(
             named_tensors,
-            self._pushes.next_version(version),
+            version,
             may_stream=False,
             contents=WeightUpdate.FULL,
         )
@@ -365,9 +361,7 @@ class ServerHandle:
         Raises:
             WeightMismatch: it does not fit the model, or no engine honours a field of its config.
         """
-        return self._pushes.builder.adapter(
-            named_tensors, config, self._pushes.next_version(version)
-        )
+        return self._pushes.adapter(named_tensors, config, self._pushes.next_version(version))
 
     def prepare(
         self, named_tensors: NamedTensors | WeightPush, version: int | None = None
@@ -397,7 +391,7 @@ class ServerHandle:
         """
         with optional_import("embedded", "pushing weights needs torch, which is not installed"):
             from rollout.runtime.handle.pusher import Pusher
-            from rollout.weights.ranks.rank_link import link_ranks
+            from rollout.weights.ranks.link import link_ranks
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
@@ -415,8 +409,8 @@ class ServerHandle:
 
     def _check_reach(self, status: ServerStatus) -> None:
         """Raise ConfigError if the transport cannot reach an engine from this process."""
-        remote = remote_engines(status, self._caller)
-        choose_transport(self._config.weights.transport, remote, "")
+        server = self._pushes.server
+        check_reach(self._config.weights.transport, [server.own_node], server.places(status))
 
     def end_push(self, push: WeightPush) -> None:
         """Free the resources of a push in this process.  Calls that send it do so themselves.
@@ -428,9 +422,9 @@ class ServerHandle:
             ConfigError: it is no push.
         """
         check_kind("push", push, WeightPush, "what make_push returned")
-        self._pushes.builder.end(push.version)
+        self._pushes.end(push)
 
     def close(self) -> None:
         """End all pushes and remove their files; the server keeps running."""
-        self._pushes.builder.close()
+        self._pushes.close()
         self._samples = None

@@ -1,43 +1,71 @@
-"""The pushes of one handle: made, shipped, sent, and freed when their call ends."""
+"""The pushes of one handle: made, shipped, sent, and freed when their call ends.
+
+Always true: tensors are checked against the model's own list before anything is copied.  The
+resources of a push in this process (slots, sockets, threads, a broadcast group) are freed when its
+call ends, before the caller gets the result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from rollout.config import ServerConfig
+from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
+from rollout.core.errors import WeightMismatch
+from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.rules.canary import Logprobs
 from rollout.runtime.calls.caller import Caller
-from rollout.runtime.handle.push_builder import PushBuilder
+from rollout.runtime.handle.server_port import ServerCalls
+from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.adapter import AsAdapter
 
 if TYPE_CHECKING:
+    from rollout.weights.ranks.rank_push import LocalPush
+    from rollout.weights.ranks.trainer_rank import TrainerRank
     from rollout.weights.tensors import NamedTensors, NameMap
 
 P = ParamSpec("P")
+
+
+def _torch() -> AbstractContextManager[None]:
+    return optional_import("embedded", "pushing weights needs torch, which is not installed")
+
+
+def check_name_map(name_map: object) -> None:
+    """Raise WeightMismatch unless it is None or can be called."""
+    if name_map is not None and not callable(name_map):
+        raise WeightMismatch(f"name_map is a function, not a {type(name_map).__name__}")
 
 
 class ServerPushes:
     """The pushes of this process to one server; pickled, it has none of them.
 
     Attributes:
-        builder: builds the pushes.
+        server: the calls of a push to it.
         expected: log-probs that go with the next push; see ``WeightChecks.expect``.
     """
 
     def __init__(self, config: ServerConfig, caller: Caller) -> None:
         self._config = config
         self._caller = caller
-        self.builder = PushBuilder(config, caller)
+        self.server = ServerCalls(config, caller)
         self.expected: Logprobs = ()
+        # By the identity of what the caller has: two pushes may have the same version.
+        self._open: dict[int, LocalPush] = {}
+        self._rank: TrainerRank | None = None
 
     def __reduce__(self) -> tuple[type[ServerPushes], tuple[ServerConfig, Caller]]:
         return ServerPushes, (self._config, self._caller)
+
+    # -- make -------------------------------------------------------------------------------
 
     def push_of(
         self,
@@ -48,15 +76,95 @@ class ServerPushes:
         """A new push of these tensors, or the existing push."""
         if isinstance(named_tensors, WeightPush):
             return named_tensors
-        return self.builder.full(
-            named_tensors, self.next_version(version), name_map=name_map, may_stream=True
-        )
+        return self.full(named_tensors, version, name_map=name_map, may_stream=True)
 
     def next_version(self, version: int | None) -> int:
         """This version; None is one more than the server's."""
         if version is not None:
             return checked_version(version)
-        return self._caller.call(RolloutServer.status).result().weight_version + 1
+        return self.server.status().weight_version + 1
+
+    @property
+    def group_name(self) -> str:
+        """Name of the broadcast group that is kept for the next push; empty for none."""
+        return "" if self._rank is None else self._rank.groups.name
+
+    def full(
+        self,
+        named_tensors: NamedTensors,
+        version: int | None,
+        *,
+        name_map: NameMap | None = None,
+        may_stream: bool,
+        contents: WeightUpdate | None = None,
+    ) -> WeightPush:
+        """A push of the model's own tensors: all, or some with ``update: partial``.
+
+        Args:
+            may_stream: the tensors do not change until it has ended; else it is a copy of them.
+
+        Raises:
+            WeightMismatch: they do not fit the model.
+        """
+        with _torch():
+            import_module("torch")  # what follows may have been loaded without it
+            from rollout.weights.ranks.rank_push import LocalPush
+            from rollout.weights.ranks.trainer_rank import TrainerRank
+        check_name_map(name_map)
+        if self._rank is None:
+            self._rank = TrainerRank(self._config)
+        made = LocalPush(
+            self._rank,
+            self.server,
+            named_tensors,
+            None if version is None else checked_version(version),
+            name_map=name_map,
+            contents=contents,
+            may_stream=may_stream,
+        )
+        self._open[id(made.push)] = made
+        return made.push
+
+    def adapter(
+        self, named_tensors: NamedTensors, config: Mapping[str, Any], version: int
+    ) -> WeightPush:
+        """A push of a LoRA adapter under ``weights.adapter``'s name, by value.
+
+        Raises:
+            WeightMismatch: it does not fit the model, the server takes no adapters, or no engine
+                honours a field of its config.
+        """
+        with _torch():
+            from rollout.weights.tensors.adapters import adapter_bucket
+
+        settings = self._config.weights
+        if settings.update is not WeightUpdate.LORA:
+            raise WeightMismatch(f"weights.update is {settings.update}: adapters need lora")
+        if not isinstance(config, Mapping):
+            raise WeightMismatch(
+                f"an adapter's config is the mapping in adapter_config.json, or PEFT's "
+                f"config.to_dict(), not {config!r:.80}"
+            )
+        kinds = {group.engine.kind for group in self._config.groups.values()}
+        tensors, payload, plain = adapter_bucket(
+            named_tensors, config, base=self.server.expected, kinds=kinds
+        )
+        return WeightPush(
+            version,
+            prefixed_manifest(settings.adapter, tensors),
+            [payload],
+            AsAdapter(settings.adapter, plain),
+            contents=WeightUpdate.LORA,
+        )
+
+    def base_differs(self, named_tensors: NamedTensors) -> bool:
+        """Whether these weights differ from the checkpoint that the engines load."""
+        with _torch():
+            from rollout.weights.tensors.adapters import differs_from_checkpoint
+
+        return differs_from_checkpoint(named_tensors, self._config.model_path, self.server.expected)
+
+    # -- send and end ------------------------------------------------------------------------
 
     def send(
         self,
@@ -67,7 +175,7 @@ class ServerPushes:
     ) -> Pending[StepReport]:
         """Call this method of the server with the push, and free the push when the call ends."""
         pending = self._caller.call(method, self.shipped(push), *args, **kwargs)
-        return self.builder.ended_with(pending, push)
+        return self.ended_with(pending, push)
 
     def shipped(self, push: WeightPush) -> WeightPush:
         """The push as the server gets it, with the log-probs that are expected of it."""
@@ -78,6 +186,24 @@ class ServerPushes:
         expected, self.expected = self.expected, ()
         return replace(push, canary=expected) if expected else push
 
-    def base_differs(self, named_tensors: NamedTensors) -> bool:
-        """Whether any tensor differs from the weights at ``model_path``."""
-        return self.builder.base_differs(named_tensors)
+    def ended_with(self, pending: Pending[StepReport], push: WeightPush) -> Pending[StepReport]:
+        """The same call; when it ends, the push's resources are freed."""
+
+        def end() -> None:
+            if (made := self._open.pop(id(push), None)) is not None:
+                made.ended(pending)
+
+        return pending.then(end)
+
+    def end(self, push: WeightPush) -> None:
+        """Free the resources of a push, if it has some here."""
+        if (made := self._open.pop(id(push), None)) is not None:
+            made.close()
+
+    def close(self) -> None:
+        """End all pushes, leave the broadcast group, and remove all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None

@@ -6,7 +6,7 @@ without Ray's wrappers.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -122,4 +122,5 @@ class RayCaller:
 
 
 def _put(bucket: Any) -> Any:
-    return ray.put(bucket) if isinstance(bucket, bytes) else bucket
+    parts = bucket.values() if isinstance(bucket, Mapping) else [bucket]
+    return ray.put(bucket) if any(isinstance(part, bytes) for part in parts) else bucket

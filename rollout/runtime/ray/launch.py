@@ -39,9 +39,9 @@ from rollout.runtime.ray.handles import RayCaller, remote_server
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
 from rollout.runtime.ray.store_agents import end_agents, place_agents
 from rollout.runtime.run_lock import RunLock
-from rollout.weights.push.weight_source import WeightSource
 from rollout.weights.store.agents import RemoteAgents
 from rollout.weights.store.restore import StoreSource
+from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engines.protocol.lora_config import (
@@ -24,6 +25,14 @@ from rollout.weights.format.manifest import Manifest
 def prefixed(adapter: str, tensor: str) -> str:
     """The name of an adapter's tensor in fingerprints and manifests."""
     return adapter_prefix(adapter) + tensor
+
+
+def prefixed_manifest(adapter: str, tensors: Manifest) -> Manifest:
+    """An adapter's tensors as a push names them, never confused with the base's."""
+    return Manifest.of(
+        (replace(spec, name=prefixed(adapter, name)) for name, spec in tensors.tensors.items()),
+        {prefixed(adapter, name): value for name, value in tensors.fingerprints.items()},
+    )
 
 
 def check_adapter(config: Mapping[str, Any], tensors: Manifest, base: Manifest | None) -> None:

@@ -63,7 +63,9 @@ class Manifest:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> Manifest:
+    def of(
+        cls, specs: Iterable[TensorSpec], fingerprints: Mapping[str, str] | None = None
+    ) -> Manifest:
         """A manifest of these tensors.
 
         Raises:
@@ -74,7 +76,7 @@ class Manifest:
             if spec.name in tensors:
                 raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
             tensors[spec.name] = spec
-        return cls(tensors)
+        return cls(tensors, fingerprints or {})
 
 
 def check_contents(

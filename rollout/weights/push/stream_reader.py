@@ -25,8 +25,8 @@ from typing import Any
 
 from engines.protocol.plain_text import describe
 from rollout.core.errors import WeightsUnavailable
-from rollout.weights.transports.broadcast_group import BroadcastMember, to_json
-from rollout.weights.transports.carriers import Payload
+from rollout.weights.routes.broadcast import BroadcastMember, to_json
+from rollout.weights.routes.route import Payload
 
 MAX_LINE_BYTES = 64 << 20
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engines.protocol.plain_text import describe
@@ -24,26 +24,10 @@ from rollout.weights.push.stream_reader import (
     encode_message,
     split_payload,
 )
-from rollout.weights.transports.broadcast_group import BroadcastMember, from_json
-from rollout.weights.transports.carriers import Payload
+from rollout.weights.routes.broadcast import BroadcastMember, from_json
+from rollout.weights.routes.route import BUCKETS_AHEAD, StreamedBucket
 
 logger = logging.getLogger(__name__)
-# A bucket may be made while engines apply the one before it.
-BUCKETS_AHEAD = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedBucket:
-    """One bucket as the trainer made it.
-
-    Attributes:
-        then: called when every reader has it: the trainer's part of a broadcast.
-    """
-
-    payload: Payload
-    is_last: bool
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    then: Callable[[], None] | None = None
 
 
 MakeTerms = Callable[[Sequence[BroadcastMember]], Mapping[str, Any]]
@@ -52,6 +36,25 @@ MakeTerms = Callable[[Sequence[BroadcastMember]], Mapping[str, Any]]
 
 class _StreamEnded(Exception):
     """The push has ended, successfully or not."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One reader.
+
+    Attributes:
+        wanted: the bucket that it waits for; it has applied those before.
+        given: the last bucket that it has.
+        is_connected: a disconnected one does not count, and the others continue.
+        keeps: it keeps its group, after all buckets.
+    """
+
+    members: tuple[BroadcastMember, ...]
+    wanted: int = 0
+    given: int = -1
+    terms: Mapping[str, Any] | None = None
+    is_connected: bool = True
+    keeps: bool = False
 
 
 class PushStreamServer:
@@ -83,34 +86,33 @@ class PushStreamServer:
         self._when_ended = when_ended
         self._changed = threading.Condition()
         self._made: dict[int, StreamedBucket] = {}
-        self._wanted: dict[str, int] = {}
-        self._given: dict[str, int] = {}
-        self._members: dict[str, tuple[BroadcastMember, ...]] = {}
-        self._keeping: set[str] = set()
+        self._readers: dict[str, _Reader] = {}
         self._num_readers = 0
-        self._terms: dict[str, Mapping[str, Any]] = {}
         self._error = ""
-        self._is_over = False
         self._listener = socket.create_server((host, 0))
         self.address = PushStreamAddress(
             host, self._listener.getsockname()[1], secrets.token_hex(16), timeout_s
         )
-        self._sockets: set[socket.socket] = set()
-        self._threads = [
-            threading.Thread(target=self._accept, name="push-stream-accept", daemon=True),
-            threading.Thread(target=self._make, name="push-stream-make", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        # With the connection that a thread serves.
+        self._threads: list[tuple[threading.Thread, socket.socket]] = []
+        self._start("accept", self._accept, self._listener)
+        self._start("make", self._make, self._listener)
+
+    def _start(self, name: str, run: Callable[..., None], served: socket.socket) -> None:
+        arguments = () if served is self._listener else (served,)
+        name = f"push-stream-{name}"
+        thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+        self._threads.append((thread, served))
+        thread.start()
 
     def close(self) -> None:
         """End the push; waiting readers get an error. Returns when the threads have ended."""
         self._end("the push was ended by the trainer")
         # shutdown, not close: a thread that is blocked in accept does not see a close.
-        for connection in (self._listener, *list(self._sockets)):
-            with suppress(OSError):  # it was not connected
+        for _, connection in list(self._threads):
+            with suppress(OSError):  # it is not connected
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        for thread, _ in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._timeout_s)
         self._listener.close()
@@ -130,28 +132,32 @@ class PushStreamServer:
             close = getattr(self._buckets, "close", None)
             if close is not None:  # a generator releases the buffers of its buckets
                 close()
-            self._when_ended(len(self._keeping) == self._num_readers > 0)
+            keeping = [one for one in self._readers.values() if one.keeps]
+            self._when_ended(len(keeping) == self._num_readers > 0)
 
     def _gather_readers(self) -> None:
         """Wait for all readers, and send them the terms; or none gets a bucket."""
         with self._changed:
-            self._wait(lambda: bool(self._members), None)
-            if not self._wait(lambda: len(self._members) == self._num_readers, self._gather_s):
-                connected = ", ".join(sorted(self._members))
+            self._wait(lambda: bool(self._connected()), None)
+            if not self._wait(lambda: len(self._connected()) == self._num_readers, self._gather_s):
+                names = sorted(name for name, one in self._readers.items() if one.is_connected)
                 self._error = (
-                    f"{len(self._members)} of {self._num_readers} groups connected for the push "
-                    f"within {self._gather_s:g} s ({connected}); no engine was called"
+                    f"{len(names)} of {self._num_readers} groups connected for the push "
+                    f"within {self._gather_s:g} s ({', '.join(names)}); no engine was called"
                 )
                 self._changed.notify_all()
                 raise _StreamEnded
-        members = dict(self._members)
-        terms = self._terms_of([member for engines in members.values() for member in engines])
+        readers = [reader for _, reader in sorted(self._readers.items())]
+        terms = self._terms_of([member for reader in readers for member in reader.members])
         first = 1  # the trainer is rank 0
         with self._changed:
-            for reader in sorted(members):
-                self._terms[reader] = {**terms, "rank_offset": first}
-                first += sum(member.num_ranks for member in members[reader])
+            for reader in readers:
+                reader.terms = {**terms, "rank_offset": first}
+                first += sum(member.num_ranks for member in reader.members)
             self._changed.notify_all()
+
+    def _connected(self) -> list[_Reader]:
+        return [reader for reader in self._readers.values() if reader.is_connected]
 
     def _send_all(self) -> None:
         source = iter(self._buckets)
@@ -159,7 +165,7 @@ class PushStreamServer:
         while True:
             # The next bucket may reuse the memory of the last but one.
             if index > BUCKETS_AHEAD:
-                self._wait_for_all(self._wanted, index - BUCKETS_AHEAD, "applied a bucket")
+                self._wait_for_all("wanted", index - BUCKETS_AHEAD, "applied a bucket")
             bucket = next(source, None)
             if bucket is None:
                 break
@@ -171,33 +177,32 @@ class PushStreamServer:
                 self._changed.notify_all()
             del bucket
             if then is not None:
-                self._wait_for_all(self._given, index, "took a bucket")
+                self._wait_for_all("given", index, "took a bucket")
                 then()
                 del then
             index += 1
             if is_last:
                 break
         if index:
-            self._wait_for_all(self._wanted, index, "applied a bucket")
+            self._wait_for_all("wanted", index, "applied a bucket")
 
-    def _wait_for_all(self, progress: Mapping[str, int], index: int, what: str) -> None:
+    def _wait_for_all(self, progress: str, index: int, what: str) -> None:
         """Wait until every reader's ``progress`` is at ``index``."""
         with self._changed:
-            # A disconnected reader does not count; the others continue.
             if not self._wait(
-                lambda: all(progress[reader] >= index for reader in self._members),
+                lambda: all(getattr(reader, progress) >= index for reader in self._connected()),
                 self._timeout_s,
             ):
                 self._error = f"no reader {what} within {self._timeout_s:g} s"
                 self._changed.notify_all()
                 raise _StreamEnded
-            if not self._members:
+            if not self._connected():
                 raise _StreamEnded
 
     def _wait(self, holds: Callable[[], bool], budget_s: float | None) -> bool:
         deadline = None if budget_s is None else time.monotonic() + budget_s
         while not holds():
-            if self._is_over or self._error:
+            if self._error:
                 raise _StreamEnded
             remaining_s = None if deadline is None else deadline - time.monotonic()
             if remaining_s is not None and remaining_s <= 0:
@@ -207,28 +212,20 @@ class PushStreamServer:
 
     def _end(self, why: str) -> None:
         with self._changed:
-            self._is_over = True
             self._error = self._error or why
             self._changed.notify_all()
 
     # -- sending ----------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._is_over:
-            try:
+        with suppress(OSError):  # it was shut down
+            while True:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            connection.settimeout(self._timeout_s)
-            self._sockets.add(connection)
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="push-stream-serve", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+                connection.settimeout(self._timeout_s)
+                self._start("serve", self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        reader = ""
+        reader: _Reader | None = None
         try:
             with connection, connection.makefile("rb") as stream:
                 # Between two requests its engines load a bucket; that has its own deadlines.
@@ -236,34 +233,39 @@ class PushStreamServer:
                 connection.settimeout(None)
                 if not secrets.compare_digest(str(hello.get("token")), self.address.token):
                     return
-                reader = str(hello["reader"])
-                connection.sendall(encode_message(self._welcome(reader, hello)))
+                reader = self._welcomed(hello)
+                connection.sendall(encode_message(self._terms_for(reader)))
                 while True:
                     self._reply(connection, reader, _receive_message(stream))
         except (OSError, ValueError, TypeError, KeyError, _StreamEnded):
             pass
         finally:
-            self._sockets.discard(connection)
             with self._changed:
-                self._members.pop(reader, None)
+                if reader is not None:
+                    reader.is_connected = False
                 self._changed.notify_all()
 
-    def _welcome(self, reader: str, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _welcomed(self, hello: Mapping[str, Any]) -> _Reader:
         with self._changed:
             self._num_readers = int(hello["num_readers"])
-            self._wanted[reader], self._given[reader] = 0, -1
-            self._members[reader] = from_json(hello["joiners"])
+            reader = _Reader(from_json(hello["joiners"]))
+            self._readers[str(hello["reader"])] = reader
             self._changed.notify_all()
-            while reader not in self._terms and not self._error:
-                self._changed.wait()
-            return {"error": self._error} if self._error else {"terms": self._terms[reader]}
+            return reader
 
-    def _reply(self, connection: socket.socket, reader: str, request: Mapping[str, Any]) -> None:
+    def _terms_for(self, reader: _Reader) -> dict[str, Any]:
+        with self._changed:
+            while reader.terms is None and not self._error:
+                self._changed.wait()
+            return {"error": self._error} if self._error else {"terms": reader.terms}
+
+    def _reply(
+        self, connection: socket.socket, reader: _Reader, request: Mapping[str, Any]
+    ) -> None:
         index = int(request["next"])
         with self._changed:
-            if request.get("keeps"):
-                self._keeping.add(reader)
-            self._wanted[reader] = index
+            reader.keeps = reader.keeps or bool(request.get("keeps"))
+            reader.wanted = index
             self._changed.notify_all()
             if index and index - 1 in self._made and self._made[index - 1].is_last:
                 connection.sendall(
@@ -281,7 +283,7 @@ class PushStreamServer:
         connection.sendall(encode_message(fields | where))
         connection.sendall(body)
         with self._changed:
-            self._given[reader] = index
+            reader.given = index
             self._changed.notify_all()
 
 

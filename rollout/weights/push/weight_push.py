@@ -26,16 +26,15 @@ from rollout.weights.push.stream_reader import (
     PushStreamReader,
     StaticBuckets,
 )
-from rollout.weights.transports.broadcast_group import BroadcastMember
-from rollout.weights.transports.carriers import (
-    AsAdapter,
-    ByValue,
-    Carrier,
-    Payload,
-    PushTarget,
-    Stage,
-)
+from rollout.weights.routes.adapter import AsAdapter
+from rollout.weights.routes.broadcast import BroadcastMember
+from rollout.weights.routes.by_value import ByValue
+from rollout.weights.routes.route import EngineRoute, Payload, PushTarget, Route, Stage
 
+WITHOUT_KV = (
+    "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "
+    "free the memory and continue with serve()"
+)
 # For a request after the deadline: enough to end a session.
 _LEAST_BUDGET_S = 5.0
 # Larger payloads are encoded in a thread, so that they do not block the event loop.
@@ -49,28 +48,34 @@ class WeightPush:
     Attributes:
         version: the new weight version, at most ``MAX_VERSION``.
         manifest: all its tensors.
-        buckets: payloads for the carrier, or awaitables of payloads (a Ray ObjectRef), so that only
+        buckets: payloads for the route, or awaitables of payloads (a Ray ObjectRef), so that only
             one bucket is in memory at a time; empty if they come from ``stream``.
-        carrier: sends them to an engine.
+        route: sends them to an engine.
         stream: where the trainer sends buckets as it makes them; None if ``buckets`` has all.
         contents: the part of the model that is pushed.  None means the value of
             ``weights.update``; with ``lora`` it means some of the base's tensors.
         canary: log-probs of the canary prompts from the trainer's own model; empty if it did not
             compute them.
         checks_path: the engines compare what they hold after the push with what they held before.
+        routes: engine id -> its own route, where they differ; a bucket then has several payloads.
     """
 
     version: int
     manifest: Manifest
     buckets: Sequence[Payload | Awaitable[Payload]] = ()
-    carrier: Carrier = field(default_factory=ByValue)
+    route: Route = field(default_factory=ByValue)
     stream: PushStreamAddress | None = None
     contents: WeightUpdate | None = None
     canary: tuple[tuple[float, ...], ...] = ()
     checks_path: bool = False
+    routes: Mapping[str, EngineRoute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", checked_version(self.version))
+
+    def route_of(self, engine_id: str) -> EngineRoute | None:
+        """The route of an engine; None if it came after a push with several was planned."""
+        return self.routes.get(engine_id) if self.routes else EngineRoute("", self.route)
 
     def read_by(self, num_groups: int) -> WeightPush:
         """The same push for so many groups: a stream waits for all of them."""
@@ -85,7 +90,7 @@ class WeightPush:
     @property
     def adapter(self) -> str:
         """Name of the LoRA adapter that is pushed; empty for none."""
-        return self.carrier.name if isinstance(self.carrier, AsAdapter) else ""
+        return self.route.name if isinstance(self.route, AsAdapter) else ""
 
     @property
     def is_empty(self) -> bool:
@@ -140,7 +145,7 @@ async def push_weights(
     fingerprints: dict[str, str] | None = None,
     held: dict[str, str] | None = None,
 ) -> dict[str, EngineReply[None]]:
-    """Send ``push`` to all targets; returns replies by engine id.
+    """Send ``push`` to all targets that have a route; returns their replies by engine id.
 
     Args:
         budget_s: seconds for the whole push; a late engine is reported as failed.
@@ -169,7 +174,9 @@ class _PushRun:
     ) -> None:
         self._push = push
         self._targets = targets
-        self._carriers = {engine_id: push.carrier.of(engine_id) for engine_id in targets}
+        self._routes = {
+            engine_id: found for engine_id in targets if (found := push.route_of(engine_id))
+        }
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + budget_s
         self._failed: dict[str, EngineReply[None]] = {}
@@ -202,7 +209,7 @@ class _PushRun:
         fingerprints.update(source.fingerprints)
         return {
             engine_id: self._failed.get(engine_id, EngineReply(self._elapsed[engine_id]))
-            for engine_id in self._targets
+            for engine_id in self._routes
         }
 
     def _open(self, reader: str) -> BucketSource:
@@ -234,7 +241,7 @@ class _PushRun:
         ]
 
     def _joiners(self) -> list[str]:
-        return [engine_id for engine_id in self._active() if self._carriers[engine_id].joins]
+        return [engine_id for engine_id in self._active() if self._route(engine_id).joins]
 
     async def _join(self, joiners: list[str], terms: Mapping[str, Any]) -> None:
         """All engines join, or none. If it fails, no weights have changed."""
@@ -247,7 +254,7 @@ class _PushRun:
         for engine_id in self._joined:
             target = self._targets[engine_id]
             joining[engine_id] = partial(
-                self._carriers[engine_id].join, target, {**terms, "rank_offset": first}
+                self._route(engine_id).join, target, {**terms, "rank_offset": first}
             )
             first += target.payload_copies
             self._held[engine_id] = terms["group_name"]
@@ -271,14 +278,14 @@ class _PushRun:
 
     async def _leave_all(self, engine_id: str, names: Iterable[str]) -> None:
         for name in names:
-            await self._carriers[engine_id].leave(self._targets[engine_id], name)
+            await self._route(engine_id).leave(self._targets[engine_id], name)
 
     def _is_whole(self) -> bool:
         """Whether no engine that joined has failed."""
         return not any(engine_id in self._failed for engine_id in self._joined)
 
     async def _send_all(self, source: BucketSource) -> None:
-        begun = [one for one in self._active() if self._carriers[one].needs_session]
+        begun = [one for one in self._active() if self._route(one).needs_session]
         try:
             await self._call("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
@@ -292,21 +299,31 @@ class _PushRun:
         finally:
             await self._call("end_weight_update", self._each(begun, _end))
 
-    def _sends(self, packed: Any, stage: Stage) -> dict[str, Callable[[], Awaitable[Any]]]:
+    def _sends(
+        self, packed: Mapping[str, Any], stage: Stage
+    ) -> dict[str, Callable[[], Awaitable[Any]]]:
         return {
-            engine_id: partial(self._carriers[engine_id].send, target, packed, stage)
-            for engine_id, target in self._targets.items()
-            if engine_id not in self._failed and self._carriers[engine_id].has_part_in(packed)
+            engine_id: partial(
+                self._route(engine_id).send, self._targets[engine_id], packed[name], stage
+            )
+            for engine_id in self._active()
+            if (name := self._routes[engine_id].payload) in packed
         }
 
-    async def _pack(self, payload: Payload) -> Any:
-        parts = [payload] if isinstance(payload, bytes) else payload.values()
-        if any(isinstance(part, bytes) and len(part) > _MOST_INLINE_BYTES for part in parts):
-            return await asyncio.to_thread(self._push.carrier.pack, payload)
-        return self._push.carrier.pack(payload)
+    async def _pack(self, payload: Payload) -> Mapping[str, Any]:
+        """A bucket as it is sent, by the names of its payloads."""
+        parts = payload if self._push.routes else {"": payload}
+        if not isinstance(parts, Mapping):
+            raise WeightMismatch("a push with several routes has a mapping of payloads, not bytes")
+        routes = {one.payload: one.route for one in self._routes.values()}
+        pack = partial(_packed, {name: parts[name] for name in routes if name in parts}, routes)
+        return await asyncio.to_thread(pack) if _is_large(parts.values()) else pack()
+
+    def _route(self, engine_id: str) -> Route:
+        return self._routes[engine_id].route
 
     def _active(self) -> list[str]:
-        return [engine_id for engine_id in self._targets if engine_id not in self._failed]
+        return [engine_id for engine_id in self._routes if engine_id not in self._failed]
 
     def _each(
         self, wanted: Iterable[str], call: Callable[..., Awaitable[Any]]
@@ -325,6 +342,17 @@ class _PushRun:
             self._elapsed[engine_id] += reply.elapsed_s
             if reply.failure is not None:
                 self._failed.setdefault(engine_id, reply)
+
+
+def _packed(parts: Mapping[str, Payload], routes: Mapping[str, Route]) -> dict[str, Any]:
+    return {name: routes[name].pack(part) for name, part in parts.items()}
+
+
+def _is_large(payloads: Iterable[Payload]) -> bool:
+    values: list[Any] = []
+    for payload in payloads:
+        values += [payload] if isinstance(payload, bytes) else payload.values()
+    return any(isinstance(value, bytes) and len(value) > _MOST_INLINE_BYTES for value in values)
 
 
 async def _begin(target: PushTarget) -> None:

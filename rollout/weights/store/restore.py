@@ -24,12 +24,12 @@ from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineSlot
 from rollout.observability.timeline.recorder import engine_span
 from rollout.weights.format.manifest import Manifest
-from rollout.weights.push.weight_source import Restored
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.assembly import AssembledFolder, AssemblyRequest, FoldersOnNodes
 from rollout.weights.store.node.writer import AGENT_ERRORS
+from rollout.weights.store.weight_source import Restored
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,8 @@
-"""LoRA adapters: pushed, merged into the base; and whether the base differs from the checkpoint.
-
-Always true: a push's manifest names an adapter's tensors ``lora:<adapter>:<tensor>``, as engines
-do, so that they are never confused with the base's.
-"""
+"""LoRA adapters: pushed, merged into the base; and whether the base differs from the checkpoint."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,28 +11,24 @@ import torch
 
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from engines.protocol.lora_config import module_and_half, rank_and_scale
-from rollout.config import EngineKind, WeightUpdate
+from rollout.config import EngineKind
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.lora_check import check_adapter, prefixed
-from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.format.lora_check import check_adapter
+from rollout.weights.format.manifest import Manifest
 from rollout.weights.format.plain_adapter import PlainAdapter, plain_adapter
-from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.tensors.payload import Pairs, adapter_payload
 from rollout.weights.tensors.push_plan import specs_of
-from rollout.weights.tensors.tensor_sources import NamedTensors, TrainerWeights
-from rollout.weights.transports.carriers import AsAdapter
+from rollout.weights.tensors.sources import NamedTensors, PlannedSource
 
 
-def make_adapter_push(
+def adapter_bucket(
     named_tensors: NamedTensors,
     config: Mapping[str, Any],
     *,
-    name: str,
-    version: int,
     base: Manifest | None = None,
     kinds: Collection[EngineKind] = (),
-) -> WeightPush:
-    """A push of a copy of one adapter.
+) -> tuple[Manifest, bytes, Mapping[str, Any]]:
+    """A copy of one adapter as engines take it: tensors, the only bucket of a push, and config.
 
     Args:
         named_tensors: under PEFT's names (``base_model.model....lora_A.weight``).
@@ -47,24 +40,12 @@ def make_adapter_push(
     Raises:
         WeightMismatch: the adapter does not match the model, or no engine can serve it.
     """
-    weights = TrainerWeights(named_tensors, bucket_bytes=1 << 62)
-    own = [pair for bucket, _ in weights.gathered() for pair in bucket]
+    buckets = PlannedSource(named_tensors).buckets(sys.maxsize)
+    own = [pair for bucket, _ in buckets for pair in bucket]
     plain = plain_adapter(config, Manifest.of(specs_of(own)), base, kinds)
     pairs = list(_made_plain(own, plain))
-    manifest = Manifest(
-        {
-            prefixed(name, spec.name): TensorSpec(prefixed(name, spec.name), spec.dtype, spec.shape)
-            for spec in specs_of(pairs)
-        },
-        {prefixed(name, tensor): bytes_fingerprint(tensor, value) for tensor, value in pairs},
-    )
-    return WeightPush(
-        version,
-        manifest,
-        [adapter_payload(pairs)],
-        AsAdapter(name, plain.config),
-        contents=WeightUpdate.LORA,
-    )
+    fingerprints = {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
+    return Manifest.of(specs_of(pairs), fingerprints), adapter_payload(pairs), plain.config
 
 
 def _made_plain(pairs: Pairs, plain: PlainAdapter) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +78,7 @@ def merged(
     Push this as full weights where an engine does not serve adapters, or their cost matters.
 
     Args:
-        adapter, config: see ``make_adapter_push``.
+        adapter, config: see ``adapter_bucket``.
 
     Raises:
         WeightMismatch: the adapter does not match the base, or is more than an addition to it.
@@ -136,12 +117,12 @@ def differs_from_checkpoint(
     """
     from safetensors import safe_open
 
-    weights = TrainerWeights(named_tensors, bucket_bytes=1 << 28, expected=expected)
+    weights = PlannedSource(named_tensors, expected=expected)
     files: dict[str, Any] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         handle: Any = safe_open(file, framework="pt")
         files |= dict.fromkeys(handle.keys(), handle)
-    for pairs, _ in weights.gathered():
+    for pairs, _ in weights.buckets(1 << 28):
         for name, tensor in pairs:
             if name not in files:
                 return True

@@ -168,13 +168,6 @@ def around_handle(pairs: Pairs) -> tuple[bytes, bytes]:
     return head, _ops("metadata") + named + pickle.SETITEMS + pickle.STOP
 
 
-def ipc_bucket(pairs: Pairs) -> tuple[bytes, torch.Tensor]:
-    """The same as ``flattened_bucket`` as a CUDA IPC handle, with the memory behind it."""
-    made = ipc_handle(pairs, pairs[0][1].device)
-    head, tail = around_handle(pairs)
-    return head + made.handle + tail, made.flat
-
-
 def _handle_ops(flat: torch.Tensor) -> bytes:
     stream = io.BytesIO()
     pickler = _HandlePickler(stream, 3)

@@ -15,8 +15,8 @@ from engines.vllm.client import VllmClient
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
+from rollout.weights.routes.trainer_groups import BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
-from rollout.weights.tensors.broadcast_root import BroadcastRoot
 from tests.engines.embedded import reference
 from tests.support.contract import GREEDY, PROMPT
 from tests.support.rank_processes import Ranks, drawn

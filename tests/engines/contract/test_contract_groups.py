@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engines.protocol.errors import EngineRejected
-from rollout.weights.transports.carriers import leave_group
+from rollout.weights.routes.broadcast import leave_group
 from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
 from tests.support.contract import PROMPT, Bench
 from tests.support.kinds import not_for
@@ -51,7 +51,7 @@ async def joined(bench: Bench, name: str) -> AsyncIterator[Any]:
         await bench.engine.init_weights_update_group(**NOWHERE, **where)
         yield None
         return
-    from rollout.weights.tensors.broadcast_root import BroadcastRoot
+    from rollout.weights.routes.trainer_groups import BroadcastRoot
 
     root = BroadcastRoot(name, "gloo", join_timeout_s=30, send_timeout_s=30)
     joining = asyncio.create_task(bench.engine.init_weights_update_group(**root.terms(1), **where))

@@ -18,8 +18,9 @@ from engines.protocol.errors import EngineNotReady, EngineRejected
 from engines.protocol.features import read_features
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
+from rollout.weights.routes.cuda_ipc import ByHandles
+from rollout.weights.routes.route import EngineRoute
 from rollout.weights.tensors.payload import flattened_bucket
-from rollout.weights.transports.mixed import ByHandles, Mixed, Way
 from tests.engines.attached_config import config
 from tests.engines.embedded.reference import greedy
 from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, Bench, Models, client, payload
@@ -236,8 +237,8 @@ async def test_each_tensor_parallel_rank_opens_the_entry_of_its_own_gpu(
                     for rank, which in enumerate(handles)
                 },
             }
-            carrier = Mixed({"real-0": Way("handles", ByHandles(("gpu-0", "gpu-1")))})
-            push = WeightPush(version, Manifest({}), [{"handles": payload}], carrier)
+            routes = {"real-0": EngineRoute("handles", ByHandles(("gpu-0", "gpu-1")))}
+            push = WeightPush(version, Manifest({}), [{"handles": payload}], routes=routes)
             answers = await push_weights(
                 push, {"real-0": PushTarget(bench.engine, payload_copies=2)}, budget_s=60
             )

@@ -17,8 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 from engines.vllm.update_info import update_info
 from engines.vllm_plugin.kept_tensors import let_go
 from engines.vllm_plugin.pushed_handles import tensors_behind
+from rollout.weights.routes.cuda_ipc import ByHandles
 from rollout.weights.tensors.payload import Pairs, around_handle, ipc_handle
-from rollout.weights.transports.mixed import ByHandles
 from tests.support import cuda_double
 from tests.support.cuda_double import CudaDouble, some_pairs
 

@@ -16,7 +16,7 @@ from rollout.core.errors import ConfigError, WeightsUnavailable
 from rollout.core.os_errors import naming_setting, why_not_writable
 from rollout.runtime.local import launch_local
 from rollout.runtime.run_lock import RunLock
-from rollout.weights.push.shm_buffers import ShmBufferPool
+from rollout.weights.routes.buffers import ShmBufferPool
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from tests.support.served_fakes import TIMEOUT_S, config, launched
 
@@ -147,7 +147,7 @@ def test_a_push_to_a_full_or_lost_dev_shm_is_named(
     settings = {"weights": {"transport": "shared_memory", "shared_memory_path": str(shared)}}
     with launched(launch_local, tmp_path, {"main": {}}, server=settings) as handle:
         tensors = push_of(handle.config)
-        monkeypatch.setattr("rollout.weights.push.shm_buffers.take_space", failing(errno.ENOSPC))
+        monkeypatch.setattr("rollout.weights.routes.buffers.take_space", failing(errno.ENOSPC))
         with pytest.raises(WeightsUnavailable, match=r"weights.shared_memory_path elsewhere") as no:
             handle["policy"].make_push(tensors)
         assert str(shared) in str(no.value)
@@ -161,7 +161,7 @@ def test_a_push_to_a_full_or_lost_dev_shm_is_named(
 def test_a_small_dev_shm_is_named_with_its_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.weights.push.shm_buffers.UNMAP_S", 0.0)
+    monkeypatch.setattr("rollout.weights.routes.buffers.UNMAP_S", 0.0)
     pool = ShmBufferPool(tmp_path)
     with pytest.raises(WeightsUnavailable, match=r"--shm-size.*weights.shared_memory_path"):
         pool.take(1 << 60)

@@ -14,9 +14,9 @@ from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from rollout.config import Transport
 from rollout.core.errors import ConfigError, RankFailure, RolloutError
 from rollout.runtime.handle import DeploymentHandle
-from rollout.runtime.handle.offload_window import WITHOUT_KV
 from rollout.runtime.local import LocalCaller, launch_local
-from rollout.weights.push import shm_buffers
+from rollout.weights.push.weight_push import WITHOUT_KV
+from rollout.weights.routes import buffers as shm_buffers
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 
@@ -59,7 +59,7 @@ def test_engines_whose_loads_cost_get_one_folder_with_all_buckets(tmp_path: Path
     with launched(tmp_path) as (deployment, engine), deployment["policy"].pusher() as pusher:
         pusher.push(tensors())
         assert len(loads(engine)) == len(DEFAULT_TENSORS)
-        pusher.loads = EveryLoadCosts()  # type: ignore[assignment]
+        pusher.rank.loads = EveryLoadCosts()  # type: ignore[assignment]
         assert pusher.push(tensors()).weight_version == 2
         (folder,) = loads(engine)[len(DEFAULT_TENSORS) :]
         assert not folder.exists(), "the links go with the push"
@@ -197,6 +197,8 @@ def test_a_server_that_cannot_read_the_copies_is_found_before_the_push(
         refused = pytest.raises(ConfigError, match=r"weights.store: the process of server policy")
         with policy.pusher() as pusher, refused:
             pusher.push(tensors())
+        with refused:
+            policy.serve_weights(tensors())
         assert not loads(engine)
         assert policy.status().result(30).gate == "open"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from engines.tensors import bulk_copy
 from engines.tensors.file_mapping import FileMapping
+from engines.tensors.file_space import take_space
 from engines.tensors.fingerprint import Buffer
-from rollout.weights.push.hugepages import take_space
 
 
 class PendingCopy(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from rollout.weights.tensors.broadcast_root import BroadcastRoot
+from rollout.weights.routes.trainer_groups import BroadcastRoot
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, Server
 from tests.support.processes import wait_until

@@ -12,7 +12,7 @@ from rollout.control.engine.state import EngineState
 from rollout.core.errors import WeightMismatch
 from rollout.core.types import EngineSlot
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.push.weight_source import Restored
+from rollout.weights.store.weight_source import Restored
 
 
 class HoldingEngine:

@@ -19,7 +19,7 @@ from rollout.rules.canary import Logprobs
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.transports.carriers import AsAdapter
+from rollout.weights.routes.adapter import AsAdapter
 from tests.support.builders import TENSOR_NAMES, push, started_group, started_server
 
 BY_CANARY = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]]}

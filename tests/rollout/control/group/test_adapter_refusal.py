@@ -13,7 +13,7 @@ from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.transports.carriers import AsAdapter
+from rollout.weights.routes.adapter import AsAdapter
 from tests.support.builders import started_group
 
 LOAD = "load_lora_adapter_from_tensors"

@@ -15,6 +15,9 @@ from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.stream_reader import PushStreamAddress
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.by_value import ByValue
+from rollout.weights.routes.route import EngineRoute
+from rollout.weights.routes.shared_memory import ByPath
 from tests.support.builders import TENSOR_NAMES, manifest, push, started_group
 
 
@@ -70,6 +73,29 @@ async def test_what_an_engine_itself_has_not_is_refused_before_anything_is_sent(
         await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1), manifest=wrong))
     assert all("update_weights_from_tensor" not in engine.operations() for engine in engines)
     await group.run(Command.CONTINUE)
+    await group.stop()
+
+
+async def test_an_engine_that_came_after_the_plan_waits_for_the_next_push() -> None:
+    group, engines = await started_group(2)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    first, late = [one.engine_id for one in (await group.status()).engines]
+    (value,) = push(1).buckets
+    routes = {
+        first: EngineRoute("tensor", ByValue()),
+        "gone": EngineRoute("shared_memory 0", ByPath()),
+    }
+    planned = replace(push(1), buckets=[{"tensor": value}], routes=routes)
+    report = await group.run(Command.UPDATE_WEIGHTS, push=planned)
+    assert not report.failures
+    states = {one.engine_id: one for one in (await group.status()).engines}
+    assert (states[first].weight_version, states[late].state) == (1, "stale")
+    assert not states[late].fence_reason
+    assert "update_weights_from_tensor" not in engines[1].operations()
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(2))
+    assert [one.weight_version for one in (await group.status()).engines] == [2, 2]
     await group.stop()
 
 

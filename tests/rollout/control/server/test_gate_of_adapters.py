@@ -10,14 +10,14 @@ from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.transports.carriers import AsAdapter
+from rollout.weights.routes.adapter import AsAdapter
 from tests.support.builders import ServerBench, push, started_server
 
 
 def adapter(version: int) -> WeightPush:
     tensors = Manifest.of([TensorSpec("lora:policy:a", "float32", (2, 2))])
-    carrier = AsAdapter("policy", {"r": 2, "lora_alpha": 4})
-    return WeightPush(version, tensors, [b"adapter"], carrier, contents=WeightUpdate.LORA)
+    route = AsAdapter("policy", {"r": 2, "lora_alpha": 4})
+    return WeightPush(version, tensors, [b"adapter"], route, contents=WeightUpdate.LORA)
 
 
 def base(version: int) -> WeightPush:

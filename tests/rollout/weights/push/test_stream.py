@@ -12,7 +12,7 @@ import pytest
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.push.stream_reader import PushStreamReader
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
-from rollout.weights.transports.broadcast_group import BroadcastMember
+from rollout.weights.routes.broadcast import BroadcastMember
 
 
 class Making:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rollout.core.types import PushStage
-from rollout.weights.ranks.push_figures import PushFigures
-from rollout.weights.tensors.tensor_sources import Pairs
+from rollout.weights.ranks.figures import PushFigures
+from rollout.weights.ranks.messages import Share
+from rollout.weights.tensors.sources import Pairs
 
 GATHER_S, COPY_S, ENGINE_S = 0.5, 0.25, 1.0
 PAIRS = Pairs.of([("a", torch.zeros(6)), ("b", torch.zeros(2, dtype=torch.bfloat16))])
@@ -24,6 +25,11 @@ class Clock:
         return self.now_s
 
 
+def share(figures: PushFigures, *, is_made: bool) -> Share:
+    made = {"shared_memory 0": {"path": "/a"}} if is_made else {}
+    return Share("", False, made, {}, {}, *figures.measured(PAIRS))
+
+
 def pushed(num_ranks: int, num_buckets: int, **more: Any) -> PushFigures:
     """A push in which the ranks send the buckets in turn."""
     clock = Clock()
@@ -33,11 +39,9 @@ def pushed(num_ranks: int, num_buckets: int, **more: Any) -> PushFigures:
         clock.now_s += GATHER_S
         figures.gathered()
         clock.now_s += COPY_S
-        words = [
-            figures.with_figures({"path": "/a"} if index % num_ranks == rank else {}, PAIRS)
-            for rank in range(num_ranks)
-        ]
-        figures.offered(words)
+        figures.offered(
+            [share(figures, is_made=index % num_ranks == rank) for rank in range(num_ranks)]
+        )
         clock.now_s += ENGINE_S
         figures.wanted(clock.now_s)
     return figures
@@ -57,7 +61,7 @@ def test_what_no_rank_has_a_part_of_is_sent_by_rank_0() -> None:
     figures = PushFigures(2)
     figures.begin()
     figures.gathered()
-    figures.offered([figures.with_figures({}, PAIRS)] * 2)
+    figures.offered([share(figures, is_made=False)] * 2)
     figures.wanted(0.0)
     sent = {one.rank: one.num_bytes for one in figures.stages("tensor") if one.stage == "copy"}
     assert sent == {0: 28, 1: 0}

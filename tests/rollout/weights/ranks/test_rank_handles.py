@@ -33,7 +33,7 @@ from rollout.core.types import StepReport
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.handle.pusher import Pusher
 from rollout.runtime.local import launch_local
-from rollout.weights.ranks.rank_link import RankLink
+from rollout.weights.ranks.link import RankLink
 from rollout.weights.tensors.payload import flattened_bucket
 from tests.support import cuda_double, served_fakes
 from tests.support.cuda_double import CudaDouble
@@ -210,7 +210,7 @@ def test_each_tensor_parallel_rank_gets_the_bucket_of_the_rank_on_its_gpu(
     names = [name for entries in engine.entries for name in entries[0]]
     assert names == [one.name for one in DEFAULT_TENSORS]
     assert cuda.num_collects > 0
-    assert all(pusher.pool.num_bytes() == 0 for pusher in trainer.pushers)
+    assert all(pusher.rank.pool.num_bytes() == 0 for pusher in trainer.pushers)
 
 
 def test_memory_of_a_bucket_is_kept_on_all_ranks_until_the_engine_has_answered(
@@ -333,8 +333,9 @@ def test_cuda_ipc_that_was_named_is_refused_before_anything_is_sent(
 ) -> None:
     trainer = trainer_on(0, 1)
     for pusher in trainer.pushers:
-        weights = pusher.config.weights.model_copy(update={"transport": Transport.CUDA_IPC})
-        pusher.config = pusher.config.model_copy(update={"weights": weights})
+        config = pusher.rank.config
+        weights = config.weights.model_copy(update={"transport": Transport.CUDA_IPC})
+        pusher.rank.config = config.model_copy(update={"weights": weights})
     said = trainer.push(lambda rank: dict(tensors_of(0)))  # tensors in host memory
     assert all(isinstance(one, ConfigError) for one in said), said
     assert "no rank has its tensors on GPU GPU-0" in str(said[0])

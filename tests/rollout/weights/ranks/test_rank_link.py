@@ -12,8 +12,8 @@ import pytest
 from rollout.core.errors import RankFailure
 
 pytest.importorskip("torch")
-from rollout.weights.ranks.rank_link import RankLink, SharedWords
-from rollout.weights.ranks.rank_protocol import PushRound, Put
+from rollout.weights.ranks.link import RankLink, SharedWords
+from rollout.weights.ranks.protocol import PushRound, Put
 
 pytestmark = pytest.mark.embedded
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
-from rollout.weights.ranks.rank_protocol import (
+from rollout.weights.ranks.protocol import (
     Answer,
     AwaitEngines,
     Begin,

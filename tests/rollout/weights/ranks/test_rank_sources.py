@@ -13,13 +13,12 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
 
 torch = pytest.importorskip("torch")
-from rollout.weights.ranks.rank_sources import (  # noqa: E402
+from rollout.weights.tensors import PushPlanCache  # noqa: E402
+from rollout.weights.tensors.sources import (  # noqa: E402
     PlannedSource,
     StreamedSource,
     cast_to,
-    make_source,
 )
-from rollout.weights.tensors import PushPlanCache, TrainerWeights  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 BUCKET_BYTES = 1000
@@ -29,16 +28,18 @@ PLAIN = "model.layers.0.mlp.weight"
 
 def sources(named: dict[str, Any], expected: Manifest | None = None, **more: Any) -> list[Any]:
     """Rank 0's and another rank's source of a mapping, and that of a generator."""
-    options: dict[str, Any] = {"name_map": None, "dtype": None, "plans": PushPlanCache(), **more}
-    first = make_source(named, expected=expected, tensors=None, **options)
-    assert isinstance(first, PlannedSource)
+    options: dict[str, Any] = {"name_map": None, "dtype": None, "expected": expected, **more}
+    plans = PushPlanCache()
+    first = PlannedSource(named, plans=plans, is_on_all_ranks=True, **options)
     # Another rank has its tensors in any order.
     mixed = dict(reversed(named.items()))
-    other = make_source(mixed, expected=expected, tensors=first.tensors, **options)
+    other = PlannedSource(
+        mixed, tensors=first.tensors, plans=plans, is_on_all_ranks=True, **options
+    )
     return [
         first,
         other,
-        make_source(iter(named.items()), expected=expected, tensors=None, **options),
+        StreamedSource(iter(named.items()), **options),
     ]
 
 
@@ -78,7 +79,7 @@ def test_a_plan_is_kept_for_the_same_stacked_experts() -> None:
 
     def plan() -> Any:
         named = {"l.experts.gate_up_proj": torch.ones(1, 4, 2)}
-        return TrainerWeights(named, bucket_bytes=100, expected=expected, plans=plans)._plan
+        return PlannedSource(named, expected=expected, plans=plans)._plan
 
     assert list(plan().manifest.tensors) == list(names)
     assert plan() is plan()

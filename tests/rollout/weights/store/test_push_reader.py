@@ -48,7 +48,7 @@ def expected(wanted: dict[str, Any]) -> dict[str, bytes]:
 
 
 def test_a_push_by_value_is_read(tmp_path: Path) -> None:
-    from rollout.weights.tensors import make_push
+    from tests.support.still_server import make_push
 
     wanted = tensors()
     push = make_push(wanted, version=1, bucket_bytes=40)

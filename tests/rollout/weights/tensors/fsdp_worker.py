@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout.core.errors import WeightMismatch
-from rollout.weights.ranks import rank_sources
-from rollout.weights.ranks.rank_sources import PlannedSource, StreamedSource
-from rollout.weights.tensors import PushPlanCache, bytes_fingerprint, make_push
+from rollout.weights.tensors import PushPlanCache, bytes_fingerprint, sources
 from rollout.weights.tensors.shard_gather import gathered_whole
+from rollout.weights.tensors.sources import PlannedSource, StreamedSource
+from tests.support.still_server import make_push
 
 BUCKET_BYTES = 3000
 
@@ -67,9 +67,7 @@ def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> No
         push = make_push(shards, version=1, bucket_bytes=BUCKET_BYTES)
         assert set(push.manifest.tensors) == set(whole)
     counting = Counting()
-    source = PlannedSource(
-        shards, expected=None, tensors=None, name_map=counting, dtype=None, plans=PushPlanCache()
-    )
+    source = PlannedSource(shards, name_map=counting, plans=PushPlanCache(), is_on_all_ranks=True)
     found: dict[str, str] = {}
     num_buckets = 0
     for pairs, _ in source.buckets(BUCKET_BYTES):
@@ -80,7 +78,7 @@ def main(rank: int, folder: Path, device: str = "cpu", num_ranks: int = 2) -> No
     generated = StreamedSource(iter(shards.items()), expected=None, name_map=streamed, dtype=None)
     num_gathers = 0
     streamed_found: dict[str, str] = {}
-    with patch.object(rank_sources, "gathered_whole", wraps=gathered_whole) as gathers:
+    with patch.object(sources, "gathered_whole", wraps=gathered_whole) as gathers:
         for pairs, _ in generated.buckets(BUCKET_BYTES):
             streamed_found |= {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
             del pairs

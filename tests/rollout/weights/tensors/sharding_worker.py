@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rollout.weights.tensors import TrainerWeights
+from rollout.weights.tensors import PlannedSource
 
 BUCKET_BYTES = 700
 
@@ -76,8 +76,8 @@ def main(rank: int, folder: Path, num_ranks: int = 4) -> None:
         **of_modules("beside_tp", beside_tp),
     }
     shards = {name: shard for name, (_, shard) in both.items()}
-    weights = TrainerWeights(shards, bucket_bytes=BUCKET_BYTES, is_on_all_ranks=True)
-    found = {name: one.clone() for pairs, _ in weights.gathered() for name, one in pairs}
+    weights = PlannedSource(shards, is_on_all_ranks=True)
+    found = {name: one.clone() for pairs, _ in weights.buckets(BUCKET_BYTES) for name, one in pairs}
     wrong = [name for name in both if not torch.equal(found[name], both[name][0])]
     assert found.keys() == both.keys()
     assert not wrong, wrong

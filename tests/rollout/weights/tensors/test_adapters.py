@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from engines.embedded.tiny_model import make_tiny_model
 from engines.embedded.weights.lora_adapters import Adapters
-from rollout.config import EngineKind
+from rollout.config import EngineKind, WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.tensors.adapters import make_adapter_push, merged
+from rollout.weights.routes.adapter import AsAdapter
+from rollout.weights.tensors.adapters import adapter_bucket, merged
 from rollout.weights.tensors.push_plan import specs_of
-from rollout.weights.transports.carriers import AsAdapter
 
 pytestmark = pytest.mark.embedded
 peft = pytest.importorskip("peft")
@@ -79,11 +79,9 @@ def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
 def pushed(trainer: Any, model: Any, *kinds: EngineKind) -> tuple[WeightPush, AsAdapter]:
     base = Manifest.of(specs_of(list(model.named_parameters())))
     config = trainer.peft_config["default"].to_dict()
-    push = make_adapter_push(
-        tensors_of(trainer), config, name="policy", version=1, base=base, kinds=kinds
-    )
-    assert isinstance(push.carrier, AsAdapter)
-    return push, push.carrier
+    tensors, payload, plain = adapter_bucket(tensors_of(trainer), config, base=base, kinds=kinds)
+    route = AsAdapter("policy", plain)
+    return WeightPush(1, tensors, [payload], route, contents=WeightUpdate.LORA), route
 
 
 def received(push: WeightPush) -> dict[str, torch.Tensor]:
@@ -123,9 +121,9 @@ def test_the_log_probs_are_those_of_peft(
     trainer = trained(model, settings)
     expected = logprobs(trainer)
     assert (expected - logprobs(model)).abs().max() > 0.1
-    push, carrier = pushed(trainer, model, kind)
+    push, route = pushed(trainer, model, kind)
     read = as_sglang_reads if kind is EngineKind.SGLANG else as_embedded_reads
-    torch.testing.assert_close(read(model, push, carrier.config), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(read(model, push, route.config), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
@@ -141,12 +139,12 @@ def test_base_and_adapter_merged_are_what_peft_merges(model: Any, settings: dict
 def test_a_scale_is_moved_without_rounding(model: Any, dtype: torch.dtype) -> None:
     trainer = trained(model, CONFIGS["alphas"], dtype)
     own = tensors_of(trainer)
-    push, carrier = pushed(trainer, model)
-    assert carrier.config["lora_alpha"] == 4
+    push, route = pushed(trainer, model)
+    assert route.config["lora_alpha"] == 4
     sent = received(push)
     for name, tensor in own.items():
         alpha = 32 if "o_proj" in name else 4 if "layers.1" in name else 8
-        factor = alpha / carrier.config["lora_alpha"] if "lora_B" in name else 1
+        factor = alpha / route.config["lora_alpha"] if "lora_B" in name else 1
         assert sent[name].dtype == dtype
         assert torch.equal(sent[name].double(), tensor.double() * factor)
 

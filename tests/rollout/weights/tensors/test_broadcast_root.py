@@ -16,13 +16,12 @@ from rollout.core.errors import WeightsUnavailable
 from rollout.core.fanout import EngineReply
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
-from rollout.weights.transports.broadcast_group import BroadcastMember
-from rollout.weights.transports.carriers import ByBroadcast
+from rollout.weights.routes.broadcast import BroadcastMember, ByBroadcast
 from tests.support.builders import manifest
 
 
 def a_push(server: PushStreamServer, version: int = 1) -> WeightPush:
-    return WeightPush(version, manifest(), carrier=ByBroadcast(), stream=server.address)
+    return WeightPush(version, manifest(), route=ByBroadcast(), stream=server.address)
 
 
 def a_server(**terms: Any) -> PushStreamServer:

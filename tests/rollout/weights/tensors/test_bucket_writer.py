@@ -6,12 +6,12 @@ import pytest
 
 from engines.tensors import bulk_copy
 from engines.tensors.fingerprint import BYTES
-from rollout.weights.push.shm_buffers import FILE_NAME, ShmBufferPool
+from rollout.weights.routes.buffers import FILE_NAME, ShmBufferPool
 
 torch = pytest.importorskip("torch")
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint  # noqa: E402
-from rollout.weights.tensors.bucket_writer import write_shm_buffer  # noqa: E402
-from rollout.weights.tensors.tensor_sources import Pairs  # noqa: E402
+from rollout.weights.routes.shared_memory import write_buffer  # noqa: E402
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -57,7 +57,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_any_tensor_is_in_the_file_with_the_fingerprint_of_its_bytes(pool: ShmBufferPool) -> None:
     tensors = odd_tensors()
-    slot, found = write_shm_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
+    slot, found = write_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
     held = read(slot.folder)
     assert held.keys() == found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -68,7 +68,7 @@ def test_any_tensor_is_in_the_file_with_the_fingerprint_of_its_bytes(pool: ShmBu
 
 def test_without_fingerprints_the_bytes_are_the_same(pool: ShmBufferPool) -> None:
     tensors = odd_tensors()
-    slot, found = write_shm_buffer(Pairs.of(tensors.items()), pool, method="")
+    slot, found = write_buffer(Pairs.of(tensors.items()), pool, method="")
     assert found == {}
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     pool.close()
@@ -76,7 +76,7 @@ def test_without_fingerprints_the_bytes_are_the_same(pool: ShmBufferPool) -> Non
 
 def test_many_megabytes_are_copied_by_several_threads_and_still_right(pool: ShmBufferPool) -> None:
     tensors = {f"t{index}": torch.randn(1 << 20) for index in range(14)}
-    slot, found = write_shm_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
+    slot, found = write_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
     pool.close()
@@ -88,19 +88,19 @@ def test_many_small_tensors_keep_their_names(pool: ShmBufferPool) -> None:
         f"t{index}": torch.randint(0, 99, (1 << 16,)).to((torch.uint8, torch.float64)[index % 2])
         for index in range(80)
     }
-    slot, found = write_shm_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
+    slot, found = write_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
     pool.close()
 
 
 def test_a_slot_that_is_written_again_holds_the_new_bucket(pool: ShmBufferPool) -> None:
-    first, _ = write_shm_buffer(
+    first, _ = write_buffer(
         Pairs.of([("a", torch.zeros(4)), ("b", torch.zeros(4))]), pool, method=BYTES
     )
     pool.give(first)
     new = [("c", torch.ones(4)), ("d", torch.ones(4))]
-    second, _ = write_shm_buffer(Pairs.of(new), pool, method=BYTES)
+    second, _ = write_buffer(Pairs.of(new), pool, method=BYTES)
     assert second is first
     assert {name: one.tolist() for name, one in read(second.folder).items()} == {
         "c": [1.0] * 4,

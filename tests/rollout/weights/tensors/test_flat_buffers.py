@@ -13,13 +13,13 @@ from engines.embedded.weights.torch_fingerprint import (  # noqa: E402
     bytes_fingerprint,
     device_fingerprint,
 )
-from rollout.weights.tensors.flat_buffers import (  # noqa: E402  only where there is torch
+from rollout.weights.tensors.bucket_bytes import (  # noqa: E402  only where there is torch
     FlatLayoutCache,
     Flattener,
     is_worth_flattening,
     split_bucket,
 )
-from rollout.weights.tensors.tensor_sources import Pairs  # noqa: E402
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 CPU = torch.device("cpu")

@@ -22,16 +22,16 @@ from tests.support.builders import started_group
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rollout.weights.push.shm_buffers import ShmBufferPool  # noqa: E402
+from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
+from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import (  # noqa: E402
+    PlannedSource,
     PushPlanCache,
-    PushSender,
-    TrainerWeights,
     bytes_fingerprint,
     fp8_block_quantiser,
-    make_push,
 )
 from rollout.weights.tensors.fp8_quantiser import quantised  # noqa: E402
+from tests.support.still_server import StillServer, make_push, server_config  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 BLOCK = (128, 128)
@@ -152,9 +152,7 @@ def test_the_outline_of_a_push_has_the_checkpoints_names_types_and_shapes(tmp_pa
     folder = write_fp8_checkpoint(tmp_path)
     expected = read_checkpoint_manifest(folder)
     assert expected is not None
-    weights = TrainerWeights(
-        trained(), bucket_bytes=1 << 20, expected=expected, name_map=fp8_block_quantiser(folder)
-    )
+    weights = PlannedSource(trained(), expected=expected, name_map=fp8_block_quantiser(folder))
     assert dict(weights.manifest.tensors) == dict(expected.tensors)
     check_push(weights.manifest, expected, must_be_complete=True)
 
@@ -163,9 +161,8 @@ def test_a_tied_head_is_left_out_as_without_a_name_map(tmp_path: Path) -> None:
     folder = write_fp8_checkpoint(tmp_path)
     tensors = trained()
     tensors["lm_head.weight"] = tensors[EMBED]
-    weights = TrainerWeights(
+    weights = PlannedSource(
         tensors,
-        bucket_bytes=1 << 20,
         expected=read_checkpoint_manifest(folder),
         name_map=fp8_block_quantiser(folder),
     )
@@ -176,8 +173,7 @@ def test_a_plan_is_kept_for_the_same_quantiser(tmp_path: Path) -> None:
     quantise = fp8_block_quantiser(write_fp8_checkpoint(tmp_path))
     plans = PushPlanCache()
     first, second = (
-        TrainerWeights(trained(seed), bucket_bytes=1 << 20, name_map=quantise, plans=plans)
-        for seed in range(2)
+        PlannedSource(trained(seed), name_map=quantise, plans=plans) for seed in range(2)
     )
     assert first.manifest is second.manifest
 
@@ -197,17 +193,13 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
     source.mkdir()
     write_fp8_checkpoint(source)
     quantise = fp8_block_quantiser(source)
-    pool = ShmBufferPool(tmp_path)
-    settings = WeightsConfig(bucket_bytes=70_000, disk_path=str(tmp_path / "saved-{version}"))
-    sender = PushSender(settings, pool, model_path=str(source))
+    paths = {"disk_path": str(tmp_path / "saved-{version}"), "shared_memory_path": str(tmp_path)}
+    config = server_config(source, transport=transport, bucket_bytes=70_000, **paths)
+    rank = TrainerRank(config)
+    rank.loads.is_at_once = lambda transport: at_once  # type: ignore[method-assign]
     tensors = trained(seed=7)
-    weights = TrainerWeights(
-        tensors,
-        bucket_bytes=settings.bucket_bytes,
-        expected=read_checkpoint_manifest(source),
-        name_map=quantise,
-    )
-    outgoing = sender.send(weights, 1, transport, at_once=at_once)
+    server = StillServer(read_checkpoint_manifest(source))
+    outgoing = LocalPush(rank, server, tensors, 1, name_map=quantise, may_stream=True)
     assert len(outgoing.push.buckets) == num_loads
     found: dict[str, torch.Tensor] = {}
     for bucket in outgoing.push.buckets:
@@ -215,7 +207,7 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
         for file in Path(bucket["path"]).glob("*.safetensors"):
             found |= {name: tensor.clone() for name, tensor in load_file(file).items()}
     outgoing.close()
-    pool.close()
+    rank.close()
     values, scales = reference(tensors[PROJ], BLOCK)
     wanted = tensors | {PROJ: values, f"{PROJ}_scale_inv": scales}
     assert found.keys() == wanted.keys() == outgoing.push.manifest.fingerprints.keys()

@@ -10,11 +10,8 @@ import torch
 from engines.embedded.core.errors import Invalid
 from engines.embedded.weights.restricted_unpickler import read_payload
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
-from rollout.config import Transport, WeightsConfig
-from rollout.core.errors import ConfigError, WeightMismatch
-from rollout.weights.push.shm_buffers import ShmBufferPool
-from rollout.weights.tensors import PushSender, TrainerWeights
-from rollout.weights.tensors.payload import around_handle, ipc_bucket, ipc_handle
+from rollout.core.errors import WeightMismatch
+from rollout.weights.tensors.payload import around_handle, ipc_handle
 from tests.support import cuda_double
 from tests.support.cuda_double import CudaDouble, some_pairs
 from tests.support.gpu.payloads import opened
@@ -87,8 +84,4 @@ def test_an_engine_on_the_cpu_opens_no_handle(cuda: CudaDouble, monkeypatch) -> 
 
 def test_tensors_in_host_memory_are_refused_before_anything_is_made() -> None:
     with pytest.raises(WeightMismatch, match=r"'wide' is on cpu: weights.transport = cuda_ipc"):
-        ipc_bucket(some_pairs(1))
-    weights = TrainerWeights(some_pairs(1), bucket_bytes=1 << 20)
-    sender = PushSender(WeightsConfig(), ShmBufferPool())
-    with pytest.raises(ConfigError, match="cuda_ipc: the tensors are in host memory"):
-        sender.send(weights, 1, Transport.CUDA_IPC)
+        ipc_handle(some_pairs(1), torch.device("cpu"))

@@ -8,8 +8,8 @@ import pytest
 from rollout.core.errors import WeightMismatch
 
 torch = pytest.importorskip("torch")
-from rollout.weights.tensors import PushPlanCache, TrainerWeights  # noqa: E402  only where there is torch
-from rollout.weights.tensors.tensor_sources import Pairs  # noqa: E402
+from rollout.weights.tensors import PlannedSource, PushPlanCache  # noqa: E402  only where there is torch
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 
 def tensors(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -21,8 +21,8 @@ def doubled(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
     yield f"{name}.2", tensor * 2
 
 
-def planned(plans: PushPlanCache, named: dict[str, torch.Tensor], **more: object) -> TrainerWeights:
-    return TrainerWeights(named, bucket_bytes=1 << 20, plans=plans, **more)  # type: ignore[arg-type]
+def planned(plans: PushPlanCache, named: dict[str, torch.Tensor], **more: object) -> PlannedSource:
+    return PlannedSource(named, plans=plans, **more)  # type: ignore[arg-type]
 
 
 def test_the_same_model_is_planned_once() -> None:
@@ -30,7 +30,7 @@ def test_the_same_model_is_planned_once() -> None:
     first = planned(plans, tensors())
     again = planned(plans, tensors(a=torch.full((2, 3), 7.0)))
     assert again.manifest is first.manifest
-    [(pairs, is_last)] = again.gathered()
+    [(pairs, is_last)] = again.buckets(1 << 20)
     assert is_last
     assert torch.equal(dict(pairs)["a"], torch.full((2, 3), 7.0)), "an earlier push's tensor"
 
@@ -63,7 +63,7 @@ def test_a_name_map_is_asked_for_names_once_and_for_tensors_at_every_push() -> N
     again = planned(plans, tensors(b=torch.full((4,), 5.0)), name_map=doubled)
     assert again.manifest is first.manifest
     assert planned(plans, tensors()).manifest is not first.manifest
-    [(pairs, _)] = again.gathered()
+    [(pairs, _)] = again.buckets(1 << 20)
     assert [name for name, _ in pairs] == ["a.1", "a.2", "b.1", "b.2"]
     assert torch.equal(dict(pairs)["b.2"], torch.full((4,), 10.0))
 
@@ -73,7 +73,7 @@ def test_a_plan_holds_no_tensor() -> None:
     named = tensors()
     ends = [weakref.ref(tensor) for tensor in named.values()]
     weights = planned(plans, named)
-    for pairs, _ in weights.gathered():
+    for pairs, _ in weights.buckets(1 << 20):
         del pairs
     del named, weights
     assert [end() for end in ends] == [None, None]
@@ -96,7 +96,7 @@ def test_what_is_no_tensor_is_refused_also_where_there_is_a_plan() -> None:
 
 def test_what_needs_a_gradient_is_pushed_without_it() -> None:
     named = {"a": torch.nn.Parameter(torch.ones(3))}
-    [(pairs, _)] = TrainerWeights(named, bucket_bytes=100).gathered()
+    [(pairs, _)] = PlannedSource(named).buckets(100)
     assert not pairs[0][1].requires_grad
 
 

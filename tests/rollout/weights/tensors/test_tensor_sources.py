@@ -9,7 +9,7 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import TensorSpec
 
 torch = pytest.importorskip("torch")
-from rollout.weights.tensors import TrainerWeights  # noqa: E402
+from rollout.weights.tensors import PlannedSource  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 HIDDEN, HEAD, GROUPS, PER_GROUP = 8, 2, 2, 2
@@ -37,19 +37,18 @@ def test_megatrons_fused_tensors_come_out_under_the_checkpoints_names() -> None:
     }
     groups = [{name: torch.randn_like(part) for name, part in parts.items()} for _ in range(GROUPS)]
     fused = torch.cat([torch.cat([one["q"], one["k"], one["v"]]) for one in groups])
-    weights = TrainerWeights(
+    weights = PlannedSource(
         {
             "decoder.linear_qkv.weight": fused,
             "decoder.linear_fc1.weight": torch.arange(32.0).view(4, HIDDEN),
             "decoder.norm.weight": torch.ones(HIDDEN),
         },
-        bucket_bytes=1 << 20,
         name_map=to_hf,
     )
     assert weights.manifest.tensors["k_proj.weight"] == TensorSpec(
         "k_proj.weight", "float32", (GROUPS * HEAD, HIDDEN)
     )
-    [(pairs, is_last)] = weights.gathered()
+    [(pairs, is_last)] = weights.buckets(1 << 20)
     assert is_last
     found = dict(pairs)
     assert list(found) == list(weights.manifest.tensors)
@@ -65,9 +64,9 @@ def test_the_map_runs_on_outlines_first_so_names_are_known_before_any_copy() -> 
         devices.append(tensor.device.type)
         return [(name, tensor)]
 
-    weights = TrainerWeights({"a": torch.zeros(2)}, bucket_bytes=100, name_map=look)
+    weights = PlannedSource({"a": torch.zeros(2)}, name_map=look)
     assert devices == ["meta"]
-    list(weights.gathered())
+    list(weights.buckets(1 << 20))
     assert devices == ["meta", "cpu"]
 
 
@@ -75,9 +74,9 @@ def test_a_map_that_goes_by_values_is_refused() -> None:
     def by_value(name: str, tensor: "torch.Tensor") -> list[tuple[str, "torch.Tensor"]]:
         return [(name if tensor.is_meta else "other", tensor)]
 
-    weights = TrainerWeights({"a": torch.zeros(2)}, bucket_bytes=100, name_map=by_value)
+    weights = PlannedSource({"a": torch.zeros(2)}, name_map=by_value)
     with pytest.raises(WeightMismatch, match="result for 'a' differs from that on the meta device"):
-        list(weights.gathered())
+        list(weights.buckets(1 << 20))
 
 
 def test_of_what_is_gathered_no_more_than_a_bucket_is_alive() -> None:
@@ -98,7 +97,7 @@ def test_of_what_is_gathered_no_more_than_a_bucket_is_alive() -> None:
         return [(name, whole)]
 
     tensors = {f"t{index}": torch.zeros(25) for index in range(20)}
-    for pairs, _ in TrainerWeights(tensors, bucket_bytes=300, name_map=gather).gathered():
+    for pairs, _ in PlannedSource(tensors, name_map=gather).buckets(300):
         assert len(pairs) == 3 or len(pairs) == 2
         del pairs
     assert most == 300

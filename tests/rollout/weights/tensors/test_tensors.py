@@ -17,9 +17,10 @@ from rollout.weights.push.weight_push import PushTarget, push_weights
 torch = pytest.importorskip("torch")
 from engines.embedded.weights.restricted_unpickler import read_payload  # noqa: E402
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint  # noqa: E402
-from rollout.weights.tensors import make_push  # noqa: E402  only where there is torch
+from rollout.weights.tensors import PlannedSource  # noqa: E402
 from rollout.weights.tensors.payload import FlattenedTensorMetadata  # noqa: E402
 from rollout.weights.tensors.shard_gather import gathered_whole  # noqa: E402
+from tests.support.still_server import make_push  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -90,8 +91,8 @@ def test_a_tied_tensor_is_sent_once_under_the_name_the_model_has() -> None:
     embed = torch.zeros(2, 2)
     expected = Manifest.of([TensorSpec("embed.weight", "float32", (2, 2))])
     tensors = {"lm_head.weight": embed, "embed.weight": embed, "extra": torch.ones(1)}
-    push = make_push(tensors, version=1, bucket_bytes=1000, expected=expected)
-    assert list(push.manifest.tensors) == ["embed.weight", "extra"]
+    weights = PlannedSource(tensors, expected=expected)
+    assert list(weights.manifest.tensors) == ["embed.weight", "extra"]
 
 
 def test_a_name_that_occurs_twice_is_refused() -> None:
@@ -109,8 +110,8 @@ def test_what_only_starts_at_the_same_address_is_not_taken_for_tied() -> None:
     fused = torch.zeros(6, 2)
     expected = Manifest.of([TensorSpec("fused", "float32", (6, 2))])
     tensors = {"fused": fused, "view": fused[:2], "none": torch.zeros(0)}
-    push = make_push(tensors, version=1, bucket_bytes=1000, expected=expected)
-    assert list(push.manifest.tensors) == ["fused", "view", "none"]
+    weights = PlannedSource(tensors, expected=expected)
+    assert list(weights.manifest.tensors) == ["fused", "view", "none"]
 
 
 async def test_a_fake_engine_takes_a_real_push() -> None:

@@ -1,0 +1,95 @@
+"""The server of a handle, as a push sees it: ``rollout.weights.ranks.trainer_rank.ServerPort``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from rollout.config import ServerConfig
+from rollout.control.server.server import RolloutServer
+from rollout.core.pending import Pending
+from rollout.core.types import EngineStatus, ServerStatus, StepReport
+from rollout.observability.timeline.span import Span
+from rollout.rules.fingerprint_check import method_of_push
+from rollout.rules.lifecycle import Command
+from rollout.runtime.calls.caller import Caller
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.route import EnginePlace
+
+
+class ServerCalls:
+    """Calls a server through the caller of its handle."""
+
+    def __init__(self, config: ServerConfig, caller: Caller) -> None:
+        self.config = config
+        self.caller = caller
+
+    @property
+    def own_host(self) -> str:
+        return self.caller.own_host()
+
+    @property
+    def own_node(self) -> str:
+        return self.caller.own_node()
+
+    @cached_property
+    def expected(self) -> Manifest | None:
+        return self.caller.call(RolloutServer.expected_manifest).result()
+
+    def status(self) -> ServerStatus:
+        return self.caller.call(RolloutServer.status).result()
+
+    def places(self, status: ServerStatus) -> list[EnginePlace]:
+        return engine_places(status, self.caller)
+
+    def fingerprint_method(self) -> str:
+        if not self.config.weights.fingerprint:
+            return ""
+        methods = self.caller.call(RolloutServer.fingerprint_methods).result()
+        return method_of_push(methods, has_store=self.config.weights.store is not None)
+
+    def make_way_in_store(self, folder: str) -> int | None:
+        return self.caller.call(RolloutServer.make_way_in_store, folder).result()
+
+    def serve_weights(self, push: WeightPush, until: Command) -> Pending[StepReport]:
+        return self.caller.call(RolloutServer.serve_weights, self.caller.ship(push), until)
+
+    def serve(self) -> Pending[StepReport]:
+        return self.caller.call(RolloutServer.serve)
+
+    def give_memory(self) -> Pending[StepReport]:
+        """Begin an offload."""
+        return self.caller.call(RolloutServer.give_memory)
+
+    def offer_to_store(self, push: WeightPush) -> Pending[None]:
+        return self.caller.call(RolloutServer.offer_to_store, push)
+
+    def record_push(self, spans: Sequence[Span]) -> Pending[None]:
+        return self.caller.call(RolloutServer.record_push, spans)
+
+
+def engine_places(status: ServerStatus, caller: Caller) -> list[EnginePlace]:
+    """Of all engines that get a push; fenced ones get none."""
+    return [
+        _place(engine, caller)
+        for group in status.groups
+        for engine in group.engines
+        if not engine.fence_reason
+    ]
+
+
+def _place(engine: EngineStatus, caller: Caller) -> EnginePlace:
+    is_on_one_host = len({process.host for process in engine.processes}) <= 1
+    node = caller.node_of(engine.node_id, engine.endpoint.host) if is_on_one_host else ""
+    # Another machine cannot connect to an address that is this machine's own.
+    is_reached = node == caller.own_node() or caller.own_host() != "127.0.0.1"
+    return EnginePlace(
+        engine.engine_id,
+        node,
+        tuple(gpu.uuid for gpu in engine.gpus),
+        engine.num_payloads,
+        is_reached=is_reached,
+        why_no_groups=engine.why_no_groups,
+        why_no_handles=engine.why_no_handles,
+    )

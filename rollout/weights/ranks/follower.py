@@ -1,0 +1,238 @@
+"""One rank's part in one push: it prepares, makes its share of each bucket, and frees all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+from engines.protocol.plain_text import describe
+from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
+from rollout.weights.push.weight_push import WITHOUT_KV
+from rollout.weights.ranks.figures import PushFigures
+from rollout.weights.ranks.messages import PushPlan, Ready, Share
+from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
+from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
+from rollout.weights.routes.choice import ROUTES
+from rollout.weights.routes.route import RankEnd, ShareMaker
+from rollout.weights.routes.shared_memory import BufferWriter, naming_path
+from rollout.weights.routes.trainer_groups import BroadcastSender
+from rollout.weights.tensors.bucket_bytes import fingerprints_of
+from rollout.weights.tensors.sources import (
+    Pairs,
+    PlannedSource,
+    StreamedSource,
+    TensorList,
+    cast_to,
+)
+
+_COPY = "copy"
+
+
+class Follower:
+    """One rank in one push; rank 0 is one, too.
+
+    Args:
+        open_source: the source of these tensors, in the order of rank 0's list.
+        gpu: UUID of the GPU with its tensors; empty if they are in host memory.
+        contents: the part of the model that is pushed.
+        timeout_s: for a broadcast of this rank.
+        resources: what the push holds in this process; the caller closes it.
+    """
+
+    def __init__(
+        self,
+        rank: TrainerRank,
+        server: ServerPort,
+        open_source: Callable[[TensorList | None], PlannedSource | StreamedSource],
+        resources: ExitStack,
+        *,
+        gpu: str,
+        contents: WeightUpdate,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.gpu = gpu
+        self.figures = PushFigures(rank.num_ranks)
+        self.resources = resources
+        self.held: HeldBuffers | None = None
+        self.check = BucketCheck(rank.config.weights, server.expected, contents)
+        self._server = server
+        self._open_source = open_source
+        self._timeout_s = timeout_s
+        self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
+        self._makers: dict[str, ShareMaker] = {}
+        self._plan: PushPlan | None = None
+
+    @cached_property
+    def source(self) -> PlannedSource | StreamedSource:
+        """Of this rank's tensors; other ranks than 0 open it when they have the plan."""
+        return self._open_source(self.rank.tensors if self.rank.rank else None)
+
+    def ready(self, version: int | None, *, has_turn: bool = False) -> Ready:
+        """The message with which a push begins."""
+        rank = self.rank
+        knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
+        group = rank.sender_group.name
+        return Ready(knows, version, has_turn, self._server.own_node, self.gpu, group)
+
+    def prepare(self, plan: PushPlan) -> None:
+        """Check this rank's tensors against the plan; nothing is gathered.
+
+        Raises:
+            WeightMismatch: they do not fit.
+        """
+        self._plan = plan
+        if plan.tensors is not None:
+            self.rank.tensors = plan.tensors
+        if isinstance(self.source, StreamedSource) is not plan.is_streamed:
+            raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
+        self._buckets = self.source.buckets(plan.bucket_bytes)
+        with naming_path(self.rank.config.weights):
+            self._open_makers(plan)
+
+    def _open_makers(self, plan: PushPlan) -> None:
+        rank = self.rank
+        is_first_host = rank.hosts[rank.rank] == 0
+        if plan.store is not None and is_first_host:
+            # They stay until the store has read them: the next push frees them.
+            self.held = rank.copies.begin(plan.terms.version, plan.store.reads)
+        elif plan.at_once or plan.is_copied:
+            self.held = HeldBuffers(rank.pool)
+            self.resources.callback(self.held.release)
+        end = self._end(plan, self.held or rank.pool)
+        for chosen in plan.routes:
+            if (maker := ROUTES[chosen.transport].open(end, chosen)) is not None:
+                self._makers[chosen.payload] = maker
+        keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
+        if keeps_copies and not any(isinstance(one, BufferWriter) for one in self._makers.values()):
+            self._makers[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
+        for maker in self._makers.values():
+            self.resources.callback(maker.close)
+        if self.sender is None or plan.group != rank.sender_group.first:
+            rank.sender_group.close()  # rank 0 has left it, or will
+
+    def _end(self, plan: PushPlan, buffers: ShmBufferPool | HeldBuffers) -> RankEnd:
+        rank = self.rank
+        return RankEnd(
+            rank.rank,
+            rank.hosts,
+            self.gpu,
+            plan.terms,
+            buffers,
+            rank.sender_group,
+            rank.config,
+            self._timeout_s,
+        )
+
+    @property
+    def sender(self) -> BroadcastSender | None:
+        """Broadcasts in a group of this rank; None if rank 0 does, or none."""
+        maker = self._makers.get(Transport.DISTRIBUTED)
+        return maker if isinstance(maker, BroadcastSender) else None
+
+    def maker(self, payload: str) -> ShareMaker:
+        """Of the route with this payload."""
+        return self._makers[payload]
+
+    def make(self, index: int) -> tuple[Share, Pairs]:
+        """Gather the next bucket, with all ranks, and make this rank's share of it."""
+        assert self._plan is not None
+        plan = self._plan
+        self.figures.begin()
+        pairs, is_last = next(self._buckets)
+        if isinstance(self.source, StreamedSource):
+            self.check(pairs, is_last)
+            # The push announces the model's dtypes, because these are known only now.
+            pairs = cast_to(pairs, self._server.expected)
+        self.figures.gathered()
+        made: dict[str, Mapping[str, Any]] = {}
+        with naming_path(self.rank.config.weights):
+            for payload, maker in self._makers.items():
+                share = self._copy(index, pairs) if payload == _COPY else maker.make(index, pairs)
+                if share is not None:
+                    made[payload] = share
+        copy = made.pop(_COPY, {})
+        fingerprints: dict[str, str] = {}
+        for share in made.values():
+            fingerprints |= share.get("fingerprints", {})
+        if plan.is_hashed_by_rank_0 and self.rank.rank == 0:
+            fingerprints = fingerprints_of(pairs, plan.terms.fingerprints)
+        content = content_of(pairs) if self.rank.num_ranks > 1 else ""
+        figures = self.figures.measured(pairs)
+        return Share(content, is_last, made, fingerprints, copy, *figures), pairs
+
+    def _copy(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+        """This rank's share of the copies for the store; an error does not end the push."""
+        try:
+            return self._makers[_COPY].make(index, pairs)
+        except WeightsUnavailable as error:
+            return {"why_not": str(error)}
+
+    def run(self, before_kv: Callable[[], object] | None) -> None:
+        """Free the trainer's memory that the KV caches need.
+
+        Raises:
+            RankFailure: the function raised.
+        """
+        assert self._plan is not None
+        try:
+            if before_kv is not None:
+                before_kv()
+        except Exception as error:
+            is_serving = self._plan.is_serving
+            state = "the engines serve the new weights" if is_serving else WITHOUT_KV
+            raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
+
+    def keep(self) -> None:
+        """After a push that succeeded: stay in the groups."""
+        if self.sender is not None:
+            self.sender.keep()
+
+
+class BucketCheck:
+    """Checks the buckets of an iterator one by one against the model's tensors.
+
+    Its tensors are known only when they come.  The last bucket makes the engines publish the
+    version, so it is sent only if the push is complete.
+    """
+
+    def __init__(
+        self, config: WeightsConfig, expected: Manifest | None, contents: WeightUpdate
+    ) -> None:
+        self._expected = expected
+        self._config = config
+        self._contents = contents
+        self.seen: dict[str, TensorSpec] = {}
+
+    def __call__(self, pairs: Pairs, is_last: bool) -> None:
+        """Check a bucket.
+
+        Raises:
+            WeightMismatch: a tensor does not fit, comes twice, or is missing at the end.
+        """
+        for spec in pairs.specs:
+            if spec.name in self.seen:
+                raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
+            self.seen[spec.name] = spec
+        if is_last:
+            checked, contents = Manifest(self.seen), self._contents
+        else:
+            checked, contents = Manifest.of(pairs.specs), WeightUpdate.PARTIAL
+        check_contents(checked, self._expected, self._config, contents)
+
+
+def digest_of(tensors: TensorList) -> str:
+    """Equal for the same list."""
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+
+def content_of(pairs: Pairs) -> str:
+    """Equal on two ranks that have the same names, dtypes and shapes in a bucket."""
+    content = json.dumps([(spec.name, spec.dtype, spec.shape) for spec in pairs.specs]).encode()
+    return hashlib.sha256(content).hexdigest()[:16]

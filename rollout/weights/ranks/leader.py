@@ -1,0 +1,349 @@
+"""Rank 0's decisions in a push: the plan, and what the engines get of each bucket.
+
+A push is *copied* (all buckets are made before the server is called: the trainer may change its
+tensors) or *streamed* (made bucket by bucket while engines load it: the tensors must not change
+until it has ended).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.config import Transport, WeightUpdate
+from rollout.core.errors import WeightMismatch
+from rollout.core.types import ServerStatus
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.stream_server import PushStreamServer
+from rollout.weights.push.weight_push import WeightPush, default_contents
+from rollout.weights.ranks.follower import Follower, digest_of
+from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
+from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
+from rollout.weights.ranks.trainer_rank import ServerPort
+from rollout.weights.routes.by_value import MOST_BUCKET_BYTES
+from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
+from rollout.weights.routes.disk import CheckpointMaker
+from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
+from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
+from rollout.weights.routes.trainer_groups import BroadcastPush, NcclTerms
+from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
+
+logger = logging.getLogger(__name__)
+
+
+class Leader:
+    """Rank 0 in one push.
+
+    Args:
+        follower: its part as one of the ranks.
+        contents: the part of the model that is pushed; None: that of ``weights.update``.
+        may_stream: the tensors do not change until the push has ended.
+        streams: a push that may be streamed is.
+    """
+
+    def __init__(
+        self,
+        server: ServerPort,
+        follower: Follower,
+        contents: WeightUpdate | None,
+        *,
+        may_stream: bool,
+        streams: bool,
+    ) -> None:
+        self._server = server
+        self.follower = follower
+        self._contents = contents
+        self._may_stream = may_stream
+        self._streams = streams
+        self._readies: Sequence[Ready] = ()
+        self._assigned: Mapping[str, EngineRoute] = {}
+        self._plan: PushPlan | None = None
+        # Of buckets that are complete before the engines are called.
+        self._payloads: list[Mapping[str, Payload]] = []
+        self._fingerprints: dict[str, str] = {}
+        self.kept: CopiedPush | None = None
+
+    @property
+    def plan(self) -> PushPlan:
+        """What was decided."""
+        assert self._plan is not None
+        return self._plan
+
+    def decide(self, readies: Sequence[Ready]) -> PushPlan:
+        """Decide on the push, from the messages of all ranks.
+
+        Raises:
+            WeightMismatch: the tensors do not fit the model; nothing was sent.
+            ConfigError: the settings cannot be followed.
+        """
+        rank, weights = self.follower.rank, self.follower.rank.config.weights
+        if weights.update is WeightUpdate.FROZEN:
+            raise WeightMismatch("the server is frozen: its weights are never updated")
+        status = self._server.status()
+        self._readies = readies
+        agreed = _agreed_version(readies)
+        source = self.follower.source
+        if isinstance(source, PlannedSource):
+            rank.check(source.manifest, self._server.expected, self._pushed)
+        routes = self._choose(status)
+        transports = {one.transport for one in routes}
+        hosts = sorted(one.host for one in routes if one.transport == Transport.SHARED_MEMORY)
+        # Only rank 0 joins folders, so only those of its own host.
+        only_here = transports == {Transport.SHARED_MEMORY} and hosts == [0]
+        at_once = only_here and rank.loads.is_at_once(Transport.SHARED_MEMORY)
+        is_complete = at_once or Transport.DISK in transports or not self._streams
+        is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
+        senders = sorted(set(rank.hosts)) if Transport.DISTRIBUTED in transports else []
+        most = MOST_BUCKET_BYTES if Transport.TENSOR in transports else sys.maxsize
+        self._plan = PushPlan(
+            terms=PushTerms(
+                status.weight_version + 1 if agreed is None else agreed,
+                self._server.fingerprint_method(),
+                hosts[0] if hosts else None,
+                tuple(senders),
+            ),
+            is_streamed=not isinstance(source, PlannedSource),
+            is_copied=is_copied,
+            is_serving=status.gate == "open",
+            has_turn=any(one.has_turn for one in readies),
+            routes=routes,
+            at_once=at_once,
+            bucket_bytes=min(weights.bucket_bytes, most),
+            group=rank.groups.name,
+            store=self._stored(hosts, is_read=is_copied and len(routes) == 1),
+            tensors=_unknown_to(readies, source) if isinstance(source, PlannedSource) else None,
+        )
+        return self._plan
+
+    @property
+    def _pushed(self) -> WeightUpdate:
+        """The part of the model that is pushed."""
+        return self._contents or default_contents(self.follower.rank.config.weights.update)
+
+    @property
+    def _ranks(self) -> list[RankPlace]:
+        hosts = self.follower.rank.hosts
+        return [
+            RankPlace(one.node, host, one.gpu)
+            for one, host in zip(self._readies, hosts, strict=True)
+        ]
+
+    def _choose(self, status: ServerStatus) -> tuple[Chosen, ...]:
+        """The routes of all engines, one for each payload."""
+        rank = self.follower.rank
+        wanted = rank.config.weights.transport
+        source = self.follower.source
+        share = source.num_bytes if isinstance(source, PlannedSource) else 0
+        no_room = why_no_room_for(share, rank.pool, len(rank.writers)) if share else ""
+        places = self._server.places(status)
+        copies = not self._may_stream
+        chosen = choose(wanted, self._ranks, places, no_room, is_copy=copies)
+        if note := by_value_note(wanted, chosen, share or self._expected_bytes()):
+            logger.warning("%s", note)
+        self._assigned = {
+            name: EngineRoute(one.payload, ROUTES[one.transport].route(one))
+            for name, one in chosen.items()
+        }
+        # Engines that come later get what an engine on this host would.
+        near = Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted
+        by_payload: dict[str, Chosen] = {}
+        for one in list(chosen.values()) or (Chosen(near),):
+            first = by_payload.setdefault(one.payload, replace(one, why=""))
+            gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
+            by_payload[one.payload] = replace(first, gpus=gpus)
+        return tuple(by_payload.values())
+
+    def _expected_bytes(self) -> int:
+        """Of the model; 0 if unknown."""
+        expected = self._server.expected
+        return sum(spec.num_bytes for spec in expected.tensors.values()) if expected else 0
+
+    def _stored(self, hosts: Sequence[int], *, is_read: bool) -> StorePlan | None:
+        """How rank 0's host keeps the push for the store; None if it need not.
+
+        Args:
+            hosts: whose ranks write files.
+            is_read: the store reads the buckets of the push itself.
+        """
+        rank = self.follower.rank
+        if rank.config.weights.store is None or self._pushed is not WeightUpdate.FULL:
+            return None
+        if is_read and not hosts:
+            return None
+        if not is_read:
+            self.kept = CopiedPush()
+        reads = self._server.make_way_in_store(str(rank.pool.made_folder()))
+        return StorePlan(reads, is_offered=not is_read)
+
+    # -- buckets ------------------------------------------------------------------------------
+
+    def join(self, shares: Sequence[Share], pairs: Pairs) -> OfferedBucket:
+        """A bucket from what the ranks have made of it.
+
+        Raises:
+            WeightMismatch: they have gathered different tensors.
+        """
+        _check_same(shares)
+        senders = self.plan.terms.senders
+        figures = self.follower.figures
+        number = figures.num_offered
+        is_own = bool(senders) and number % len(senders) == 0
+        figures.offered(shares, rank_0_sends=is_own)
+        payload: dict[str, Payload] = {}
+        for route in self.plan.routes:
+            made = {
+                rank: share.made[route.payload]
+                for rank, share in enumerate(shares)
+                if route.payload in share.made
+            }
+            row = ROUTES[route.transport]
+            part = row.join(route, made, self._ranks, pairs) if made else None
+            if part is not None:
+                payload[route.payload] = part
+        fingerprints: dict[str, str] = {}
+        for share in shares:
+            fingerprints |= share.fingerprints
+        if self.kept is not None:
+            self.kept.add(shares, self.follower.rank.hosts, pairs.specs)
+        sender, parts = _broadcast_by(shares)
+        return OfferedBucket(pairs, shares[0].is_last, payload, fingerprints, sender, parts)
+
+    def copy(self, shares: Sequence[Share], pairs: Pairs) -> None:
+        """Keep a bucket until all are made."""
+        self.follower.figures.wanted(time.monotonic())
+        bucket = self.join(shares, pairs)
+        self._payloads.append(bucket.payload)
+        self._fingerprints |= bucket.fingerprints
+
+    # -- the push -----------------------------------------------------------------------------
+
+    def copied_push(self) -> WeightPush:
+        """The push of all buckets that were copied."""
+        payloads: list[Any] = self._payloads
+        maker = self.follower.maker(Transport.DISK) if self._is_to_disk else None
+        if isinstance(maker, CheckpointMaker):
+            payloads = [maker.finish()]
+        elif self.plan.at_once and len(payloads) > 1:
+            assert self.follower.held is not None
+            (name,) = (one.payload for one in self.plan.routes)
+            payloads = [joined_folder(self.follower.held, [one[name]["path"] for one in payloads])]
+        elif self.is_single:
+            payloads = [next(iter(one.values())) for one in payloads]
+        manifest = Manifest(self._manifest().tensors, self._fingerprints)
+        return self._push(manifest, buckets=payloads)
+
+    @property
+    def _is_to_disk(self) -> bool:
+        return any(one.transport == Transport.DISK for one in self.plan.routes)
+
+    def streamed_push(self, offered: Any) -> WeightPush:
+        """A push whose buckets come from ``offered``, which the stream iterates in its thread.
+
+        Args:
+            offered: a ``BucketHandover``, or an iterator.
+        """
+        broadcast = self._broadcast() if self.plan.terms.senders else None
+        more: Any = {}
+        if broadcast is not None:
+            more = {"terms": broadcast.terms, "when_ended": broadcast.ended}
+        server = PushStreamServer(
+            OutgoingStream(offered, broadcast, is_single=self.is_single),
+            host=self._server.own_host,
+            timeout_s=self.follower.rank.config.lifecycle.update_timeout_s,
+            **more,
+        )
+        self.follower.resources.callback(server.close)
+        return self._push(self._manifest(), stream=server.address)
+
+    def _broadcast(self) -> BroadcastPush:
+        config, plan = self.follower.rank.config, self.plan
+        return BroadcastPush(
+            plan.terms.version,
+            config.weights,
+            self._server.own_host,
+            self.follower.rank.groups,
+            NcclTerms(config.why_no_nccl, config.nccl_cumem),
+            plan.terms.fingerprints if plan.terms.hashing_host is None else "",
+            is_on_cuda=self.follower.source.is_on_cuda,
+            others=[self._readies[rank].group for rank in plan.terms.senders[1:]],
+        )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all engines get the same, so that a bucket is one payload."""
+        return len(set(self._assigned.values())) < 2
+
+    def _push(self, manifest: Manifest, **more: Any) -> WeightPush:
+        first = self.plan.routes[0]
+        if not self.is_single:
+            more["routes"] = self._assigned
+        return WeightPush(
+            self.plan.terms.version,
+            manifest,
+            route=ROUTES[first.transport].route(first),
+            contents=self._contents,
+            **more,
+        )
+
+    def _manifest(self) -> Manifest:
+        source = self.follower.source
+        if isinstance(source, PlannedSource):
+            return source.manifest
+        if self.plan.is_copied:
+            return Manifest(self.follower.check.seen)
+        return self._server.expected or Manifest({})
+
+
+def _agreed_version(readies: Sequence[Ready]) -> int | None:
+    """The version that all ranks push; None if none names one.
+
+    Raises:
+        WeightMismatch: they name different ones.
+    """
+    first = readies[0].version
+    for rank, ready in enumerate(readies):
+        if ready.version != first:
+            raise WeightMismatch(
+                f"rank {rank} pushes weight version {ready.version}, rank 0 version {first}"
+            )
+    return first
+
+
+def _unknown_to(readies: Sequence[Ready], source: PlannedSource) -> TensorList | None:
+    """The list of tensors, if another rank does not know it from the last push."""
+    if len(readies) == 1:
+        return None
+    tensors = source.tensors
+    digest = digest_of(tensors)
+    return tensors if any(one.knows != digest for one in readies[1:]) else None
+
+
+def _check_same(shares: Sequence[Share]) -> None:
+    """Raise if the ranks made different tensors of one bucket.
+
+    Raises:
+        WeightMismatch: the ranks that differ from rank 0.
+    """
+    first = shares[0]
+    wrong = [
+        rank
+        for rank, share in enumerate(shares)
+        if (share.content, share.is_last) != (first.content, first.is_last)
+    ]
+    if wrong:
+        raise WeightMismatch(
+            f"rank {', '.join(map(str, wrong[:8]))} gathered other tensors than rank 0 in one "
+            "bucket; all ranks must push the same names in the same order"
+        )
+
+
+def _broadcast_by(shares: Sequence[Share]) -> tuple[int, Sequence[Payload]]:
+    """The rank other than 0 that broadcasts a bucket, and the payload of each part; or 0."""
+    for rank, share in enumerate(shares):
+        if made := share.made.get(Transport.DISTRIBUTED):
+            return rank, made["parts"]
+    return 0, ()

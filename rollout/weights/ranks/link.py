@@ -1,0 +1,262 @@
+"""The words of a push through a store of torch.distributed, which rank 0 hosts.
+
+A store and not collectives of a CPU group: a wait for a key ends at its deadline without harm to
+later pushes, it is known which rank is silent, and the end of rank 0 ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import NamedTemporaryFile
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from rollout.core.errors import ConfigError, RankFailure
+from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
+
+T = TypeVar("T")
+
+_CONNECT_S = 60.0
+
+
+class WordStore(Protocol):
+    """Where words are kept."""
+
+    def put(self, key: str, word: str) -> None: ...
+    def claim(self, key: str, word: str) -> str: ...
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
+
+
+class LocalWords:
+    """The store of a single rank."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+
+    def put(self, key: str, word: str) -> None:
+        self._words[key] = word
+
+    def claim(self, key: str, word: str) -> str:
+        return self._words.setdefault(key, word)
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
+        return [self._words.get(key) for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._words.pop(key, None)
+
+
+class SharedWords:
+    """A ``TCPStore`` between the ranks.
+
+    Its calls wait for ever while the process of rank 0 is frozen.  So each is made in a thread of
+    its own.  It is left alone there if it does not end, and takes effect when rank 0 goes on:
+    before anything that rank 0 does then, because it waits at rank 0 already.
+
+    Args:
+        waits: another connection for ``get``, which would hold up all others.
+        answer_s: for an answer of rank 0's process.
+    """
+
+    def __init__(self, store: Any, waits: Any, answer_s: float) -> None:
+        self._store = store
+        self._waits = waits
+        self._answer_s = answer_s
+
+    def put(self, key: str, word: str) -> None:
+        with suppress(TimeoutError):
+            self._within(self._answer_s, lambda: self._store.set(key, word))
+
+    def claim(self, key: str, word: str) -> str:
+        """The word that the key has then.
+
+        Raises:
+            TimeoutError: there is no answer; the claim stands.
+        """
+        claim = partial(self._store.compare_set, key, "", word)
+        stored: bytes = self._within(self._answer_s, claim)
+        return stored.decode()
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
+        if not keys:
+            return []
+        found = partial(self._found, list(keys), timeout_s)
+        try:
+            return self._within(timeout_s + self._answer_s, found)
+        except TimeoutError:
+            return [None for _ in keys]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(TimeoutError):
+                self._within(self._answer_s, partial(self._store.delete_key, key))
+
+    def _within(self, seconds: float, call: Callable[[], T]) -> T:
+        """The call's result.
+
+        Raises:
+            TimeoutError: it did not end.
+        """
+        ended: SimpleQueue[T | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                ended.put(call())
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=run, name="rank-word", daemon=True).start()
+        try:
+            result = ended.get(timeout=seconds)
+        except Empty:
+            raise TimeoutError from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _found(self, keys: list[str], timeout_s: float) -> list[str | None]:
+        try:
+            self._waits.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistStoreError:  # the deadline
+            return [
+                self._waits.get(key).decode() if self._waits.check([key]) else None for key in keys
+            ]
+        return [word.decode() for word in self._waits.multi_get(keys)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLink:
+    """The ranks that push together.
+
+    Attributes:
+        group: their process group; None for a single rank.
+    """
+
+    rank: int
+    num_ranks: int
+    words: WordStore
+    group: Any = None
+
+    def run(self, steps: Steps[T], do: Callable[[Step], Any]) -> T:
+        """Carry out the steps of this rank; ``do`` carries out those that are not words.
+
+        Raises:
+            RolloutError: the push has failed.
+        """
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = self._word(step) if isinstance(step, _OF_WORDS) else do(step)
+                except (Exception, KeyboardInterrupt) as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as ended:
+            value: T = ended.value
+            return value
+
+    def hosts(self, root: str) -> list[int]:
+        """For each rank, the lowest rank that sees its files in this folder of tmpfs; every rank
+        calls this.
+
+        Raises:
+            RankFailure: a rank did not call it.
+        """
+        if self.num_ranks == 1:
+            return [0]
+        ranks = range(self.num_ranks)
+        with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
+            self.words.put(f"token/{self.rank}", file.name)
+            tokens = self._expect([f"token/{rank}" for rank in ranks])
+            lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
+            self.words.put(f"host/{self.rank}", str(lowest))
+            return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
+
+    def _expect(self, keys: Sequence[str]) -> list[str]:
+        found = self.words.get(keys, _CONNECT_S)
+        if None in found:
+            raise RankFailure(f"not all ranks called pusher() within {_CONNECT_S:g} s")
+        return [word for word in found if word is not None]
+
+    def _word(self, step: Step) -> Any:
+        try:
+            match step:
+                case Put(key, word):
+                    return self.words.put(key, json.dumps(word))
+                case Claim(key, word):
+                    return json.loads(self.words.claim(key, json.dumps(word)))
+                case Get(keys, timeout_s):
+                    found = self.words.get(keys, timeout_s)
+                    return [None if word is None else json.loads(word) for word in found]
+                case Delete(keys):
+                    return self.words.delete(keys)
+        except (dist.DistError, RuntimeError):
+            # Without the error's text, which is another one on each rank.
+            raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
+        raise AssertionError(step)
+
+
+_OF_WORDS = (Put, Claim, Get, Delete)
+
+
+def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> RankLink:
+    """Link the ranks of a process group; every rank of it calls this.
+
+    Args:
+        own_host: address of this machine for the other ranks.
+        group: None for all ranks, or for a single process without torch.distributed.
+        answer_s: for an answer of rank 0's process.
+
+    Raises:
+        ConfigError: this process is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("pusher(group=...): torch.distributed is not initialized here")
+        return RankLink(0, 1, LocalWords())
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("pusher(group=...): this process is not a rank of that group")
+    if num_ranks == 1:
+        return RankLink(0, 1, LocalWords(), group)
+    store = _meet(rank, own_host, group)
+    return RankLink(rank, num_ranks, SharedWords(store, store.clone(), answer_s), group)
+
+
+def _meet(rank: int, own_host: str, group: Any) -> Any:
+    """A store of these ranks alone; the group passes its address to them."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    host = own_host if len(set(hosts)) > 1 else "127.0.0.1"
+    store = None
+    if rank == 0:
+        store = _store("" if host != "127.0.0.1" else host, 0, is_master=True)
+    where: list[Any] = [(host, store.port) if store else None]
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(where, source, group=group)
+    host, port = where[0]
+    return store or _store(host, port, is_master=False)
+
+
+def _store(host: str, port: int, *, is_master: bool) -> Any:
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009  torch's types do not export it
+    return make(
+        host or "0.0.0.0",
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
+    )

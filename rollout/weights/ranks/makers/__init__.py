@@ -1,1 +1,0 @@
-"""What a rank makes of each bucket of a push."""

@@ -1,0 +1,265 @@
+"""On rank 0: buckets of which all ranks have made their share, on their way to the engines.
+
+Always true: a bucket's tensors are let go of before the next bucket is taken; copies for the store
+that are not complete are never offered to it, and the push goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from rollout.config import Transport
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.ranks.messages import Share
+from rollout.weights.routes.route import Payload, StreamedBucket
+from rollout.weights.routes.shared_memory import ByPath
+from rollout.weights.routes.trainer_groups import JOIN, SEND, BroadcastPush
+from rollout.weights.tensors.sources import Pairs
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBucket:
+    """One bucket that all ranks have made.
+
+    Attributes:
+        pairs: rank 0's tensors.
+        payload: what the engines get, by the payload's name.
+        sender: the rank other than 0 that broadcasts it; 0 if rank 0 does, or none.
+        parts: what the engines get before each of that rank's broadcasts.
+    """
+
+    pairs: Pairs
+    is_last: bool
+    payload: Mapping[str, Payload] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    sender: int = 0
+    parts: Sequence[Payload] = ()
+
+
+class BucketHandover(Generic[T]):
+    """An iterable for a stream's thread, filled from another thread.
+
+    Gathers are collectives, so they run in the caller's thread; the stream sends in its own.  What
+    other ranks broadcast is a task for the caller's thread, which exchanges the ranks' messages.
+
+    Always true: at most one bucket waits here; both sides are released when either ends.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bucket: T | None = None
+        self._num_wanted = 0
+        self._task: Mapping[str, Any] | None = None
+        self._answer: Sequence[Mapping[str, Any]] | None = None
+        self._is_over = False
+        self._over_s = 0.0
+
+    # -- the caller's thread ----------------------------------------------------------------
+
+    def is_wanted(self, index: int, timeout_s: float) -> bool:
+        """Wait until the stream asks for this bucket; false at the deadline, at its end, or if it
+        has a task."""
+        self._wait(lambda: self._num_wanted > index or self._task is not None, timeout_s)
+        with self._changed:
+            return self._num_wanted > index and not self._is_over
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until the stream has ended or has a task, at most so long."""
+        self._wait(lambda: self._task is not None, timeout_s)
+
+    def take_task(self) -> Mapping[str, Any] | None:
+        """What the stream waits for, to be answered; None for nothing."""
+        with self._changed:
+            task, self._task = self._task, None
+            return task
+
+    def answer(self, words: Sequence[Mapping[str, Any]]) -> None:
+        """What all ranks reported of the task."""
+        with self._changed:
+            self._answer = words
+            self._changed.notify_all()
+
+    def _wait(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: holds() or self._is_over, timeout_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream takes no more buckets."""
+        return self._is_over
+
+    @property
+    def over_s(self) -> float:
+        """When it was closed, by ``time.monotonic``: engines have applied the last bucket."""
+        return self._over_s
+
+    def put(self, bucket: T) -> None:
+        """Give the stream the bucket that it asked for."""
+        with self._changed:
+            self._bucket = bucket
+            self._changed.notify_all()
+
+    # -- the stream's thread ----------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            self._num_wanted += 1
+            self._changed.notify_all()
+            while self._bucket is None and not self._is_over:
+                self._changed.wait()
+            bucket, self._bucket = self._bucket, None
+            if bucket is None:
+                raise StopIteration
+            return bucket
+
+    def ask(self, task: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Have all ranks do this; returns what they report, in their order.
+
+        Raises:
+            WeightsUnavailable: the push has ended.
+        """
+        with self._changed:
+            self._task = task
+            self._changed.notify_all()
+            while self._answer is None and not self._is_over:
+                self._changed.wait()
+            words, self._answer = self._answer, None
+            if words is None:
+                raise WeightsUnavailable("the push has ended")
+            return words
+
+    def close(self) -> None:
+        """End both sides; the stream calls it too."""
+        with self._changed:
+            if not self._is_over:
+                self._over_s = time.monotonic()
+            self._is_over = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingStream:
+    """The buckets of a push, for its stream; iterated in the stream's thread.
+
+    Attributes:
+        broadcast: sends rank 0's tensors to the engines that take a broadcast; other ranks join
+            them and send when this asks for it.
+        is_single: all engines get the same, so a bucket is that alone.
+    """
+
+    offered: BucketHandover[OfferedBucket] | Iterable[OfferedBucket]
+    broadcast: BroadcastPush | None = None
+    is_single: bool = False
+
+    def __iter__(self) -> Iterator[StreamedBucket]:
+        if self.broadcast is not None:
+            self.broadcast.join()
+            if terms := self.broadcast.terms_of_others:
+                self._ask({"do": JOIN, "terms": terms})
+        for bucket in self.offered:
+            parts = self._parts(bucket)
+            del bucket
+            for part in parts:
+                yield part if not self.is_single else _alone(part)
+                del part
+            del parts
+
+    def close(self) -> None:
+        """The stream has ended."""
+        if isinstance(self.offered, BucketHandover):
+            self.offered.close()
+
+    def _parts(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
+        payload, is_last, fingerprints = bucket.payload, bucket.is_last, bucket.fingerprints
+        if self.broadcast is None:
+            del bucket
+            yield StreamedBucket(payload, is_last, fingerprints)
+            return
+        parts = (
+            self._asked(bucket)
+            if bucket.sender
+            else self.broadcast.parts(bucket.pairs, is_last=True)
+        )
+        del bucket
+        for part in parts:
+            # The other engines get the whole bucket with its last part.
+            ways = {**(payload if part.is_last else {}), Transport.DISTRIBUTED: part.payload}
+            found = {**part.fingerprints, **fingerprints}
+            yield replace(part, payload=ways, is_last=part.is_last and is_last, fingerprints=found)
+            del part
+
+    def _asked(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
+        """The parts of a bucket that another rank broadcasts when all readers have one."""
+        last = len(bucket.parts) - 1
+        for number, part in enumerate(bucket.parts):
+            task = {"do": SEND, "sender": bucket.sender, "part": number}
+            yield StreamedBucket(part, number == last, then=partial(self._ask, task))
+
+    def _ask(self, task: Mapping[str, Any]) -> None:
+        """Have the other ranks do this.
+
+        Raises:
+            WeightsUnavailable: one of them could not.
+        """
+        assert isinstance(self.offered, BucketHandover)
+        if failed := [word["why_not"] for word in self.offered.ask(task) if "why_not" in word]:
+            raise WeightsUnavailable("; ".join(failed[:4]))
+
+
+def _alone(part: StreamedBucket) -> StreamedBucket:
+    """A bucket whose only payload is for all engines."""
+    assert isinstance(part.payload, Mapping)
+    (payload,) = part.payload.values()
+    return replace(part, payload=payload)
+
+
+class CopiedPush:
+    """The copies of a push, bucket by bucket, which the store reads after the push."""
+
+    def __init__(self) -> None:
+        self._specs: list[TensorSpec] = []
+        self._paths: list[str] = []
+        self._fingerprints: dict[str, str] = {}
+        self._why_not = ""
+
+    def add(
+        self, shares: Sequence[Share], hosts: Sequence[int], specs: Sequence[TensorSpec]
+    ) -> None:
+        """What the ranks of rank 0's host have written of a bucket.
+
+        Args:
+            hosts: for each rank, the lowest one on its host.
+            specs: the tensors of the bucket.
+        """
+        self._specs += specs
+        own = f"{Transport.SHARED_MEMORY} 0"
+        for share, host in zip(shares, hosts, strict=True):
+            # Without a copy of its own, the engines read the same files.
+            copy = share.copy or share.made.get(own, {})
+            if host == 0 and "why_not" in copy:
+                self._why_not = copy["why_not"]
+            elif host == 0 and "path" in copy:
+                self._paths.append(copy["path"])
+                self._fingerprints |= copy["fingerprints"]
+
+    def push(self, version: int) -> WeightPush | None:
+        """The copies as a push that the store can read; None if they are not complete."""
+        if self._why_not:
+            logger.warning("store: weight version %d is not kept: %s", version, self._why_not)
+            return None
+        manifest = Manifest(Manifest.of(self._specs).tensors, self._fingerprints)
+        return WeightPush(version, manifest, [{"path": path} for path in self._paths], ByPath())

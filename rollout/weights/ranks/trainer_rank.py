@@ -1,0 +1,128 @@
+"""What one rank of a trainer keeps from push to push, and its server as a push sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.core.pending import Pending
+from rollout.core.types import ServerStatus, StepReport
+from rollout.observability.timeline.span import Span
+from rollout.rules.lifecycle import Command
+from rollout.weights.format.checkpoint_config import read_checkpoint_config
+from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.buffers import ShmBufferPool, StoreCopies
+from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_cost
+from rollout.weights.routes.cuda_ipc import pinned
+from rollout.weights.routes.route import EnginePlace
+from rollout.weights.routes.trainer_groups import KeptGroup, SenderGroup
+from rollout.weights.tensors.push_plan import PushPlanCache
+from rollout.weights.tensors.sources import TensorList
+
+logger = logging.getLogger(__name__)
+
+
+class ServerPort(Protocol):
+    """The calls of a push to its server.
+
+    Attributes:
+        own_host: address of this machine that the server can reach.
+        own_node: names this machine, as ``places`` names those of the engines that get a push.
+        expected: the tensors of a full push; None if the checkpoint has no list.
+    """
+
+    @property
+    def own_host(self) -> str: ...
+    @property
+    def own_node(self) -> str: ...
+    @property
+    def expected(self) -> Manifest | None: ...
+    def status(self) -> ServerStatus: ...
+    def places(self, status: ServerStatus) -> list[EnginePlace]: ...
+    def fingerprint_method(self) -> str: ...
+    def make_way_in_store(self, folder: str) -> int | None: ...
+    def serve_weights(self, push: WeightPush, until: Command) -> Pending[StepReport]: ...
+    def serve(self) -> Pending[StepReport]: ...
+    def offer_to_store(self, push: WeightPush) -> Pending[None]: ...
+    def record_push(self, spans: Sequence[Span]) -> Pending[None]: ...
+
+
+class TrainerRank:
+    """One rank of a trainer, over all its pushes to one server.
+
+    Args:
+        hosts: for each rank, the lowest one that shares its host's memory.
+
+    Attributes:
+        tensors: of the last push, as rank 0 has planned them.
+    """
+
+    def __init__(self, config: ServerConfig, rank: int = 0, hosts: Sequence[int] = (0,)) -> None:
+        self.config = config
+        self.rank = rank
+        self.hosts = list(hosts)
+        self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
+        self.copies = StoreCopies(self.pool)
+        self.plans = PushPlanCache()
+        self.groups = KeptGroup()
+        self.sender_group = SenderGroup()
+        self.loads = LoadCosts(config)
+        self.tensors: TensorList = ()
+        self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def writers(self) -> list[int]:
+        """The ranks that write into the memory of this rank's host."""
+        own = self.hosts[self.rank]
+        return [rank for rank, host in enumerate(self.hosts) if host == own]
+
+    def check(self, manifest: Manifest, expected: Manifest | None, contents: WeightUpdate) -> None:
+        """Check a push against the model, unless the last one was the same.
+
+        Raises:
+            WeightMismatch: it does not fit.
+        """
+        last, last_contents = self._checked
+        if manifest is not last or contents is not last_contents:
+            check_contents(manifest, expected, self.config.weights, contents)
+            self._checked = manifest, contents
+
+    def close(self) -> None:
+        """Free this rank's shared memory, and leave the broadcast groups."""
+        self.groups.close()
+        self.sender_group.close()
+        self.pool.close()
+
+
+class LoadCosts:
+    """What loads cost the engines of one server; the reason is read and logged once."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._has_logged = False
+
+    def is_at_once(self, transport: Transport) -> bool:
+        """Whether all buckets of a push by this transport are loaded in one call."""
+        settings = self._config.weights
+        why = self._why
+        at_once = loads_at_once(settings.transport, transport, why, streams=settings.stream)
+        if not self._has_logged:
+            self._has_logged = True
+            if note := stream_note(settings.transport, why, streams=settings.stream):
+                logger.warning("%s", note)
+            elif at_once:
+                logger.info("engines load all buckets of a push in one call: %s", why)
+        return at_once
+
+    @cached_property
+    def _why(self) -> str:
+        kinds = {group.engine.kind for group in self._config.groups.values()}
+        return why_loads_cost(kinds, read_checkpoint_config(self._config.model_path))

@@ -1,0 +1,55 @@
+"""A LoRA adapter: one bucket, which replaces the adapter of the same name; the base stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engines.protocol.errors import EngineRejected
+from rollout.core.errors import WeightMismatch
+from rollout.weights.routes.route import Payload, PushTarget, Route, Stage, encoded
+
+
+@dataclass(frozen=True, slots=True)
+class AsAdapter(Route):
+    """``load_lora_adapter_from_tensors``.
+
+    Attributes:
+        name: the value of ``lora_path`` in requests.
+        config: PEFT's ``adapter_config.json``.  It is read back from JSON, so that every engine
+            can be sent it.
+
+    Raises:
+        WeightMismatch: JSON cannot express the config.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        try:
+            config = orjson.loads(orjson.dumps(dict(self.config)))
+        except TypeError as error:
+            raise WeightMismatch(
+                f"an adapter's config must consist of values of JSON: {error}"
+            ) from None
+        object.__setattr__(self, "config", config)
+
+    def pack(self, payload: Payload) -> Any:
+        return encoded(payload, "an adapter travels as bytes")
+
+    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
+        engine = target.engine
+        # A restarted engine has no adapter.  If the unload failed otherwise, the load fails too.
+        with suppress(EngineRejected):
+            await engine.unload_lora_adapter(self.name)
+        await engine.load_lora_adapter_from_tensors(
+            self.name, self.config, [packed] * target.payload_copies
+        )
+        if stage.is_last:
+            await engine.flush_cache()
+            await engine.update_weight_version(str(stage.version))

@@ -1,0 +1,169 @@
+"""Broadcast: one from the trainer to all ranks of all engines, gloo on CPU, NCCL on GPU.
+
+Always true: a group is kept for the next push only if its ranks are the same processes of the same
+engines, every engine reports that it is a member, and the push that created it succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from engines.protocol import Engine, ProcessIdentity
+from engines.protocol.errors import EngineRejected
+from rollout.config import Transport
+from rollout.weights.routes.route import (
+    Chosen,
+    EnginePlace,
+    Places,
+    PushTarget,
+    RankEnd,
+    Route,
+    RouteRow,
+    ShareMaker,
+    Stage,
+)
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger(__name__)
+
+
+def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
+    """To any engine that connects to the trainer."""
+    if engine.why_no_groups:
+        return engine.why_no_groups
+    if not engine.is_reached:
+        return "it cannot join a broadcast of this trainer"
+    return Chosen(Transport.DISTRIBUTED)
+
+
+@dataclass(frozen=True, slots=True)
+class ByBroadcast(Route):
+    """``init_weights_update_group`` and ``update_weights_from_distributed``: one broadcast from the
+    trainer to all ranks of all engines, gloo on CPU, NCCL on GPU.
+
+    Engines receive from rank 0 of a group.  If several ranks of the trainer send, each has a group
+    of its own with all engines, and ``group_name`` in the terms has all names, with blanks between.
+
+    Always true: an engine gets the request to join only when the trainer's store is open and every
+    engine of the push has answered a query.  An engine that waits for another one waits until the
+    deadline: then the trainer closes its store (``tensors.broadcast_root``).  SGLang itself would
+    wait 30 minutes.
+
+    Behaviour of SGLang 0.5.23 with groups on CPU (``contract/test_contract_groups.py``):
+
+    - A group exists until ``destroy_weights_update_group`` names it, over any number of pushes.
+    - ``init_weights_update_group`` with a name in use returns 400 once it has reached the trainer's
+      store; the existing group still works.  After it is destroyed the name is free.
+    - ``destroy_weights_update_group`` with an unknown name returns 400.
+    - A group whose rank 0 has exited stays, with its sockets, until it is destroyed (200).  So
+      engines get that request.  A broadcast in such a group returns 400 at once, over gloo.
+    - A flattened bucket with a bad layout returns 400 before the broadcast; the group still works.
+    """
+
+    needs_session = True
+    joins = True
+
+    async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
+        for name in terms["group_name"].split():
+            await target.engine.init_weights_update_group(
+                master_address=terms["master_address"],
+                master_port=terms["master_port"],
+                rank_offset=terms["rank_offset"],
+                world_size=terms["world_size"],
+                group_name=name,
+                backend=terms["backend"],
+            )
+
+    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
+        await target.engine.update_weights_from_distributed(
+            names=packed["names"],
+            dtypes=packed["dtypes"],
+            shapes=packed["shapes"],
+            group_name=packed["group_name"],
+            load_format=packed.get("load_format"),
+            flush_cache=stage.is_last,
+            weight_version=stage.weight_version,
+        )
+
+    async def leave(self, target: PushTarget, group_name: str) -> None:
+        await leave_group(target.engine, group_name)
+
+
+async def leave_group(engine: Engine, group_name: str) -> None:
+    """Make an engine leave a group. No error if it is not a member."""
+    try:
+        await engine.destroy_weights_update_group(group_name)
+    except EngineRejected as error:
+        logger.debug("group %s: %s", group_name, error)
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastMember:
+    """One engine in a broadcast group.
+
+    Attributes:
+        process: identifies its processes; empty if unknown.  An attached engine's is unknown:
+            its owner may have restarted it behind the same address.
+        held: the groups that it is a member of, as the terms named them; empty for none.
+        takes_flat: it accepts many tensors in one broadcast.
+    """
+
+    engine_id: str
+    num_ranks: int = 1
+    process: str = ""
+    held: str = ""
+    takes_flat: bool = False
+
+    @property
+    def rank_of(self) -> tuple[str, str, int]:
+        """Equal in two pushes if the ranks are the same processes."""
+        return self.engine_id, self.process, self.num_ranks
+
+
+def to_json(members: Iterable[BroadcastMember]) -> list[dict[str, Any]]:
+    return [asdict(member) for member in members]
+
+
+def from_json(values: Iterable[dict[str, Any]]) -> tuple[BroadcastMember, ...]:
+    return tuple(BroadcastMember(**value) for value in values)
+
+
+def can_be_kept(members: Sequence[BroadcastMember]) -> bool:
+    """Whether the next push can recognise a group of these engines."""
+    return bool(members) and all(member.process for member in members)
+
+
+def is_same_group(
+    group_name: str, before: Sequence[BroadcastMember], now: Sequence[BroadcastMember]
+) -> bool:
+    """Whether the group that ``before`` joined can send to the engines in ``now``."""
+    same = {member.rank_of for member in before} == {member.rank_of for member in now}
+    return same and can_be_kept(now) and all(member.held == group_name for member in now)
+
+
+def process_text(processes: Iterable[ProcessIdentity]) -> str:
+    """Identifies an engine's processes, over all machines and boots."""
+    return " ".join(f"{process.boot_id}/{process.pid}/{process.started}" for process in processes)
+
+
+def open_share(end: RankEnd, chosen: Chosen) -> ShareMaker | None:
+    """A rank other than 0 that sends; rank 0 sends in the thread of the stream."""
+    if end.rank not in end.terms.senders[1:]:
+        return None
+    from rollout.weights.routes.trainer_groups import BroadcastSender
+
+    return BroadcastSender.of(end)
+
+
+ROW = RouteRow(
+    Transport.DISTRIBUTED,
+    reach,
+    lambda chosen: ByBroadcast(),
+    open_share,
+    is_copy=False,
+)

@@ -1,0 +1,294 @@
+"""Files in tmpfs: a trainer writes buckets into them, engines on the same host read them.
+
+Always true: a buffer's space is allocated before the first write (a write to a sparse file on a
+full tmpfs kills the process with SIGBUS) and kept for the next push, because new pages cost ten
+times the copy; a buffer that does not fit is refused before any space is allocated; a closed pool
+has no files; the next pool on the host removes the files of killed trainers; a held buffer is
+written again only after its release.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from engines.tensors.file_mapping import FileMapping
+from engines.tensors.file_space import take_space
+from rollout.core.errors import WeightsUnavailable
+from rollout.core.os_errors import way_out
+from rollout.weights.format.bucket_layout import LayoutCache, lay_out
+
+logger = logging.getLogger(__name__)
+
+Pin = Callable[[int, int], Callable[[], object]]
+"""Prepares memory at an address, of so many bytes, for a GPU; returns what undoes it."""
+
+FILE_NAME = "bucket.safetensors"
+_PREFIX = "rollout-push"
+# Engines unmap removed files within a second; this allows for a busy host.
+UNMAP_S = 3.0
+# Memory that stays free for everything else on the host.
+SPARE_BYTES = 256 << 20
+
+
+class ShmBuffer:
+    """One folder with one file, mapped.  The file keeps its length, so engines may map it too.
+
+    Args:
+        pin: undone before the memory is unmapped.
+
+    Attributes:
+        folder: the path that an engine loads.
+        view: the file's bytes.
+
+    Raises:
+        WeightsUnavailable: there is no space; no file remains.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, pin: Pin | None = None) -> None:
+        self.folder = folder
+        self.num_bytes = num_bytes
+        self._header = b""
+        if why_not := why_no_room(num_bytes, folder.parent):
+            raise WeightsUnavailable(f"no room for a bucket of {num_bytes} bytes: {why_not}")
+        try:
+            self._mapping = self._create()
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise WeightsUnavailable(
+                f"no room for a bucket of {num_bytes} bytes in {folder}: {error}; "
+                f"{way_out(error, 'weights.shared_memory_path')}"
+            ) from error
+        self.view = self._mapping.view
+        self._unpin = None if pin is None else pin(self._mapping.address, num_bytes)
+
+    def _create(self) -> FileMapping:
+        self.folder.mkdir(mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
+        try:
+            take_space(descriptor, self.num_bytes)
+            return FileMapping(descriptor, self.num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def write_header(self, header: bytes) -> None:
+        """Write the file's first bytes, unless they are there."""
+        if header is not self._header:
+            self.view[: len(header)] = header
+            self._header = header
+
+    def remove(self) -> None:
+        """Remove the file. The kernel frees its memory when the last process has unmapped it."""
+        if self._unpin is not None:
+            self._unpin()
+        # A tensor over the file may not be collected yet; the mapping ends with the last one.
+        self._mapping.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class ShmBufferPool:
+    """The buffers of one server's pushes. Thread-safe.
+
+    Args:
+        root: a folder in tmpfs, normally ``/dev/shm``.
+        pin: called for each new buffer.
+
+    Attributes:
+        layouts: the file layouts of the buckets.
+    """
+
+    def __init__(self, root: str | Path = "/dev/shm", pin: Pin | None = None) -> None:
+        root = Path(root)
+        self._pin = pin
+        # When files were last removed; engines may unmap them a little later.
+        self._removed_at = time.monotonic() if remove_leftovers(root) else float("-inf")
+        started = psutil.Process().create_time()
+        owner = f"{os.getpid()}-{started:.2f}"
+        self.folder = root / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        self.layouts = LayoutCache(partial(lay_out, stays=True))
+        self._lock = threading.Lock()
+        self._free: list[ShmBuffer] = []
+        self._taken: list[ShmBuffer] = []
+        self._num_made = 0
+        # Also at the end of the process, if the owner did not close the pool.
+        self._remove = weakref.finalize(self, _remove_own, self.folder, os.getpid())
+
+    def take(self, num_bytes: int) -> ShmBuffer:
+        """A buffer of this size: a free one if there is one, else a new one.
+
+        Raises:
+            WeightsUnavailable: there is no space.
+        """
+        with self._lock:
+            buffer = next((free for free in self._free if free.num_bytes == num_bytes), None)
+            if buffer is not None:
+                self._free.remove(buffer)
+            else:
+                buffer = self._new(num_bytes)
+            self._taken.append(buffer)
+            return buffer
+
+    def made_folder(self) -> Path:
+        """The folder of all buffers; it is made if there is none."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        return self.folder
+
+    def _new(self, num_bytes: int) -> ShmBuffer:
+        self.made_folder()
+        while True:
+            self._num_made += 1
+            try:
+                return ShmBuffer(self.folder / f"{self._num_made:06d}", num_bytes, self._pin)
+            except WeightsUnavailable:
+                if self._free:
+                    # Buffers of other sizes use the space: the model's buckets have changed.
+                    self.trim()
+                elif time.monotonic() - self._removed_at > UNMAP_S:
+                    raise
+                else:  # engines may still map removed files
+                    time.sleep(0.05)
+
+    def give(self, buffer: ShmBuffer) -> None:
+        """Return a buffer to the pool; it may be overwritten."""
+        with self._lock:
+            if buffer in self._taken:
+                self._taken.remove(buffer)
+                self._free.append(buffer)
+
+    def join(self, folders: Sequence[Path]) -> Path:
+        """A folder with links to the files in all these, for one load of an engine.
+
+        Args:
+            folders: of buffers, also of other pools on this host.
+        """
+        with self._lock:
+            self._num_made += 1
+            joined = self.made_folder() / f"{self._num_made:06d}-all"
+        joined.mkdir(mode=0o700)
+        for number, folder in enumerate(folders):
+            link = joined / f"bucket-{number:05d}.safetensors"
+            link.symlink_to(os.path.relpath(folder / FILE_NAME, joined))
+        return joined
+
+    def trim(self) -> None:
+        """Remove the free buffers."""
+        self._removed_at = time.monotonic()
+        while self._free:
+            self._free.pop().remove()
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.num_bytes for buffer in self._free + self._taken)
+
+    def close(self) -> None:
+        with self._lock:
+            for buffer in self._free + self._taken:
+                buffer.remove()
+            self._free, self._taken = [], []
+            self._remove()
+
+
+def _remove_own(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has this object too
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> int:
+    """Remove the files of killed trainers; returns the number of trainers."""
+    num_removed = 0
+    for folder in root.glob(f"{_PREFIX}-*"):
+        parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
+        with suppress(ValueError, IndexError):
+            if not _is_running(int(parts[0]), float(parts[1])):
+                logger.info("removing %s: its process has ended", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                num_removed += 1
+    return num_removed
+
+
+def _is_running(pid: int, started: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_BYTES) -> str:
+    """Why a tmpfs folder has no space for so many more bytes; empty if it has."""
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    if num_bytes > free:
+        return (
+            f"{folder} has {free} bytes free, {num_bytes} are needed (in Docker: --shm-size); "
+            "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
+        )
+    available = psutil.virtual_memory().available
+    if num_bytes + spare_bytes > available:
+        return f"the host has {available} bytes of memory left, {num_bytes} are needed"
+    return ""
+
+
+class HeldBuffers:
+    """Buffers taken from a pool, until all are released together."""
+
+    def __init__(self, pool: ShmBufferPool) -> None:
+        self._pool = pool
+        self.layouts = pool.layouts
+        self._taken: list[ShmBuffer] = []
+        self._joined: list[Path] = []
+
+    def take(self, num_bytes: int) -> ShmBuffer:
+        """See ``ShmBufferPool.take``."""
+        self._taken.append(self._pool.take(num_bytes))
+        return self._taken[-1]
+
+    def give(self, buffer: ShmBuffer) -> None:
+        """It is held until the release of all."""
+
+    def joined(self, folders: Sequence[Path] = ()) -> Path:
+        """A folder with links to the files in these, or in all that are held, until the release."""
+        own = [buffer.folder for buffer in self._taken]
+        self._joined.append(self._pool.join(folders or own))
+        return self._joined[-1]
+
+    def release(self, *, but: int = 0) -> None:
+        """Give all to the pool, but so many that were taken last."""
+        while self._joined:
+            shutil.rmtree(self._joined.pop(), ignore_errors=True)
+        while len(self._taken) > but:
+            self._pool.give(self._taken.pop(0))
+
+
+class StoreCopies:
+    """The buffers of this process that the store may still read."""
+
+    def __init__(self, pool: ShmBufferPool) -> None:
+        self._pool = pool
+        self._held: list[tuple[int, HeldBuffers]] = []
+
+    def begin(self, version: int, reads: int | None) -> HeldBuffers:
+        """Buffers for the next push.
+
+        Args:
+            reads: the version that the store reads now; the buffers of all others are released.
+        """
+        for held_version, held in self._held:
+            if held_version != reads:
+                held.release()
+        self._held = [entry for entry in self._held if entry[0] == reads]
+        self._held.append((version, HeldBuffers(self._pool)))
+        return self._held[-1][1]

@@ -1,0 +1,207 @@
+"""Chooses the route of each engine in a push, and how it is used.  Nothing else chooses.
+
+Engines and ranks are matched by GPU and by node, never by their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollout.config import EngineKind, Transport, WeightsConfig, WeightUpdate
+from rollout.core.errors import ConfigError
+from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
+from rollout.weights.routes import broadcast, by_value, cuda_ipc, disk, shared_memory
+from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow, why_far
+
+ROUTES: dict[str, RouteRow] = {
+    row.transport: row
+    for row in (cuda_ipc.ROW, shared_memory.ROW, broadcast.ROW, disk.ROW, by_value.ROW)
+}
+"""The best first.  ``auto`` takes the first that reaches an engine."""
+
+NEAR_ONLY = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""They reach engines on hosts of the trainer alone."""
+# A copy by value passes through a dozen buffers of the trainer, the server and the engine.
+MOST_BYTES_BY_VALUE = 8 << 30
+
+
+def choose(
+    wanted: Transport,
+    ranks: Sequence[RankPlace],
+    engines: Sequence[EnginePlace],
+    why_no_room: str = "",
+    *,
+    is_copy: bool = False,
+) -> dict[str, Chosen]:
+    """Engine id -> its route.
+
+    ``auto``: CUDA IPC for an engine all of whose GPUs are held by ranks; else shared memory where
+    a rank is on its host; else broadcast; by value where nothing else reaches it.  An engine gets
+    none that it does not take.
+
+    Args:
+        wanted: a route that is named is for all engines.
+        why_no_room: why rank 0's host has no room for a copy; empty if it has.
+        is_copy: the tensors are copied before the engines are called.
+
+    Raises:
+        ConfigError: the named route does not reach an engine, or sends no copies.
+    """
+    if is_copy and is_only_streamed(wanted):
+        raise ConfigError(
+            f"weights.transport = {wanted}: it reads the tensors while engines load them, "
+            "so push with serve_weights(tensors), not with a window's push",
+            setting="weights.transport",
+            value=wanted.value,
+        )
+    if wanted is Transport.AUTO:
+        rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
+        return {one.engine_id: _best(rows, ranks, one, why_no_room) for one in engines}
+    return {one.engine_id: _named(wanted, ranks, one) for one in engines}
+
+
+def is_only_streamed(transport: str) -> bool:
+    """Whether it reads the trainer's tensors while engines load them, so that it sends no copy."""
+    return transport in ROUTES and not ROUTES[transport].is_copy
+
+
+def _named(wanted: Transport, ranks: Sequence[RankPlace], engine: EnginePlace) -> Chosen:
+    # What is named is not refused for an estimate.
+    found = ROUTES[wanted].reach(ranks, replace(engine, is_reached=True))
+    if isinstance(found, str):
+        raise _refusal(wanted, engine, found)
+    return found
+
+
+def _refusal(wanted: Transport, engine: EnginePlace, why: str) -> ConfigError:
+    is_clause = why.startswith("it ")
+    text = f"engine {engine.engine_id}{f' {why[3:]}' if is_clause else f': {why}'}"
+    return ConfigError(
+        f"weights.transport = {wanted}: {text}; leave weights.transport out to give each "
+        "engine the best route that reaches it, or use distributed, or disk with a shared folder",
+        setting="weights.transport",
+        value=wanted.value,
+    )
+
+
+def _best(
+    rows: Sequence[RouteRow], ranks: Sequence[RankPlace], engine: EnginePlace, why_no_room: str
+) -> Chosen:
+    reasons: list[str] = []
+    for row in rows:
+        found = row.reach(ranks, engine)
+        if found == Chosen(Transport.SHARED_MEMORY) and why_no_room:
+            found = why_no_room
+        if not isinstance(found, str):
+            return replace(found, why="; ".join(reasons)) if row is rows[-1] else found
+        reasons.append(found)
+    raise AssertionError("the last route reaches every engine")
+
+
+def check_reach(wanted: Transport, nodes: Collection[str], engines: Sequence[EnginePlace]) -> None:
+    """Refuse an offload whose push would not reach an engine, as far as that is known before.
+
+    Args:
+        nodes: of the ranks that push.
+
+    Raises:
+        ConfigError: the transport reaches engines on these nodes only.
+    """
+    ranks = [RankPlace(node) for node in nodes]
+    for engine in engines:
+        if wanted in NEAR_ONLY and (why := why_far(ranks, engine)):
+            raise _refusal(wanted, engine, why)
+
+
+def by_value_note(wanted: Transport, chosen: Mapping[str, Chosen], num_bytes: int) -> str:
+    """A warning about engines that get the weights by value though that was not named; or empty.
+
+    Args:
+        num_bytes: of the model; 0 if unknown.
+
+    Raises:
+        ConfigError: they are more than ``MOST_BYTES_BY_VALUE`` bytes.
+    """
+    slow = {name: one for name, one in chosen.items() if one.transport is Transport.TENSOR}
+    if wanted is Transport.TENSOR or not slow:
+        return ""
+    first, why = next((name, one.why) for name, one in slow.items())
+    others = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
+    total = num_bytes * len(slow)
+    text = f"engine {first}{others}: the weights go by value, {total} bytes, because {why}"
+    if total > MOST_BYTES_BY_VALUE:
+        raise ConfigError(
+            f"{text}; that is over {MOST_BYTES_BY_VALUE} bytes, so name it: weights.transport = "
+            "tensor; or let a rank of the trainer run on the engine's host",
+            setting="weights.transport",
+            value=wanted.value,
+        )
+    return text
+
+
+def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
+    """Refuse an offload whose push would be refused at its end.
+
+    Args:
+        is_copy: the window copies the tensors while it is open, and sends them at its end.
+
+    Raises:
+        ConfigError: the transport cannot send a copy, or the server takes no weights.
+    """
+    if weights.update is WeightUpdate.FROZEN and not is_copy:
+        raise ConfigError(
+            "offloaded(weights): weights.update is frozen, so the server never takes new weights; "
+            "leave the function out",
+            setting="weights.update",
+            value=weights.update.value,
+        )
+    takes_tensors = weights.update in (WeightUpdate.FULL, WeightUpdate.PARTIAL)
+    if is_copy and takes_tensors and is_only_streamed(weights.transport):
+        raise ConfigError(
+            f"weights.transport = {weights.transport}: it reads the tensors while engines load "
+            "them, so window.push cannot copy them; use offloaded(weights=function), or "
+            "give_memory() and then serve_weights(tensors) or pusher.push(tensors)",
+            setting="weights.transport",
+            value=weights.transport.value,
+        )
+
+
+def why_loads_cost(kinds: Collection[EngineKind], checkpoint: Mapping[str, Any]) -> str:
+    """Why each load from a path costs these engines more than its tensors; empty if it does not.
+
+    SGLang restores and packs all modules at each such load, and once in a push by tensor.
+
+    Args:
+        kinds: of the server's engines.
+        checkpoint: its ``config.json``.
+    """
+    if not {EngineKind.SGLANG, EngineKind.ATTACHED} & set(kinds):
+        return ""
+    if quantisation_of(checkpoint):
+        return "at each load from a path, SGLang packs all quantised weights again"
+    if has_experts(checkpoint):
+        return "at each load from a path, SGLang may pack the weights of all experts again"
+    return ""
+
+
+def loads_at_once(wanted: Transport, chosen: Transport, why_cost: str, *, streams: bool) -> bool:
+    """Whether all buckets of a push are loaded in one call, so that it is not streamed.
+
+    Args:
+        why_cost: why each load costs more than its tensors; empty if it does not.
+        streams: the settings ask for buckets that are loaded while the next one is built.
+    """
+    is_free = wanted is Transport.AUTO or not streams
+    return chosen is Transport.SHARED_MEMORY and bool(why_cost) and is_free
+
+
+def stream_note(wanted: Transport, why_cost: str, *, streams: bool) -> str:
+    """A warning about a push that is streamed by path although each load costs; else empty."""
+    if wanted is not Transport.SHARED_MEMORY or not streams or not why_cost:
+        return ""
+    return (
+        f"weights.stream with weights.transport = shared_memory: {why_cost}, so once for each "
+        "bucket; leave weights.stream out, or set weights.transport to auto or tensor"
+    )

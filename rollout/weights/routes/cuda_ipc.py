@@ -1,0 +1,210 @@
+"""CUDA IPC: each rank of an engine opens the memory of the trainer's rank on its GPU.
+
+Always true: the memory of a bucket is freed only after the engines have applied it, on all ranks.
+Also here: the GPU of this rank, and host memory to which it copies at full speed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pybase64
+
+from rollout.config import Transport
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.named import named_pairs
+from rollout.weights.routes.route import (
+    BUCKETS_AHEAD,
+    Chosen,
+    EnginePlace,
+    Payload,
+    Places,
+    PushTarget,
+    RankEnd,
+    Route,
+    RouteRow,
+    Shares,
+    Stage,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollout.weights.tensors.sources import Pairs
+
+logger = logging.getLogger(__name__)
+
+# For all devices of the process, not only for the current one.
+_PORTABLE = 1
+
+
+def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
+    """From ranks that hold all the engine's GPUs."""
+    if engine.why_no_handles:
+        return engine.why_no_handles
+    if not engine.gpus:
+        return "it has no GPUs that are known"
+    if len(engine.gpus) != engine.num_payloads:
+        return (
+            f"it has {len(engine.gpus)} GPUs and {engine.num_payloads} tensor-parallel ranks, so "
+            "one handle would be read on several GPUs"
+        )
+    own: dict[str, str] = {}
+    for rank in ranks:
+        own.setdefault(_plain(rank.gpu), rank.gpu)
+    free = [gpu for gpu in engine.gpus if _plain(gpu) not in own]
+    if free:
+        return f"no rank has its tensors on GPU {free[0]}"
+    return Chosen(Transport.CUDA_IPC, gpus=tuple(own[_plain(gpu)] for gpu in engine.gpus))
+
+
+def _plain(uuid: str) -> str:
+    """NVML writes a kind before the UUID, and torch does not."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+@dataclass(frozen=True, slots=True)
+class ByHandles(Route):
+    """``update_weights_from_tensor`` with the handle of each GPU.
+
+    A payload has the pickle around the handle, which is the same for all ranks, and the handles:
+    ``{"head", "tail", "handles": {uuid: handle}}``, all base64.
+
+    Attributes:
+        gpus: the UUIDs of the engine's GPUs, in the order of its tensor-parallel ranks.
+    """
+
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def needs_session(self) -> bool:  # type: ignore[override]
+        return True
+
+    def pack(self, payload: Payload) -> Any:
+        if isinstance(payload, bytes):
+            raise WeightMismatch("a push by handles has a mapping, not bytes")
+        head, tail = (pybase64.b64decode(payload[part]) for part in ("head", "tail"))
+        return {
+            uuid: pybase64.b64encode_as_string(head + pybase64.b64decode(handle) + tail)
+            for uuid, handle in payload["handles"].items()
+        }
+
+    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
+        if len(self.gpus) != target.payload_copies:
+            raise WeightMismatch(
+                f"the engine has {target.payload_copies} tensor-parallel ranks, and "
+                f"{len(self.gpus)} GPUs when the push was planned"
+            )
+        await target.engine.update_weights_from_tensor(
+            [packed[uuid] for uuid in self.gpus],
+            load_format="flattened_bucket",
+            flush_cache=stage.is_last,
+            weight_version=stage.weight_version,
+        )
+
+
+def open_share(end: RankEnd, chosen: Chosen) -> HandleMaker | None:
+    """A rank whose GPU an engine uses."""
+    return HandleMaker() if end.gpu and end.gpu in chosen.gpus else None
+
+
+class HandleMaker:
+    """Flattens each bucket on this process's current GPU, for the engine rank on the same GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._flat: dict[int, torch.Tensor] = {}
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
+        from rollout.weights.tensors.payload import ipc_handle
+
+        # The engines have asked for this bucket, so they have applied those before the last.
+        self._free([made for made in self._flat if made < index - BUCKETS_AHEAD])
+        made = ipc_handle(pairs, self._device)
+        self._flat[index] = made.flat
+        return {"handle": pybase64.b64encode_as_string(made.handle)}
+
+    def close(self) -> None:
+        self._free(list(self._flat))
+
+    def _free(self, indices: Sequence[int]) -> None:
+        import torch
+
+        for index in indices:
+            del self._flat[index]
+        if indices:
+            torch.cuda.ipc_collect()
+
+
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+    """The handles of all ranks, by GPU."""
+    from rollout.weights.tensors.payload import around_handle
+
+    head, tail = map(pybase64.b64encode_as_string, around_handle(pairs))
+    handles = {ranks[rank].gpu: share["handle"] for rank, share in shares.items()}
+    return {"head": head, "tail": tail, "handles": handles}
+
+
+def gpu_with(named_tensors: Any) -> str:
+    """UUID of this rank's GPU; empty if its tensors are in host memory.
+
+    An iterator's tensors are not known yet: they are copied to the GPU if they are not there.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return ""
+    if not isinstance(named_tensors, Iterator):
+        try:
+            _, first = next(named_pairs(named_tensors))
+        except (StopIteration, WeightMismatch):  # the plan reports what is wrong
+            return ""
+        if getattr(first, "device", torch.device("cpu")).type != "cuda":
+            return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def pinned(address: int, num_bytes: int) -> Callable[[], object]:
+    """Pin host memory for copies from the GPU; returns what undoes it, before it is unmapped.
+
+    Copies to memory that is not pinned go through a buffer of the driver, at a half to a third of
+    the speed.  If the process does not use CUDA, or CUDA refuses, nothing is pinned.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return _nothing
+    runtime: Any = torch.cuda.cudart()
+    if error := int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)):
+        logger.warning(
+            "CUDA cannot pin %d bytes of shared memory (cudaHostRegister: error %d), so copies "
+            "from the GPU are slower",
+            num_bytes,
+            error,
+        )
+        # The next kernel would report the error once more.
+        with suppress(Exception):
+            torch.ones(1, device="cuda")
+        return _nothing
+    return partial(runtime.cudaHostUnregister, address)
+
+
+def _nothing() -> None:
+    """Nothing was pinned."""
+
+
+ROW = RouteRow(
+    Transport.CUDA_IPC,
+    reach,
+    lambda chosen: ByHandles(chosen.gpus),
+    open_share,
+    join,
+    is_copy=False,
+)

@@ -1,0 +1,305 @@
+"""What a route is: one end where the engines are called, one in each rank of the trainer.
+
+Always true: a ``Route`` is a plain value, so that it can be sent to where the engines are; it
+imports no tensor library and handles one engine per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pybase64
+
+from engines.protocol import Engine
+from rollout.config import ServerConfig, Transport
+from rollout.core.errors import WeightMismatch
+
+if TYPE_CHECKING:
+    from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
+    from rollout.weights.routes.trainer_groups import SenderGroup
+    from rollout.weights.tensors.sources import Pairs
+
+# A bucket may be made while engines apply the one before it.
+BUCKETS_AHEAD = 1
+
+Payload = bytes | Mapping[str, Any]
+"""A bucket: the bytes of its tensors, or a mapping that describes where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """One engine of a push.
+
+    Attributes:
+        payload_copies: its number of tensor-parallel ranks; SGLang needs a payload for each.
+        has_session: updates go between begin and end (SGLang 0.5.21 and later).
+        process: identifies its processes; empty if unknown.
+        takes_flat: it accepts many tensors in one broadcast.
+        reports_groups: it reports which broadcast groups it is a member of.
+    """
+
+    engine: Engine
+    payload_copies: int = 1
+    has_session: bool = True
+    process: str = ""
+    takes_flat: bool = False
+    reports_groups: bool = False
+
+
+def unverified_text(version: int) -> str:
+    """What an engine reports as its version while the path of that push is checked.
+
+    It is no number, so no launch and no recovery takes the engine's weights for a version.
+    """
+    return f"unverified-{version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The position of a bucket in its push.
+
+    Attributes:
+        is_path_check: the engine has not yet shown that it holds the pushed weights.
+    """
+
+    version: int
+    is_last: bool = True
+    is_path_check: bool = False
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version that the engine reports from now on; None before the last bucket."""
+        text = unverified_text(self.version) if self.is_path_check else str(self.version)
+        return text if self.is_last else None
+
+
+class Route:
+    """Sends the buckets of one push to engines. The defaults are for routes without a group.
+
+    Attributes:
+        needs_session: whether its updates go between begin and end of a weight update.
+        joins: whether the engines must join a group before the first bucket.
+    """
+
+    __slots__ = ()
+    needs_session = False
+    joins = False
+
+    async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
+        """Join the broadcast group; ``terms``: the trainer's, and this engine's first rank."""
+
+    def pack(self, payload: Payload) -> Any:
+        """Encode a bucket for ``send``: once for all engines, in a thread."""
+        return payload
+
+    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
+        """Send a bucket to an engine; the last one also sets the version and flushes the cache."""
+        raise NotImplementedError
+
+    async def leave(self, target: PushTarget, group_name: str) -> None:
+        """Undo ``join``, also after a failure. No error if the engine is not a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoute:
+    """The route of one engine in a push that has several.
+
+    Attributes:
+        payload: what the engine gets of a bucket, which is a mapping of such names.
+    """
+
+    payload: str
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBucket:
+    """One bucket as the trainer made it.
+
+    Attributes:
+        then: called when every reader has it: the trainer's part of a broadcast.
+    """
+
+    payload: Payload
+    is_last: bool
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    then: Callable[[], None] | None = None
+
+
+def encoded(payload: Payload, expectation: str) -> str:
+    """Bytes as base64.
+
+    Raises:
+        WeightMismatch: it is no bytes.
+    """
+    if not isinstance(payload, bytes):
+        raise WeightMismatch(f"{expectation}, not {payload!r:.80}")
+    return pybase64.b64encode_as_string(payload)
+
+
+# -- the trainer's end ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank of the trainer runs.
+
+    Attributes:
+        node: its node, as ``Caller.node_of`` names those of engines.
+        host: the lowest rank that shares its tmpfs.
+        gpu: UUID of the GPU with its tensors; empty if they are in host memory.
+    """
+
+    node: str
+    host: int = 0
+    gpu: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where one engine runs.
+
+    Attributes:
+        node: empty if its processes run on several machines.
+        gpus: UUIDs in the order of its ranks; empty if it has none, or they are not known.
+        num_payloads: tensor-parallel ranks, each of which gets a handle of its own.
+        is_reached: it can connect to the trainer, as each member of a broadcast group does.
+        why_no_groups: why it joins no broadcast groups; empty if it does.
+        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+    """
+
+    engine_id: str
+    node: str
+    gpus: tuple[str, ...] = ()
+    num_payloads: int = 1
+    is_reached: bool = True
+    why_no_groups: str = ""
+    why_no_handles: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How one engine gets a push.
+
+    Attributes:
+        transport: the row of ``choice``.
+        host: with shared memory, the lowest of the ranks that write for it.
+        gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
+        why: with a choice of the last resort, why no other route reaches it.
+    """
+
+    transport: str
+    host: int = 0
+    gpus: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def payload(self) -> str:
+        """The name of its payload in a bucket: equal for engines that get the same."""
+        suffix = f" {self.host}" if self.transport == Transport.SHARED_MEMORY else ""
+        return f"{self.transport}{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class PushTerms:
+    """What the ends of all routes in one push have in common.
+
+    Attributes:
+        fingerprints: the method of those that are taken of a bucket; empty takes none.
+        hashing_host: the host whose ranks take them, if files are written; None: rank 0 does.
+        senders: the ranks that broadcast buckets one after the other; rank 0 is the first.
+    """
+
+    version: int
+    fingerprints: str = ""
+    hashing_host: int | None = None
+    senders: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """What one rank's ends of the routes of a push are opened with.
+
+    Attributes:
+        hosts: for each rank, the lowest one that shares its host's memory.
+        gpu: UUID of this rank's GPU, if its tensors are there.
+        buffers: of shared memory.
+        timeout_s: for one bucket, and for all engines to join a group.
+    """
+
+    rank: int
+    hosts: Sequence[int]
+    gpu: str
+    terms: PushTerms
+    buffers: ShmBufferPool | HeldBuffers
+    sender_group: SenderGroup
+    config: ServerConfig
+    timeout_s: float
+
+    @property
+    def own_host(self) -> int:
+        return self.hosts[self.rank]
+
+    @property
+    def writers(self) -> list[int]:
+        """The ranks on this rank's host."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.own_host]
+
+
+Places = Sequence[RankPlace]
+"""Of the ranks of the trainer."""
+Shares = Mapping[int, Mapping[str, Any]]
+"""Rank -> what it has made of a bucket for one route."""
+
+
+class ShareMaker(Protocol):
+    """One rank's end of a route in one push."""
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+        """This rank's share of a bucket, as a message for rank 0; None if it has none.
+
+        ``fingerprints`` in it are of the tensors, if it took them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the push holds, in any state."""
+        ...
+
+
+def no_payload(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+    """For a route whose engines get nothing with a bucket, but before or after it."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRow:
+    """One route, in the order of ``choice.ROUTES``.
+
+    Attributes:
+        reach: how it reaches an engine from these ranks, or why it does not.
+        route: the end where the engines are called.
+        open: this rank's end, or None if it has no part in it; it imports torch.
+        join: on rank 0, what the engines of one choice get of a bucket, from the shares of the
+            ranks, by rank; None if none has a share.
+        is_copy: it sends what was copied before the engines were called.
+        is_automatic: it is chosen by ``auto``, not only by its name.
+    """
+
+    transport: str
+    reach: Callable[[Places, EnginePlace], Chosen | str]
+    route: Callable[[Chosen], Route]
+    open: Callable[[RankEnd, Chosen], ShareMaker | None]
+    join: Callable[[Chosen, Shares, Places, Pairs], Payload | None] = no_payload
+    is_copy: bool = True
+    is_automatic: bool = True
+
+
+def why_far(ranks: Places, engine: EnginePlace) -> str:
+    """Why an engine shares no host with a rank; empty if it does."""
+    if not engine.node:
+        return "it has several hosts"
+    is_near = any(rank.node == engine.node for rank in ranks)
+    return "" if is_near else "it runs on another host than all ranks"

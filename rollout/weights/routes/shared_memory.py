@@ -1,0 +1,150 @@
+"""Files in tmpfs: the ranks of a host write buckets, the engines of that host map them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import Transport, WeightsConfig
+from rollout.core.errors import WeightsUnavailable
+from rollout.core.os_errors import naming_setting
+from rollout.weights.routes.buffers import HeldBuffers, ShmBuffer, ShmBufferPool, why_no_room
+from rollout.weights.routes.route import (
+    BUCKETS_AHEAD,
+    Chosen,
+    EnginePlace,
+    Payload,
+    Places,
+    PushTarget,
+    RankEnd,
+    Route,
+    RouteRow,
+    Shares,
+    Stage,
+    why_far,
+)
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors.sources import Pairs
+
+
+def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
+    """From the ranks on the engine's host."""
+    if why := why_far(ranks, engine):
+        return why
+    hosts = [rank.host for rank in ranks if rank.node == engine.node]
+    return Chosen(Transport.SHARED_MEMORY, host=min(hosts))
+
+
+@dataclass(frozen=True, slots=True)
+class ByPath(Route):
+    """``update_weights_from_disk`` with the folder in ``{"path": ...}``: safetensors files that
+    engine and trainer both can read, in tmpfs on one host, or on a shared disk."""
+
+    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
+        await target.engine.update_weights_from_disk(
+            packed["path"], flush_cache=stage.is_last, weight_version=stage.weight_version
+        )
+
+
+def open_share(end: RankEnd, chosen: Chosen) -> BufferWriter | None:
+    """The ranks of the host that was chosen write."""
+    if chosen.host != end.own_host:
+        return None
+    is_hashed = end.terms.hashing_host == end.own_host
+    return BufferWriter.of(end, end.terms.fingerprints if is_hashed else "")
+
+
+class BufferWriter:
+    """Writes every bucket of ``num_writers`` into a buffer, beginning with bucket ``first``.
+
+    Args:
+        fingerprints: the method of the fingerprints that are taken; empty takes none.
+    """
+
+    def __init__(
+        self,
+        pool: ShmBufferPool | HeldBuffers,
+        *,
+        first: int,
+        num_writers: int,
+        fingerprints: str,
+    ) -> None:
+        self._pool = pool
+        self._first = first
+        self._num_writers = num_writers
+        self._fingerprints = fingerprints
+        self._taken: dict[int, ShmBuffer] = {}
+
+    @classmethod
+    def of(cls, end: RankEnd, fingerprints: str) -> BufferWriter:
+        """The writer of one of the ranks of a host."""
+        return cls(
+            end.buffers,
+            first=end.writers.index(end.rank),
+            num_writers=len(end.writers),
+            fingerprints=fingerprints,
+        )
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+        # The engines have asked for this bucket, so they have applied those before the last.
+        for applied in [made for made in self._taken if made < index - BUCKETS_AHEAD]:
+            self._pool.give(self._taken.pop(applied))
+        if index % self._num_writers != self._first:
+            return None
+        self._taken[index], found = write_buffer(pairs, self._pool, method=self._fingerprints)
+        return {"path": str(self._taken[index].folder), "fingerprints": dict(found)}
+
+    def close(self) -> None:
+        while self._taken:
+            self._pool.give(self._taken.popitem()[1])
+
+
+def write_buffer(
+    pairs: Pairs, pool: ShmBufferPool | HeldBuffers, *, method: str
+) -> tuple[ShmBuffer, Mapping[str, str]]:
+    """Write a bucket into a buffer of the pool; returns it with its fingerprints."""
+    from rollout.weights.tensors.bucket_bytes import copy_tensors
+
+    layout = pool.layouts.of(pairs.specs)
+    buffer = pool.take(layout.num_bytes)
+    try:
+        buffer.write_header(layout.header)
+        return buffer, copy_tensors(buffer.view, layout, pairs.specs, pairs.tensors, method=method)
+    except BaseException:
+        pool.give(buffer)
+        raise
+
+
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+    """The file of the rank that has written on that host."""
+    paths = [share["path"] for rank, share in shares.items() if ranks[rank].host == chosen.host]
+    return {"path": paths[0]} if paths else None
+
+
+def naming_path(weights: WeightsConfig) -> AbstractContextManager[None]:
+    """A block in which an OSError names the setting of the files that a push writes."""
+    if weights.transport is Transport.DISK:
+        return naming_setting("weights.disk_path", weights.disk_path or "", WeightsUnavailable)
+    path = weights.shared_memory_path
+    return naming_setting("weights.shared_memory_path", path, WeightsUnavailable)
+
+
+def why_no_room_for(num_bytes: int, pool: ShmBufferPool, num_writers: int) -> str:
+    """Why the ranks of this host cannot copy a model, each with a pool like this; or empty."""
+    more = max(0, num_bytes // num_writers - pool.num_bytes()) * num_writers
+    try:
+        return why_no_room(more, pool.folder.parent)
+    except OSError as error:
+        return f"{pool.folder.parent}: {error.strerror}"
+
+
+def joined_folder(held: HeldBuffers, folders: Sequence[str]) -> Payload:
+    """One folder for engines that load all buckets of a push in one call."""
+    return {"path": str(held.joined([Path(folder) for folder in folders]))}
+
+
+ROW = RouteRow(Transport.SHARED_MEMORY, reach, lambda chosen: ByPath(), open_share, join)

@@ -1,0 +1,143 @@
+"""A push of one process: fingerprints, routes, and what is open after its end.  Needs torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.tensors.fingerprint import BYTES, SUMS
+from rollout.config import Transport
+from rollout.core.errors import ConfigError
+from rollout.weights.routes.route import EnginePlace
+from tests.support.still_server import HERE, StillServer, server_config
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import load_file  # noqa: E402
+
+from engines.embedded.weights import torch_fingerprint  # noqa: E402
+from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
+from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+from rollout.weights.tensors import bucket_bytes as bucket_writer  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+MAKE = {BYTES: torch_fingerprint.bytes_fingerprint, SUMS: torch_fingerprint.device_fingerprint}
+
+
+@pytest.mark.parametrize("method", [BYTES, SUMS, ""])
+@pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.TENSOR, Transport.DISK])
+def test_a_push_has_the_fingerprints_that_its_engines_make(
+    transport: Transport, method: str, tmp_path: Path
+) -> None:
+    tensors = {"a": torch.randn(64, 8), "b": torch.randn(5).to(torch.bfloat16)}
+    paths = {"disk_path": str(tmp_path / "{version}"), "shared_memory_path": str(tmp_path)}
+    rank = TrainerRank(server_config(tmp_path, transport=transport, **paths))
+    outgoing = LocalPush(rank, StillServer(fingerprints=method), tensors, 1, may_stream=False)
+    try:
+        make = MAKE.get(method)
+        expected = {name: make(name, one) for name, one in tensors.items() if make}
+        assert outgoing.push.manifest.fingerprints == expected
+    finally:
+        outgoing.close()
+        rank.close()
+
+
+def test_sums_never_copy_a_tensor_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of a tensor on a GPU: what is copied to the host is counted."""
+    copied: list[int] = []
+    original = torch_fingerprint._host_bytes
+    monkeypatch.setattr(
+        torch_fingerprint,
+        "_host_bytes",
+        lambda content: copied.append(content.nbytes) or original(content),
+    )
+    tensor = torch.randn(8 << 20)
+    bucket_writer.fingerprints_of([("a", tensor)], SUMS)
+    assert 0 < sum(copied) < tensor.nbytes / 16
+
+
+FAR, WIDE = EnginePlace("far", "another host"), EnginePlace("wide", "")
+NEAR = EnginePlace("near", HERE)
+
+
+def routed(tmp_path: Path, *engines: EnginePlace, may_stream: bool) -> dict[str, str]:
+    """Engine id -> the payload that it gets of a push with ``auto``."""
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
+    tensors = {"a": torch.randn(64)}
+    made = LocalPush(rank, StillServer(engines=engines), tensors, 1, may_stream=may_stream)
+    try:
+        routes = [made.push.route_of(one.engine_id) for one in engines]
+        names = [type(one.route).__name__ for one in routes if one is not None]
+        return {one.engine_id: name for one, name in zip(engines, names, strict=True)}
+    finally:
+        made.close()
+        rank.close()
+
+
+def test_each_engine_of_one_process_has_the_best_route_that_reaches_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert routed(tmp_path, NEAR, may_stream=True) == {"near": "ByPath"}
+    streamed = routed(tmp_path, NEAR, FAR, WIDE, may_stream=True)
+    assert streamed == {"near": "ByPath", "far": "ByBroadcast", "wide": "ByBroadcast"}
+    assert not caplog.text
+    copied = routed(tmp_path, NEAR, FAR, WIDE, may_stream=False)
+    assert copied == {"near": "ByPath", "far": "ByValue", "wide": "ByValue"}
+    assert "engine far and 1 more: the weights go by value, 512 bytes" in caplog.text
+
+
+def test_much_by_value_that_was_not_named_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.weights.routes.choice.MOST_BYTES_BY_VALUE", 255)
+    with pytest.raises(ConfigError, match="engine far: the weights go by value, 256 bytes"):
+        routed(tmp_path, NEAR, FAR, may_stream=False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("transport", ["shared_memory", "tensor", "disk"])
+def test_a_copy_that_fails_at_any_bucket_leaves_nothing_open(
+    transport: str, at: int, tmp_path: Path
+) -> None:
+    num_seen = 0
+
+    def failing(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+        nonlocal num_seen
+        num_seen += not tensor.is_meta
+        if not tensor.is_meta and num_seen == at + 1:
+            raise ValueError("out of memory")
+        yield name, tensor
+
+    paths = {"shared_memory_path": str(tmp_path), "disk_path": str(tmp_path / "{version}")}
+    config = server_config(tmp_path / "model", transport=transport, bucket_bytes=256, **paths)
+    rank, server = TrainerRank(config), StillServer()
+    tensors = {f"t{number}": torch.randn(64) for number in range(4)}
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="out of memory"):
+        LocalPush(rank, server, tensors, 1, name_map=failing, may_stream=False)
+    assert threading.active_count() == threads
+    assert not [one for one in tmp_path.iterdir() if not one.name.startswith("rollout-push-")]
+    num_bytes = rank.pool.num_bytes()
+    # The next push takes the memory of the one that failed.
+    LocalPush(rank, server, tensors, 2, may_stream=False).close()
+    if transport == "shared_memory" and at:
+        assert 0 < num_bytes <= rank.pool.num_bytes() == len(tensors) * num_bytes // at
+    rank.close()
+
+
+def test_two_pushes_of_one_version_have_memory_of_their_own(tmp_path: Path) -> None:
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
+    first, second = (
+        LocalPush(rank, StillServer(), {"a": torch.full((64,), value)}, 1, may_stream=False)
+        for value in (1.0, 2.0)
+    )
+    paths = [next(iter(one.push.buckets)) for one in (first, second)]
+    second.close()
+    (held,) = [load_file(Path(path["path"]) / "bucket.safetensors") for path in paths[:1]]  # type: ignore[index,arg-type]
+    assert torch.equal(held["a"], torch.ones(64))
+    first.close()
+    rank.close()

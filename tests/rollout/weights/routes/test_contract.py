@@ -1,0 +1,71 @@
+"""What is true of every route."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.config import Transport
+from rollout.weights.routes.choice import ROUTES
+from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow
+
+ROWS = list(ROUTES.values())
+NEAR = EnginePlace("e", "n0", ("GPU-0",))
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: str(row.transport))
+def row(request: pytest.FixtureRequest) -> RouteRow:
+    found: RouteRow = request.param
+    return found
+
+
+def chosen(row: RouteRow) -> Chosen:
+    found = row.reach([RankPlace("n0", 0, "0")], NEAR)
+    assert isinstance(found, Chosen), found
+    return found
+
+
+def test_an_engine_beside_a_rank_is_reached_by_the_routes_own_name(row: RouteRow) -> None:
+    assert chosen(row).transport == row.transport
+    assert chosen(row).payload.startswith(row.transport)
+
+
+def test_the_engines_end_is_a_value_that_can_be_pickled_and_compared(row: RouteRow) -> None:
+    route = row.route(chosen(row))
+    assert pickle.loads(pickle.dumps(route)) == route
+    assert hash(route) == hash(row.route(chosen(row)))
+
+
+def test_the_engines_end_needs_no_torch(row: RouteRow) -> None:
+    pickled = pickle.dumps(row.route(chosen(row))).hex()
+    code = (
+        "import sys; sys.modules['torch'] = None; import pickle; "
+        f"pickle.loads(bytes.fromhex('{pickled}'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_engine_out_of_reach_is_refused_with_a_reason_or_reached_from_anywhere(
+    row: RouteRow,
+) -> None:
+    away = EnginePlace(
+        "e", "n9", is_reached=False, why_no_groups="no groups", why_no_handles="no handles"
+    )
+    found = row.reach([RankPlace("n0")], away)
+    is_anywhere = row.transport in (Transport.TENSOR, Transport.DISK)
+    assert isinstance(found, Chosen) is is_anywhere
+    assert found
+
+
+def test_only_routes_that_read_the_trainers_memory_cannot_send_copies() -> None:
+    streamed = {row.transport for row in ROWS if not row.is_copy}
+    assert streamed == {Transport.CUDA_IPC, Transport.DISTRIBUTED}
+
+
+def test_the_last_route_reaches_every_engine() -> None:
+    assert ROWS[-1].transport == Transport.TENSOR
+    assert Path(sys.modules[ROWS[-1].route.__module__].__file__ or "").name == "by_value.py"

@@ -1,0 +1,55 @@
+"""Buffers that are read after a push: by the store, or by engines that load all at once."""
+
+from pathlib import Path
+
+from rollout.weights.routes.buffers import FILE_NAME, HeldBuffers, ShmBufferPool, StoreCopies
+
+
+def test_held_buffers_are_taken_again_only_after_their_release(tmp_path: Path) -> None:
+    pool = ShmBufferPool(tmp_path)
+    held = HeldBuffers(pool)
+    first = held.take(5000)
+    held.give(first)
+    assert pool.take(5000) is not first
+    held.release()
+    assert pool.take(5000) is first
+    pool.close()
+
+
+def test_the_folders_of_other_ranks_are_joined_until_the_release(tmp_path: Path) -> None:
+    own, other = ShmBufferPool(tmp_path), ShmBufferPool(tmp_path)
+    held = HeldBuffers(own)
+    folders = [held.take(5000).folder, other.take(5000).folder]
+    joined = held.joined(folders)
+    links = sorted(joined.glob("*.safetensors"))
+    assert [link.resolve() for link in links] == [folder / FILE_NAME for folder in folders]
+    held.release()
+    assert not joined.exists()
+    assert all(folder.exists() for folder in folders)
+    own.close()
+    other.close()
+
+
+def test_copies_take_the_memory_of_one_push_while_the_store_is_idle(tmp_path: Path) -> None:
+    pool = ShmBufferPool(tmp_path)
+    copies = StoreCopies(pool)
+    for version in range(5):
+        held = copies.begin(version, None)
+        for _ in range(3):
+            held.take(1000)
+        assert pool.num_bytes() == 3000
+    pool.close()
+
+
+def test_what_the_store_reads_is_not_written_and_two_pushes_are_held_at_most(
+    tmp_path: Path,
+) -> None:
+    pool = ShmBufferPool(tmp_path)
+    copies = StoreCopies(pool)
+    read = copies.begin(1, None).take(1000)
+    for version in range(2, 6):  # the store is slower than all of these
+        assert copies.begin(version, 1).take(1000) is not read
+        assert pool.num_bytes() == 2000
+    copies.begin(6, None).take(1000)
+    assert pool.num_bytes() == 2000
+    pool.close()

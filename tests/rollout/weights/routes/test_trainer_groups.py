@@ -1,0 +1,294 @@
+"""The trainer's end of pushes by broadcast: which group, in which form, and when it is let go.
+
+Groups here are of the trainer alone (engines of no ranks); those with engines are in
+``tests/end_to_end/test_kept_group.py``.  Needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.config import WeightsConfig
+from rollout.core.errors import ConfigError
+from rollout.weights.routes.broadcast import BroadcastMember
+from rollout.weights.routes.route import StreamedBucket
+
+torch = pytest.importorskip("torch")
+from rollout.weights.routes.trainer_groups import (  # noqa: E402
+    BroadcastPush,
+    KeptGroup,
+    NcclTerms,
+    choose_backend,
+    why_cumem_differs,
+)
+from rollout.weights.tensors import PlannedSource  # noqa: E402  only where there is torch
+
+pytestmark = pytest.mark.embedded
+ENGINES = (
+    BroadcastMember("a", 0, "pa", takes_flat=True),
+    BroadcastMember("b", 0, "pb", takes_flat=True),
+)
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptGroup]:
+    group = KeptGroup()
+    yield group
+    group.close()
+
+
+def a_broadcast(kept: KeptGroup | None) -> BroadcastPush:
+    settings = WeightsConfig(group_timeout_s=10)
+    return BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False)
+
+
+def weights_of(**tensors: torch.Tensor) -> PlannedSource:
+    return PlannedSource(tensors or {"x": torch.ones(2)})
+
+
+def buckets_of(broadcast: BroadcastPush, weights: PlannedSource) -> Iterator[StreamedBucket]:
+    broadcast.join()
+    for pairs, is_last in weights.buckets(256 << 20):
+        yield from broadcast.parts(pairs, is_last)
+
+
+def sent(
+    kept: KeptGroup | None, members: tuple[BroadcastMember, ...] = ENGINES, *, well: bool = True
+) -> Mapping[str, Any]:
+    """One push through any group; returns its terms."""
+    broadcast = a_broadcast(kept)
+    terms = broadcast.terms(members)
+    for bucket in buckets_of(broadcast, weights_of()):
+        assert bucket.then is not None
+        bucket.then()
+    broadcast.ended(well)
+    return terms
+
+
+def holding(
+    name: str, members: tuple[BroadcastMember, ...] = ENGINES
+) -> tuple[BroadcastMember, ...]:
+    return tuple(replace(member, held=name) for member in members)
+
+
+def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings, nccl = WeightsConfig(backend="nccl"), NcclTerms(cumem={"main": "0"})
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set in the trainer, and the"):
+        BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
+
+
+def test_auto_says_why_tensors_on_a_gpu_go_by_gloo(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nccl = NcclTerms("group main: it offloads", {"main": "0"})
+    push = BroadcastPush(1, WeightsConfig(), "127.0.0.1", None, nccl, is_on_cuda=True)
+    assert push.terms(ENGINES)["backend"] == "gloo"
+    push.ended(is_kept=False)
+    assert "by gloo, through host memory: group main: it offloads" in caplog.text
+
+
+def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) -> None:
+    first = sent(kept)
+    assert first["is_new"]
+    assert first["keeps"]
+    name = first["group_name"]
+    again = sent(kept, holding(name))
+    assert (again["is_new"], again["group_name"], again["over"]) == (False, name, "")
+    assert kept.name == name
+
+
+def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(kept: KeptGroup) -> None:
+    def terms(others: list[str], held: str = "") -> Mapping[str, Any]:
+        settings = WeightsConfig(group_timeout_s=10)
+        push = BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False, others=others)
+        found = push.terms(holding(held))
+        assert bool(push.terms_of_others) is bool(found["is_new"] and others)
+        push.join()
+        push.ended(is_kept=True)
+        return found
+
+    names = terms(["", ""])["group_name"]
+    first = kept.name
+    assert names == f"{first} {first}.1 {first}.2"
+    assert not terms([first, first], names)["is_new"]
+    after = terms([first, ""], names)
+    assert (after["is_new"], after["over"]) == (True, names)
+    first = kept.name
+    assert terms([first], after["group_name"])["is_new"], "another number of senders"
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        lambda name: holding(name)[:1],
+        lambda name: (*holding(name), BroadcastMember("c", 0, "pc", name)),
+        lambda name: (holding(name)[0], replace(holding(name)[1], process="restarted")),
+        lambda name: (holding(name)[0], ENGINES[1]),
+    ],
+    ids=["removed", "added", "restarted", "left"],
+)
+def test_others_are_sent_to_through_another_and_told_what_is_over(
+    kept: KeptGroup, now: Any
+) -> None:
+    name = sent(kept)["group_name"]
+    other = sent(kept, now(name))
+    assert other["is_new"]
+    assert other["over"] == name
+    assert kept.name == other["group_name"] != name
+
+
+def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
+    now = [0.0]
+    kept = KeptGroup(clock=lambda: now[0])
+    name = sent(kept)["group_name"]
+    for _ in range(3):  # each push restarts the idle time
+        now[0] += 200
+        assert not sent(kept, holding(name))["is_new"]
+    now[0] += 250
+    other = sent(kept, holding(name))
+    assert (other["is_new"], other["over"]) == (True, name)
+    kept.close()
+
+
+def test_engines_of_unknown_processes_are_not_asked_to_stay(kept: KeptGroup) -> None:
+    attached = tuple(replace(engine, process="") for engine in ENGINES)
+    assert not sent(kept, attached, well=False)["keeps"]
+    assert kept.name == ""
+
+
+def test_after_a_push_that_failed_nothing_is_kept(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    sent(kept, holding(name), well=False)
+    assert kept.name == ""
+    assert sent(kept, holding(name))["is_new"]
+
+
+def test_without_a_place_to_keep_it_a_group_is_for_one_push() -> None:
+    terms = sent(None)
+    assert terms["is_new"]
+    assert not terms["keeps"]
+
+
+def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
+    kept = KeptGroup()
+    broadcast = a_broadcast(kept)
+    broadcast.terms(ENGINES)
+    list(buckets_of(broadcast, weights_of()))
+    kept.close()
+    broadcast.ended(True)
+    assert kept.name == ""
+    assert kept.take() is None
+
+
+def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(kept: KeptGroup) -> None:
+    """``torch.distributed.destroy_process_group()``, which means every group of the process."""
+    name = sent(kept)["group_name"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    assert sent(kept, holding(name))["is_new"]
+    group = kept.take()
+    assert group is not None
+    torch.distributed.destroy_process_group(group.root._group)
+    kept.keep(group)
+    kept.close()
+
+
+def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup) -> None:
+    name = sent(kept)["group_name"]
+    a_broadcast(kept).ended(False)
+    assert kept.name == name
+
+
+def all_of(
+    members: tuple[BroadcastMember, ...] = ENGINES, **tensors: torch.Tensor
+) -> list[StreamedBucket]:
+    broadcast = a_broadcast(None)
+    broadcast.terms(members)
+    buckets = list(buckets_of(broadcast, weights_of(**tensors)))
+    broadcast.ended(False)
+    return buckets
+
+
+def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
+    tensors = {"half": torch.ones(3).half(), "whole": torch.ones(3)}
+    (one,) = all_of(**tensors)
+    assert isinstance(one.payload, Mapping)
+    assert one.payload["load_format"] == "flattened_bucket"
+    assert one.payload["names"] == ["whole", "half"]
+    assert one.payload["dtypes"] == ["float32", "float16"]
+    assert set(one.fingerprints) == set(tensors)
+    old = (ENGINES[0], replace(ENGINES[1], takes_flat=False))
+    (one,) = all_of(old, **tensors)
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+    assert one.payload["names"] == ["half", "whole"]
+    assert set(one.fingerprints) == set(tensors)
+
+
+def test_large_tensors_go_from_where_they_are() -> None:
+    (one,) = all_of(a=torch.ones(2 << 20), b=torch.ones(2 << 20))
+    assert isinstance(one.payload, Mapping)
+    assert "load_format" not in one.payload
+
+
+def test_only_the_last_part_of_the_last_bucket_is_the_last() -> None:
+    one = torch.ones(200_000)
+    buckets = all_of(**{f"t{index:03}": one for index in range(100)})
+    assert [bucket.is_last for bucket in buckets] == [False, True]
+    names = [
+        name for one in buckets if isinstance(one.payload, Mapping) for name in one.payload["names"]
+    ]
+    assert names == [f"t{index:03}" for index in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why_no_nccl", "is_on_cuda", "chosen"),
+    [
+        ("auto", "", True, "nccl"),
+        ("auto", "", False, "gloo"),
+        ("auto", "it shares GPUs", True, "gloo"),
+        ("gloo", "", True, "gloo"),
+        ("nccl", "", False, "nccl"),
+    ],
+)
+def test_a_broadcast_is_by_nccl_only_where_each_process_has_a_gpu(
+    wanted: str, why_no_nccl: str, is_on_cuda: bool, chosen: str
+) -> None:
+    assert choose_backend(wanted, why_no_nccl, is_on_cuda=is_on_cuda) == chosen
+
+
+@pytest.mark.parametrize(
+    ("own", "engines", "said"),
+    [
+        ("0", {"main": "0"}, ""),
+        ("1", {"main": "1", "attached": None}, ""),
+        ("1", {}, ""),
+        (None, {}, ""),
+        (None, {"main": "0"}, "not set in the trainer, and the engines of group main have 0: set "),
+        ("1", {"main": "0"}, "is 1 in the trainer, .* have 0: set NCCL_CUMEM_ENABLE=0 in the env"),
+        (
+            "0",
+            {"a": "0", "b": "1"},
+            "group b have 1: set NCCL_CUMEM_ENABLE=1 .* before its process",
+        ),
+        (None, {"main": None}, "the value of their owner; SGLang takes 0"),
+    ],
+)
+def test_nccl_has_the_same_memory_on_both_sides(
+    own: str | None, engines: dict[str, str | None], said: str
+) -> None:
+    why = why_cumem_differs(own, engines)
+    assert re.search(said, why)
+    assert bool(why) is bool(said)
