@@ -100,8 +100,10 @@ class Follower:
         rank = self.rank
         is_first_host = rank.hosts[rank.rank] == 0
         if plan.store is not None and is_first_host:
-            # They stay until the store has read them: the next push frees them.
-            self.held = rank.copies.begin(plan.terms.version, plan.store.reads)
+            rank.copies.free(plan.store.reads)
+            self.held = HeldBuffers(rank.pool)
+            # The store reads them after the push, so the next push frees them.
+            self.resources.callback(rank.copies.add, plan.terms.version, self.held)
         elif plan.at_once or plan.is_copied:
             self.held = HeldBuffers(rank.pool)
             self.resources.callback(self.held.release)

@@ -80,7 +80,7 @@ def follower_of(
         }
         if isinstance(named_tensors, Iterator):
             return StreamedSource(named_tensors, **shared)
-        is_on_all_ranks = timeout_s is not None
+        is_on_all_ranks = rank.num_ranks > 1
         return PlannedSource(
             named_tensors,
             tensors=tensors,

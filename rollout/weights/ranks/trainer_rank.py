@@ -66,7 +66,7 @@ class TrainerRank:
         self.rank = rank
         self.hosts = list(hosts)
         self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
-        self.copies = StoreCopies(self.pool)
+        self.copies = StoreCopies()
         self.plans = PushPlanCache()
         self.groups = KeptGroup()
         self.sender_group = SenderGroup()

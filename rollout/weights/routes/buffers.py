@@ -274,21 +274,22 @@ class HeldBuffers:
 
 
 class StoreCopies:
-    """The buffers of this process that the store may still read."""
+    """The buffers of pushes that have ended, as long as the store may read them."""
 
-    def __init__(self, pool: ShmBufferPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._held: list[tuple[int, HeldBuffers]] = []
 
-    def begin(self, version: int, reads: int | None) -> HeldBuffers:
-        """Buffers for the next push.
+    def add(self, version: int, held: HeldBuffers) -> None:
+        """A push of this version has ended."""
+        self._held.append((version, held))
+
+    def free(self, reads: int | None) -> None:
+        """The next push begins.
 
         Args:
             reads: the version that the store reads now; the buffers of all others are released.
         """
-        for held_version, held in self._held:
-            if held_version != reads:
+        for version, held in self._held:
+            if version != reads:
                 held.release()
         self._held = [entry for entry in self._held if entry[0] == reads]
-        self._held.append((version, HeldBuffers(self._pool)))
-        return self._held[-1][1]

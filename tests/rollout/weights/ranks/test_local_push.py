@@ -129,8 +129,11 @@ def test_a_copy_that_fails_at_any_bucket_leaves_nothing_open(
     rank.close()
 
 
-def test_two_pushes_of_one_version_have_memory_of_their_own(tmp_path: Path) -> None:
-    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
+@pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
+def test_two_open_pushes_of_one_version_have_memory_of_their_own(
+    tmp_path: Path, store: dict[str, Any] | None
+) -> None:
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), store=store))
     first, second = (
         LocalPush(rank, StillServer(), {"a": torch.full((64,), value)}, 1, may_stream=False)
         for value in (1.0, 2.0)

@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from rollout.weights.routes.buffers import FILE_NAME, HeldBuffers, ShmBufferPool, StoreCopies
+from rollout.weights.routes.buffers import (
+    FILE_NAME,
+    HeldBuffers,
+    ShmBuffer,
+    ShmBufferPool,
+    StoreCopies,
+)
 
 
 def test_held_buffers_are_taken_again_only_after_their_release(tmp_path: Path) -> None:
@@ -30,26 +36,31 @@ def test_the_folders_of_other_ranks_are_joined_until_the_release(tmp_path: Path)
     other.close()
 
 
+def pushed(copies: StoreCopies, pool: ShmBufferPool, version: int, reads: int | None) -> ShmBuffer:
+    """A push of one bucket; returns its buffer."""
+    copies.free(reads)
+    held = HeldBuffers(pool)
+    buffer = held.take(1000)
+    copies.add(version, held)
+    return buffer
+
+
 def test_copies_take_the_memory_of_one_push_while_the_store_is_idle(tmp_path: Path) -> None:
-    pool = ShmBufferPool(tmp_path)
-    copies = StoreCopies(pool)
+    pool, copies = ShmBufferPool(tmp_path), StoreCopies()
     for version in range(5):
-        held = copies.begin(version, None)
-        for _ in range(3):
-            held.take(1000)
-        assert pool.num_bytes() == 3000
+        pushed(copies, pool, version, None)
+        assert pool.num_bytes() == 1000
     pool.close()
 
 
 def test_what_the_store_reads_is_not_written_and_two_pushes_are_held_at_most(
     tmp_path: Path,
 ) -> None:
-    pool = ShmBufferPool(tmp_path)
-    copies = StoreCopies(pool)
-    read = copies.begin(1, None).take(1000)
+    pool, copies = ShmBufferPool(tmp_path), StoreCopies()
+    read = pushed(copies, pool, 1, None)
     for version in range(2, 6):  # the store is slower than all of these
-        assert copies.begin(version, 1).take(1000) is not read
+        assert pushed(copies, pool, version, 1) is not read
         assert pool.num_bytes() == 2000
-    copies.begin(6, None).take(1000)
+    pushed(copies, pool, 6, None)
     assert pool.num_bytes() == 2000
     pool.close()
