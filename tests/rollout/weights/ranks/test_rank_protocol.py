@@ -84,6 +84,8 @@ class World:
     failed_turn: bool = False
     has_finished: bool = False
     is_streamed: bool = False
+    # All buckets are made before the engines are called.
+    is_copied: bool = False
     # In a broadcast of a rank other than 0: joined at the begin, then of every other bucket.
     is_broadcast: bool = True
     tasks: list[str] = field(default_factory=list)
@@ -223,7 +225,11 @@ class World:
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(words):
                 assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
-                plan = {"is_streamed": self.is_streamed, "has_turn": self.has_turn}
+                plan = {
+                    "is_streamed": self.is_streamed,
+                    "is_copied": self.is_copied,
+                    "has_turn": self.has_turn,
+                }
                 self._later(0.2, rank, self._engines_say("plan") or plan)
             case Offer(index, words):
                 assert [word["made_by"] for word in words] == list(range(self.num_ranks))
@@ -338,6 +344,35 @@ def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_stream
     check(world, within_s=20)
     before = world.order[: world.order.index("begin")]
     assert before == (["bucket 0"] * 2 if is_streamed else [])
+
+
+def copied(num_ranks: int, fault: Fault | None = None, *, is_streamed: bool = False) -> World:
+    world = World(num_ranks, fault, is_streamed=is_streamed, is_copied=True, is_broadcast=False)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_buckets_of_a_copied_push_are_made_before_the_push_begins(
+    num_ranks: int, is_streamed: bool
+) -> None:
+    world = copied(num_ranks, is_streamed=is_streamed)
+    check(world, within_s=20)
+    assert results(world) == [REPORT] * num_ranks
+    made = [f"bucket {index}" for index in range(NUM_BUCKETS) for _ in range(num_ranks)]
+    assert world.order == [*made, "begin"]
+    assert world.had_turn == set(range(num_ranks))
+
+
+@pytest.mark.parametrize("kind", ["dies", "raises"])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_copied_push_that_loses_a_rank_ends_on_all_others(rank: int, kind: str) -> None:
+    for step in range(1, copied(3).ranks[rank].num_steps + 1):
+        world = copied(3, Fault(rank, step, kind))
+        check(world, within_s=20 + TIMEOUT_S)
+        for result in results(world):
+            assert result == REPORT or "rank" in str(result), step
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
