@@ -43,7 +43,7 @@ def _choice_ns(name: str, num_engines: int, repeats: int) -> int:
     ]
     in_flight: InFlight[int] = InFlight()
     (candidates,) = in_flight.offer(
-        Backend(f"engine-{number}", Endpoint("127.0.0.1", 9000)) for number in range(num_engines)
+        [Backend(f"engine-{number}", Endpoint("127.0.0.1", 9000)) for number in range(num_engines)]
     )
     live: list[tuple[str, int]] = []
     for number in range(_PER_ENGINE * num_engines):

@@ -51,10 +51,11 @@ class Rank:
         import torch
 
         with self.policy.pusher() as pusher:
-            assert pusher.expected is not None
+            expected = pusher.server.expected
+            assert expected is not None
             weights = {
                 name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-                for name, spec in pusher.expected.tensors.items()
+                for name, spec in expected.tensors.items()
             }
             return pusher.push(weights).weight_version
 
