@@ -11,7 +11,7 @@ import ray
 from ray.util import list_named_actors
 
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError
+from rollout.core.errors import ActorLost, ConfigError
 from rollout.observability.page.state_cache import StateCache
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.ray.handles import RayCaller, RemoteServer
@@ -43,7 +43,11 @@ class ServerViaActor:
         return tail
 
     def stop(self) -> None:
-        asyncio.run(_within(_STOP_TIMEOUT_S, self.port.stop()))
+        try:
+            asyncio.run(_within(_STOP_TIMEOUT_S, self.port.stop()))
+        except ActorLost as error:
+            if not error.is_dead:  # a script whose server stops may end the actor during the call
+                raise
 
 
 async def _within(budget_s: float, call: RemoteCall[Any]) -> Any:

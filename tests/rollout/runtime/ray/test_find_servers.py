@@ -37,6 +37,8 @@ def test_a_run_is_found_by_name_and_answers_while_a_phase_hangs(
         engines["main-0"].open("pause_generation")
         pending.result(30)
         source.stop()
+        ray_cluster.ray.kill(source.port._actor)  # as its script does when the engines are gone
+        source.stop()
 
 
 def test_a_run_that_is_not_there_is_named_with_those_that_are(ray_cluster: RayWorld) -> None:
