@@ -57,8 +57,8 @@ def add_chats(app: FastAPI, proxy: Proxy, chats: ChatSessions) -> None:
     @app.post("/sessions/{session_id}/v1/chat/completions")
     async def chat_completions(session_id: str, request: Request) -> Response:
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
-        if len(session_id) > MAX_SESSION_CHARACTERS:
-            message = f"a session id has at most {MAX_SESSION_CHARACTERS} characters"
+        if len(session_id) > MAX_SESSION_CHARACTERS or not session_id.isprintable():
+            message = f"a session id has at most {MAX_SESSION_CHARACTERS} printable characters"
             return error_reply(400, "bad_request", message)
         try:
             chat = await chats.read(await request.body())
