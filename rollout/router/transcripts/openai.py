@@ -199,8 +199,10 @@ class OpenAITranscript(Transcript):
         now.num = len(now.ids) + len(ids) if not self._is_chat else self._num_reported(text)
         now.text += text
         now.ids += ids
+        has_new = bool(text or ids)
         for name, values in (choice.get("logprobs") or {}).items():
             if isinstance(values, list):
+                has_new |= bool(values)
                 if name == "text_offset":
                     values = self._offsets(values)
                 now.logprobs.setdefault(name, []).extend(values)
@@ -213,7 +215,7 @@ class OpenAITranscript(Transcript):
                 raise ValueError(f"{len(now.ids)} token ids for {now.num} tokens")
             if self._trims and isinstance(matched, str):
                 self._trim(matched)
-        elif text or ids:
+        elif has_new:
             self._is_safe = self._is_safe_end(text)
             if self._is_safe:
                 self._safe = now.mark()
@@ -250,7 +252,7 @@ class OpenAITranscript(Transcript):
         self._is_closed |= self._is_chat and "\ufffd" in new
         if self._is_closed:
             return False
-        return self._is_complete(has_grown=bool(new) or self._is_chat)
+        return self._is_complete(has_grown=bool(new or self._reasoning))
 
     @property
     def is_safe(self) -> bool:
@@ -307,7 +309,7 @@ class OpenAITranscript(Transcript):
         if thought := self._reasoning[self._num_reasoning_sent :]:
             self._num_reasoning_sent = len(self._reasoning)
             chunks.append(self._chunk({"delta": {"reasoning_content": thought}}))
-        if new.text or new.ids:
+        if new.text or new.ids or any(new.logprobs.values()):
             choice = self._choice_of(new, "delta")
             if "token_ids" in choice and not self._is_chat and not has_sent_tokens:
                 choice["prompt_token_ids"] = self._prompt_ids
