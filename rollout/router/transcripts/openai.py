@@ -171,6 +171,8 @@ class OpenAITranscript(Transcript):
         if event.get("usage"):
             self._usage = event["usage"]
             self._first_usage = self._first_usage or self._usage
+            if self._is_chat and self.is_finished:  # it counts tokens without text too
+                self._count_tokens(self._num_reported(""))
         if event.get("prompt_token_ids") is not None:  # of a chat
             self._take_prompt(list(event["prompt_token_ids"]))
         for choice in event.get("choices") or []:
@@ -206,8 +208,7 @@ class OpenAITranscript(Transcript):
                 if name == "text_offset":
                     values = self._offsets(values)
                 now.logprobs.setdefault(name, []).extend(values)
-        now.spans = self._spans(now.num)
-        check_budget(self._base.num + now.num, self._budget)
+        self._count_tokens(now.num)
         if choice.get("finish_reason"):
             matched = choice.get("matched_stop", choice.get("stop_reason"))  # vLLM's word
             self._finish = {"type": finish_of(choice["finish_reason"]), "matched": matched}
@@ -230,6 +231,11 @@ class OpenAITranscript(Transcript):
         text = self._base.text + self._now.text
         text = without_stop(text, stop, self._raw.get("min_tokens"))
         self._now.text = text[len(self._base.text) :]
+
+    def _count_tokens(self, num: int) -> None:
+        self._now.num = num
+        self._now.spans = self._spans(num)
+        check_budget(self._base.num + num, self._budget)
 
     def _num_reported(self, text: str) -> int:
         """Tokens of this engine, as the usage beside ``text`` counts them."""
@@ -397,11 +403,7 @@ class OpenAITranscript(Transcript):
         }
 
     def _whole_usage(self) -> Payload:
-        now = self._now.num
-        if self._is_chat:
-            # The last chunk counts tokens without text too, such as the end of the sequence.
-            now = max(now, self._usage.get("completion_tokens") or 0)
-        done = self._base.num + now
+        done = self._base.num + self._now.num
         prompt = self._first_usage.get("prompt_tokens") or 0
         counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
         return {**self._usage, **counts}

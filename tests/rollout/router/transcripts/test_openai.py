@@ -218,6 +218,21 @@ def test_a_stream_of_a_chat_has_the_log_probs_of_tokens_without_text(cut):
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sent
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_versions_of_a_chat_cover_its_end_which_has_no_text(is_streamed):
+    transcript = read_openai(
+        json.dumps(request(True, 9, [], stream=is_streamed)).encode(), is_chat=True
+    )
+    transcript.body(7)
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    transcript.absorb(Engine.chunk({"delta": {"content": "a"}}) | {"usage": usage})
+    transcript.absorb(Engine.chunk({"delta": {}, "finish_reason": "stop"}))
+    transcript.absorb(Engine.chunk(None) | {"usage": usage | {"completion_tokens": 2}})
+    last = transcript.new_payloads()[-1] if is_streamed else transcript.payload()
+    assert last["metadata"]["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert transcript.payload()["usage"]["completion_tokens"] == 2
+
+
 def test_a_token_without_its_log_prob_is_not_continued_from():
     transcript = read_openai(
         json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode(), is_chat=False
