@@ -17,6 +17,7 @@ from rollout.router.engine_queries import EngineQueryClient, error_reply, first_
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import MAX_SESSION_CHARACTERS
 from rollout.router.proxy.context import Proxy
+from rollout.router.sessions.chat_tokenizer import ChatTokenizer
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.tree import Turn
 
@@ -41,12 +42,16 @@ def chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
             message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
             raise failure(503, "unavailable", message) from None
 
+    def keep_decode(tokenizer: ChatTokenizer) -> None:
+        proxy.decode = tokenizer.tokenizer.decode
+
     return ChatSessions(
         proxy.chats,
         find_folder,
         key=proxy.config.client_key,
         timeout_s=proxy.config.request_timeout_s,
         now_s=lambda: proxy.now_s(),
+        on_tokenizer=keep_decode,
         tool_call_parser=proxy.config.tool_call_parser,
     )
 

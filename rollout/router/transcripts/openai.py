@@ -256,9 +256,15 @@ class OpenAITranscript(Transcript):
             self._is_closed = any(stop in end for stop in self._stops)
         # An invalid byte reads as U+FFFD, from which no engine can get the byte's token back.
         self._is_closed |= self._is_chat and "\ufffd" in new
-        if self._is_closed:
+        if self._is_closed or self._ends_within_character():
             return False
         return self._is_complete(has_grown=bool(new or self._reasoning))
+
+    def _ends_within_character(self) -> bool:
+        """Whether the last log-prob of a chat, which has no ids, is of a token without text."""
+        entries = self._now.logprobs.get("content", [])
+        is_known = self._is_chat and len(entries) > 0
+        return is_known and (entries[-1].get("token") or "\ufffd").endswith("\ufffd")
 
     @property
     def is_safe(self) -> bool:
