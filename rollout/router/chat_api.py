@@ -17,6 +17,7 @@ from rollout.router.engine_queries import EngineQueryClient, error_reply, first_
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import MAX_SESSION_CHARACTERS
 from rollout.router.proxy.context import Proxy
+from rollout.router.sessions.chat_tokenizer import ChatTokenizer
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.tree import Turn
 
@@ -41,12 +42,16 @@ def chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
             message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
             raise failure(503, "unavailable", message) from None
 
+    def keep_decode(tokenizer: ChatTokenizer) -> None:
+        proxy.decode = tokenizer.tokenizer.decode
+
     return ChatSessions(
         proxy.chats,
         find_folder,
         key=proxy.config.client_key,
         timeout_s=proxy.config.request_timeout_s,
         now_s=lambda: proxy.now_s(),
+        on_tokenizer=keep_decode,
         tool_call_parser=proxy.config.tool_call_parser,
     )
 
@@ -57,8 +62,8 @@ def add_chats(app: FastAPI, proxy: Proxy, chats: ChatSessions) -> None:
     @app.post("/sessions/{session_id}/v1/chat/completions")
     async def chat_completions(session_id: str, request: Request) -> Response:
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
-        if len(session_id) > MAX_SESSION_CHARACTERS:
-            message = f"a session id has at most {MAX_SESSION_CHARACTERS} characters"
+        if len(session_id) > MAX_SESSION_CHARACTERS or not session_id.isprintable():
+            message = f"a session id has at most {MAX_SESSION_CHARACTERS} printable characters"
             return error_reply(400, "bad_request", message)
         try:
             chat = await chats.read(await request.body())

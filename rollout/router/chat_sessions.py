@@ -81,6 +81,7 @@ class ChatSessions:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
         key: of the router for generation; empty for none.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
+        on_tokenizer: gets the tokenizer when it is loaded.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChatSessions:
         key: str,
         timeout_s: float,
         now_s: Callable[[], float],
+        on_tokenizer: Callable[[ChatTokenizer], None],
         tool_call_parser: str = "auto",
     ) -> None:
         self._store = store
@@ -101,6 +103,7 @@ class ChatSessions:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._now_s = now_s
         self._tool_call_parser = tool_call_parser
+        self._on_tokenizer = on_tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
         self._tokenizer: ChatTokenizer | None = None
         self._loading = asyncio.Lock()
@@ -196,6 +199,7 @@ class ChatSessions:
                     self._tokenizer = await loop.run_in_executor(
                         self._threads, load_chat_tokenizer, folder, self._tool_call_parser
                     )
+                    self._on_tokenizer(self._tokenizer)
         return self._tokenizer
 
     async def _written(

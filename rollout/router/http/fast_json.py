@@ -7,6 +7,7 @@ bits.  A client's own body is read by ``json`` alone, so that nothing in it is r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,26 @@ def loads(data: bytes) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
         return _within_depth(json.loads, data)
+
+
+def strict_loads(data: bytes | str) -> Any:
+    """The value, of which every number can be written again.
+
+    Raises:
+        ValueError: it is not JSON, as NaN is not, or has a number too large for a float.
+        RecursionError: it is nested too deep.
+    """
+    return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number:.60} is too large for a float")
+    return value
 
 
 def dumps(value: Any) -> bytes:

@@ -17,6 +17,7 @@ from rollout.router.http.request import Request, prompt_of, session_of
 from rollout.router.proxy.metrics import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
 from rollout.router.transcripts.recordings import Recordings
+from rollout.router.transcripts.transcript import Decode
 from rollout.rules.routing import Hint
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Proxy:
 
     Attributes:
         num_receiving_bytes: bodies of requests that have not arrived completely, together.
+        decode: text of token ids, as soon as a session's chat has loaded the tokenizer.
     """
 
     def __init__(self, gate: Gate, pool: EnginePool, config: RouterConfig, run: str) -> None:
@@ -103,6 +105,7 @@ class Proxy:
         self.live: set[LiveRequest] = set()
         self.num_receiving_bytes = 0
         self.max_receiving_bytes = max(_MAX_RECEIVING_BYTES, 4 * config.max_body_bytes)
+        self.decode: Decode | None = None
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]
         self._sweeping: asyncio.Task[None] | None = None

@@ -87,6 +87,8 @@ def read_tokens(
     if not is_kept and not may_want_prompt_logprobs(body):
         return None
     transcript = _read_transcript(proxy, head.route.path, body, is_recorded=is_recorded)
+    if transcript is not None:
+        transcript.decode = proxy.decode
     if is_translated and (why := _why_not_vllm(transcript)):
         return responses.error(400, "bad_request", why)
     if is_recorded:

@@ -91,7 +91,10 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     try:
         given = function.get("arguments") or {}
-        function["arguments"] = json.loads(given) if isinstance(given, str) else given
+        if isinstance(given, str):
+            given = json.loads(given)
+            json.dumps(given, ensure_ascii=False).encode()  # fails with half of a surrogate pair
+        function["arguments"] = given
     except (ValueError, RecursionError):
         pass  # the template gets the text
     return {**call, "function": function}

@@ -122,6 +122,10 @@ def reader_of(form: Form, special_tokens: Iterable[str]) -> AnswerReader:
 
 def _message(call: Call, call_id: str) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
+    try:
+        arguments.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair stays escaped, as the model wrote it
+        arguments = json.dumps(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 

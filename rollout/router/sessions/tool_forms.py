@@ -8,13 +8,14 @@ have for their parsers.  Facts of the forms are from the models' chat templates.
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from rollout.router.http.fast_json import strict_loads
 
 Schemas = Mapping[str, Any]
 """The JSON schema of each tool's arguments, by the tool's name."""
@@ -116,7 +117,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
     at = _behind(_SPACE, text, at)
     end = _end_of_json(text, at)
     try:
-        return (json.loads(text[at:end]), end) if end >= 0 else (None, at)
+        return (strict_loads(text[at:end]), end) if end >= 0 else (None, at)
     except (ValueError, RecursionError):
         return None, at
 
@@ -285,7 +286,7 @@ _KINDS = {
 def _typed(text: str, kinds: set[str]) -> Any:
     """The JSON value that ``text`` is, if it may have this kind; otherwise the text itself."""
     try:
-        value = json.loads(_NAMES_OF_PYTHON.get(text.strip(), text))
+        value = strict_loads(_NAMES_OF_PYTHON.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
     return value if _KINDS[type(value)] & (kinds - {"string"}) else text

@@ -7,9 +7,8 @@ Always true:
 - Routed experts come from the engine that computed the token.  Where the lost engine did not report
   them with its tokens (SGLang sends them at the end only), the request starts over.
 - A continuation starts at a *safe* token: the text so far ends neither within a character nor with
-  the beginning of a stop string, so the next engine sees every stop string complete.  A request
-  that has lost several engines continues within a character too, which then shows as two
-  replacement characters: otherwise it might never end.
+  the beginning of a stop string, so the next engine sees every stop string complete.  Behind a part
+  of a character SGLang would lose the rest of it, and vLLM would write the prompt's text.
 
 Pure: events in, bodies and payloads out.  A failover is not exact in two ways: a seeded sampler
 restarts, and penalties on repeated tokens see earlier tokens as prompt.
@@ -66,8 +65,6 @@ _NUM_UNREAD = 4
 _NUM_FORMS = 64
 _MAX_FORM_BYTES = 4096
 _UNLIMITED = 1 << 16
-# Failovers after which a request continues even where a character may be cut in two.
-_STRICT_FAILOVERS = 2
 _READ = frozenset({"text", "output_ids", "meta_info"})
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _CANNOT_CONTINUE = frozenset({*GRAMMARS, "stop_regex", "custom_params"})
@@ -135,6 +132,7 @@ class GenerateTranscript(Transcript):
         self._experts = b""  # of the tokens of lost engines
         self._safe_experts: str | None = None
         self._vllm: VllmEvents | None = None
+        self._has_text = True
         self._is_cumulative = False  # the current engine's events have all tokens so far
         self._unread: tuple[Event, ...] = ()
         self._has_gap = False  # events before these were not kept
@@ -277,6 +275,7 @@ class GenerateTranscript(Transcript):
             raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
         is_delta = has_part and len(before.ids) > 0 and reported == len(before.ids) + len(ids)
         self._is_cumulative = len(before.ids) > 0 and len(ids) == reported and self._vllm is None
+        self._has_text = event.get("text") is not None  # else the engine has no tokenizer
         now = Part(event.get("text") or "", len(ids), ids)
         for name in _PER_TOKEN:
             if meta.get(name) is not None:
@@ -322,11 +321,7 @@ class GenerateTranscript(Transcript):
 
     def _is_safe(self, *, has_grown: bool) -> bool:
         """Whether a continuation may start after the last token."""
-        return self._is_complete(
-            has_grown=has_grown or not (self._base.text or self._now.text),
-            # After several failovers, progress matters more than one character of the text.
-            is_strict=self.num_failovers < _STRICT_FAILOVERS,
-        )
+        return self._is_complete(has_grown=has_grown or not self._has_text)
 
     @property
     def is_safe(self) -> bool:

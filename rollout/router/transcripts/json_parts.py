@@ -30,8 +30,9 @@ _MARK = random.SystemRandom().randrange(10**16, 10**17)
 _MARK_BYTES = b"%d" % _MARK
 _RID_MARK = f"rid-{_MARK}"
 _MARKED_RID = b'"rid":"%s"' % _RID_MARK.encode()
-_MAX_QUOTES = 64
 _BACKSLASH = ord("\\")
+_OUTPUT_IDS = b'"output_ids"'
+_READ = frozenset({"text", "output_ids", "meta_info", "error"})
 _TEXT = re.compile(rb'\s*\{\s*"text"\s*:\s*"')
 _IDS_AND_META = re.compile(
     rb'"\s*,\s*"output_ids"\s*:\s*\[([0-9, \t\r\n]*)\]\s*,\s*"meta_info"\s*:\s*\{'
@@ -157,40 +158,43 @@ class EventParts:
 
 def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | None:
     """The event, of which text and ids are not parsed; None if it is not as SGLang writes it."""
-    found = _TEXT.match(data, begin, end)
-    at = _end_of_string(data, found.end(), end) if found else -1
+    at = _end_of_text(data, begin, end)
     found = _IDS_AND_META.match(data, at, end) if at >= 0 else None
     if found is None:
         return None
     ids, at = found[1], found.end()
     try:
-        rest = orjson.loads(b'{"meta_info":{' + data[at:end])
+        rest = orjson.loads(b'{"%d":{%s' % (_MARK, data[at:end]))
     except orjson.JSONDecodeError:
         return None
-    meta = rest["meta_info"]
-    if not isinstance(meta, dict) or not rest.keys().isdisjoint(("text", "output_ids", "error")):
+    meta = rest.pop(str(_MARK))
+    if not isinstance(meta, dict) or not rest.keys().isdisjoint(_READ):
         return None
     num_ids = ids.count(b",") + 1 if ids.strip(_SPACE) else 0
     return EventParts(num_ids, meta, data, begin, at, end)
 
 
 def is_unfinished(data: bytes, begin: int = 0, end: int = END) -> bool:
-    """Whether the event is neither the last one nor an error; if not, it has to be parsed."""
-    found = _TEXT.match(data, begin, end)
-    at = max(begin, _end_of_string(data, found.end(), end) if found else begin)
-    return _UNFINISHED.search(data, at, end) is not None and data.find(b'"error"', at, end) < 0
+    """Whether the event is neither the last one nor an error; if not, it has to be parsed.
+
+    Behind the text there is one finish reason, and no key that is spelled with escapes.
+    """
+    at = _end_of_text(data, begin, end)
+    if at < 0 or data.find(b"\\", at, end) >= 0 or not _UNFINISHED.search(data, at, end):
+        return False
+    strings = data[at + 1 : end].split(b'"')[1::2]
+    return strings.count(b"finish_reason") == 1 and b"error" not in strings
 
 
-def _end_of_string(data: bytes, begin: int, end: int) -> int:
-    """Where the string ends whose first character is at ``begin``; -1 if it has many quotes."""
-    at = begin - 1
-    for _ in range(_MAX_QUOTES):
-        at = data.find(b'"', at + 1, end)
-        if at < 0:
-            return -1
-        last = at
-        while data[last - 1] == _BACKSLASH:
-            last -= 1
-        if (at - last) % 2 == 0:
-            return at
-    return -1
+def _end_of_text(data: bytes, begin: int, end: int) -> int:
+    """Where the text ends, with which an event begins, in front of its ids; -1 if it has none."""
+    if (found := _TEXT.match(data, begin, end)) is None:
+        return -1
+    begin = found.end()
+    at = data.find(b'"', begin, end)
+    if at < 0 or data[at - 1] != _BACKSLASH:
+        return at
+    at = data.rfind(b'"', begin, max(0, data.find(_OUTPUT_IDS, begin, end)))
+    text = data[begin : at + 1].replace(b"\\\\", b"")
+    # Only its end is a quote without a backslash.
+    return at if text.count(b'"') == text.count(b'\\"') + 1 else -1

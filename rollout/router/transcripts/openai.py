@@ -171,6 +171,8 @@ class OpenAITranscript(Transcript):
         if event.get("usage"):
             self._usage = event["usage"]
             self._first_usage = self._first_usage or self._usage
+            if self._is_chat and self.is_finished:  # it counts tokens without text too
+                self._count_tokens(self._num_reported(""))
         if event.get("prompt_token_ids") is not None:  # of a chat
             self._take_prompt(list(event["prompt_token_ids"]))
         for choice in event.get("choices") or []:
@@ -199,13 +201,14 @@ class OpenAITranscript(Transcript):
         now.num = len(now.ids) + len(ids) if not self._is_chat else self._num_reported(text)
         now.text += text
         now.ids += ids
+        has_new = bool(text or ids)
         for name, values in (choice.get("logprobs") or {}).items():
             if isinstance(values, list):
+                has_new |= bool(values)
                 if name == "text_offset":
                     values = self._offsets(values)
                 now.logprobs.setdefault(name, []).extend(values)
-        now.spans = self._spans(now.num)
-        check_budget(self._base.num + now.num, self._budget)
+        self._count_tokens(now.num)
         if choice.get("finish_reason"):
             matched = choice.get("matched_stop", choice.get("stop_reason"))  # vLLM's word
             self._finish = {"type": finish_of(choice["finish_reason"]), "matched": matched}
@@ -213,7 +216,7 @@ class OpenAITranscript(Transcript):
                 raise ValueError(f"{len(now.ids)} token ids for {now.num} tokens")
             if self._trims and isinstance(matched, str):
                 self._trim(matched)
-        elif text or ids:
+        elif has_new:
             self._is_safe = self._is_safe_end(text)
             if self._is_safe:
                 self._safe = now.mark()
@@ -228,6 +231,11 @@ class OpenAITranscript(Transcript):
         text = self._base.text + self._now.text
         text = without_stop(text, stop, self._raw.get("min_tokens"))
         self._now.text = text[len(self._base.text) :]
+
+    def _count_tokens(self, num: int) -> None:
+        self._now.num = num
+        self._now.spans = self._spans(num)
+        check_budget(self._base.num + num, self._budget)
 
     def _num_reported(self, text: str) -> int:
         """Tokens of this engine, as the usage beside ``text`` counts them."""
@@ -248,9 +256,15 @@ class OpenAITranscript(Transcript):
             self._is_closed = any(stop in end for stop in self._stops)
         # An invalid byte reads as U+FFFD, from which no engine can get the byte's token back.
         self._is_closed |= self._is_chat and "\ufffd" in new
-        if self._is_closed:
+        if self._is_closed or self._ends_within_character():
             return False
-        return self._is_complete(has_grown=bool(new) or self._is_chat)
+        return self._is_complete(has_grown=bool(new or self._reasoning))
+
+    def _ends_within_character(self) -> bool:
+        """Whether the last log-prob of a chat, which has no ids, is of a token without text."""
+        entries = self._now.logprobs.get("content", [])
+        is_known = self._is_chat and len(entries) > 0
+        return is_known and (entries[-1].get("token") or "\ufffd").endswith("\ufffd")
 
     @property
     def is_safe(self) -> bool:
@@ -307,7 +321,7 @@ class OpenAITranscript(Transcript):
         if thought := self._reasoning[self._num_reasoning_sent :]:
             self._num_reasoning_sent = len(self._reasoning)
             chunks.append(self._chunk({"delta": {"reasoning_content": thought}}))
-        if new.text or new.ids:
+        if new.text or new.ids or any(new.logprobs.values()):
             choice = self._choice_of(new, "delta")
             if "token_ids" in choice and not self._is_chat and not has_sent_tokens:
                 choice["prompt_token_ids"] = self._prompt_ids
@@ -395,11 +409,7 @@ class OpenAITranscript(Transcript):
         }
 
     def _whole_usage(self) -> Payload:
-        now = self._now.num
-        if self._is_chat:
-            # The last chunk counts tokens without text too, such as the end of the sequence.
-            now = max(now, self._usage.get("completion_tokens") or 0)
-        done = self._base.num + now
+        done = self._base.num + self._now.num
         prompt = self._first_usage.get("prompt_tokens") or 0
         counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
         return {**self._usage, **counts}

@@ -7,11 +7,12 @@ transcript: it is forwarded as it is, and the engine decides.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
+
+from rollout.router.http.fast_json import strict_loads
 
 _MAX_STOPS = 32  # of SGLang
 _MAX_STOP_CHARACTERS = 1024
@@ -55,7 +56,7 @@ def _parsed_fast(body: bytes, num_brackets: int) -> Any:
 def _parsed(body: bytes) -> Any:
     """The value in ``body``; None if it is no JSON, or cannot be written again."""
     try:
-        raw = json.loads(body, parse_constant=_refuse_constant)
+        raw = strict_loads(body)
     except (ValueError, RecursionError):
         return None
     try:
@@ -108,7 +109,3 @@ def token_ids_of(value: Any) -> list[int] | None:
     if isinstance(value, list) and set(map(type, value)) == _ONLY_INTS:
         return value
     return None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engines.protocol import VersionSpan
@@ -12,8 +12,12 @@ from rollout.rules.continuation import Part
 
 Payload = dict[str, Any]
 END = sys.maxsize
+# From so many ids before its first token SGLang begins to decode.
+_WINDOW = 5
 Event = tuple[bytes, int, int]
 """An event stands in these bytes, from the one position to the other."""
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, by the model's tokenizer."""
 UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading an engine's reply can raise, which may have any form."""
 
@@ -31,6 +35,7 @@ class Transcript:
         is_streamed: its client wants events.
         can_continue: a lost engine's tokens can be kept; otherwise the request starts over.
         awaits_prompt_logprobs: a prefill engine has still to send them.
+        decode: of the model's tokenizer; None where the router has none.
         num_kept: tokens carried over to another engine.
         num_recomputed: tokens that are generated a second time.
     """
@@ -38,6 +43,7 @@ class Transcript:
     wants_whole_reply = False
     can_continue = False
     awaits_prompt_logprobs = False
+    decode: Decode | None = None
 
     def __init__(self, raw: Payload, budget: int | None = None, stop: Any = None) -> None:
         self._raw = raw
@@ -107,16 +113,21 @@ class Transcript:
         """Whether the current engine has sent tokens."""
         return self._now.num > 0 or bool(self._now.text)
 
-    def _is_complete(self, *, has_grown: bool, is_strict: bool = True) -> bool:
+    def _is_complete(self, *, has_grown: bool) -> bool:
         """Whether the text of all tokens is there, so that another engine may continue it.
 
         An engine holds back an incomplete character, and SGLang then also the text after the last
-        space.  A client's stop string must not be cut in two.
+        space.  Only the tokenizer knows it for certain: of an event with several tokens, the last
+        one may have no text so far.  A client's stop string must not be cut in two.
         """
         if self._budget is not None and self._base.num + self._now.num >= self._budget:
             return False  # only an engine can give the finish reason of the last token
         end = self._end_of_text(self._longest_stop)
-        if is_strict and (not has_grown or end.endswith(("\ufffd", " "))):
+        if self.decode is not None and self._now.ids:
+            text = self.decode((self._base.ids[-_WINDOW:] + self._now.ids[-_WINDOW:])[-_WINDOW:])
+            if not text or text.endswith("\ufffd"):
+                return False
+        elif not has_grown or end.endswith(("\ufffd", " ")):
             return False
         return not any(
             end.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))

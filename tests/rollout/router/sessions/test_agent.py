@@ -266,6 +266,38 @@ async def test_what_a_session_cannot_do_is_refused(
     assert agent.bench.engines[0].seen == []
 
 
+@pytest.mark.parametrize("character", ["%0A", "%0D", "%00", "%1F", "%7F"])
+async def test_a_session_id_that_no_header_takes_is_refused(
+    make_agent: MakeAgent, character: str
+) -> None:
+    agent = await make_agent()
+    path = f"{agent.bench.url}/sessions/a{character}b/v1"
+    with pytest.raises(openai.BadRequestError, match="printable characters"):
+        await agent.client.with_options(base_url=path).chat.completions.create(
+            model="m", messages=[USER]
+        )
+
+
+async def test_a_call_with_half_of_a_surrogate_pair_is_returned_and_taken_back(
+    make_agent_of: MakeAgentOf, tmp_path: Path
+) -> None:
+    half = '{"a": "\\ud83d"}'
+
+    def say_half(prompt: str) -> str:
+        if "<tool_response>" in prompt:
+            return "done"
+        return f'<tool_call>\n{{"name": "add", "arguments": {half}}}\n</tool_call>'
+
+    agent = await make_agent_of(write_chat_model(tmp_path / "model"), say_half)
+    called = await agent.ask([USER], tools=TOOLS)
+    (call,) = called.choices[0].message.tool_calls
+    assert call.function.arguments == half
+    result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+    answered = await agent.ask([USER, answer_of(called), result], tools=TOOLS)
+    assert answered.choices[0].message.content == "done"
+    assert [turn["parent"] for turn in await agent.turns()] == [None, 0]
+
+
 async def test_the_key_of_an_agent_is_inside_run_and_version(make_agent: MakeAgent) -> None:
     agent = await make_agent()
     await agent.ask([USER])

@@ -77,7 +77,16 @@ def test_a_call_is_separated_from_the_text_around_it() -> None:
 
 
 def test_what_is_no_call_stays_in_the_text() -> None:
-    for text in ("<tool_call>{}</tool_call>", "<tool_call>{no json}</tool_call>", "<tool_call>{"):
+    numbers = ("NaN", "[-Infinity]", "1e400")
+    calls = (
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {one}}}}}</tool_call>' for one in numbers
+    )
+    for text in (
+        "<tool_call>{}</tool_call>",
+        "<tool_call>{no json}</tool_call>",
+        "<tool_call>{",
+        *calls,
+    ):
         assert read(text) == Answer(text)
 
 

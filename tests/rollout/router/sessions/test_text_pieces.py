@@ -316,7 +316,14 @@ async def test_a_long_chat_is_read_beside_the_event_loop(
         return ChatRequest([])
 
     monkeypatch.setattr(chat_sessions, "read_chat", read_chat)
-    chats = chat_sessions.ChatSessions(None, None, key="", timeout_s=1.0, now_s=time.monotonic)  # type: ignore[arg-type]
+    chats = chat_sessions.ChatSessions(
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        key="",
+        timeout_s=1.0,
+        now_s=time.monotonic,
+        on_tokenizer=lambda tokenizer: None,
+    )
     for num in (10, 1 << 20):
         await chats.read(b"x" * num)
     assert threads == [True, False]

@@ -102,18 +102,59 @@ def test_an_event_in_parts_is_the_event_that_a_parser_finds(text, ids, other, is
     before, after = b'data: "error" "finish_reason": null', b'\n{"text": "", "error": 1}'
     place = (before + data + after, len(before), len(before + data))
     parts = split_event(*place)
-    assert is_unfinished(*place) or '"error"' in json.dumps(other)
+    in_doubt = '"error"' in json.dumps(other) or "\\" in json.dumps(other, ensure_ascii=is_ascii)
+    assert is_unfinished(*place) or in_doubt
     assert parts is not None
     assert (parts.num_ids, parts.meta) == (len(ids), event["meta_info"])
     event["meta_info"]["more"] = [1]
     assert json.loads(b"".join(parts.with_meta({"more": [1]}))) == event
 
 
-def test_a_text_with_many_quotes_is_left_to_the_parser():
-    data = json.dumps(event_of([1], finish=None, text='"' * 1000)).encode()
-    assert split_event(data) is None
-    assert is_unfinished(data)
+@pytest.mark.parametrize(
+    "text", ['"' * 1000, 'a\\\\"', "\\", '", "output_ids', '\\", "output_ids": [1]']
+)
+def test_the_end_of_a_text_is_found_behind_its_quotes(text):
+    data = json.dumps(event_of([1], finish=None, text=text)).encode()
+    parts = split_event(data)
+    assert parts is None or parts.num_ids == 1
+    assert (parts is not None) is is_unfinished(data) is (text != '", "output_ids')
     assert not is_unfinished(data, 0, data.index(b"meta_info"))
+
+
+OF_EVENT = [
+    b'"text":"x"',
+    b'"output_ids":[1]',
+    b'"finish_reason":null',
+    b'"finish_reason":{"type":"stop"}',
+    b'"finish\\u005freason":{"type":"stop"}',
+    b'"meta_info":{"completion_tokens":1,%s}',
+    b'"meta\\u005finfo":{"completion_tokens":1,%s}',
+    b'"error":{"message":"x"}',
+    b'"\\u0065rror":{"message":"x"}',
+]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.sampled_from(OF_EVENT), max_size=3), st.data())
+def test_an_event_with_equal_or_escaped_keys_is_what_a_parser_finds(more, data):
+    members = data.draw(st.permutations([*OF_EVENT[:2], OF_EVENT[5], *more]))
+    members = [OF_EVENT[0], *members] if data.draw(st.booleans()) else members
+
+    def filled(member):
+        if b"%s" not in member:
+            return member
+        return member % b",".join(data.draw(st.lists(st.sampled_from(OF_EVENT[2:5]), min_size=1)))
+
+    event = b"{%s}" % b",".join(map(filled, members))
+    parsed = json.loads(event)
+    if is_unfinished(event):
+        assert "error" not in parsed
+        assert parsed["meta_info"].get("finish_reason") is None
+    if (parts := split_event(event)) is not None:
+        assert "error" not in parsed
+        assert parts.meta == parsed["meta_info"]
+        again = json.loads(b"".join(parts.with_meta({"more": 1})))
+        assert again["meta_info"] == {**parsed["meta_info"], "more": 1}
 
 
 def replies(events, *, body=b'{"input_ids": [1]}', num=None):

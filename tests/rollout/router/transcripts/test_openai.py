@@ -184,6 +184,55 @@ def test_a_stream_with_log_probs_continues_from_the_reported_tokens():
     assert joined(reported, False) == ("a" * 10, ["length"])
 
 
+@pytest.mark.parametrize("cut", [None, 1, 2, 3])
+def test_a_stream_of_a_chat_has_the_log_probs_of_tokens_without_text(cut):
+    body = request(True, 9, [], stream=True, logprobs=True)
+    transcript = read_openai(json.dumps(body).encode(), is_chat=True)
+    texts, end = ["a", "", "b", ""], {"finish_reason": "stop", "stop_reason": None}
+    events = [
+        Engine.chunk({"delta": {"content": text}, "logprobs": {"content": [{"logprob": -num}]}})
+        for num, text in enumerate(texts)
+    ]
+    events[-1]["choices"][0] |= end
+    chunks, at = [], 0
+    while not transcript.is_finished:
+        start = at
+        while at < len(events) and at != cut:
+            usage = {"prompt_tokens": 3, "completion_tokens": at + 1 - start}
+            transcript.absorb(events[at] | {"usage": usage})
+            at += 1
+            if transcript.is_safe:
+                chunks += transcript.new_payloads()
+        if at == cut:
+            transcript.lose_engine()
+            at, cut = len(transcript._base.logprobs.get("content", [])), None
+    sent = [
+        entry["logprob"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for entry in (choice["logprobs"] or {}).get("content", [])
+    ]
+    assert sent == [0, -1, -2, -3]
+    assert joined(chunks, True) == ("ab", ["stop"])
+    (choice,) = transcript.payload()["choices"]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sent
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_versions_of_a_chat_cover_its_end_which_has_no_text(is_streamed):
+    transcript = read_openai(
+        json.dumps(request(True, 9, [], stream=is_streamed)).encode(), is_chat=True
+    )
+    transcript.body(7)
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    transcript.absorb(Engine.chunk({"delta": {"content": "a"}}) | {"usage": usage})
+    transcript.absorb(Engine.chunk({"delta": {}, "finish_reason": "stop"}))
+    transcript.absorb(Engine.chunk(None) | {"usage": usage | {"completion_tokens": 2}})
+    last = transcript.new_payloads()[-1] if is_streamed else transcript.payload()
+    assert last["metadata"]["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert transcript.payload()["usage"]["completion_tokens"] == 2
+
+
 def test_a_token_without_its_log_prob_is_not_continued_from():
     transcript = read_openai(
         json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode(), is_chat=False

@@ -62,8 +62,10 @@ def test_the_budget_is_the_one_that_sglang_reads(path, fields, budget):
         b"NaN",
         b'"\\ud800"',
         b"9" * 4000,
+        b"1e400",
+        b"-1" + b"0" * 400 + b".0",
     ],
-    ids=["lists", "objects", "nan", "surrogate", "digits"],
+    ids=["lists", "objects", "nan", "surrogate", "digits", "exponent", "long"],
 )
 def test_a_body_that_could_not_be_written_again_is_not_read(path, value):
     body = json.dumps(PLAIN[path]).encode()[:-1] + b', "x": ' + value + b"}"
