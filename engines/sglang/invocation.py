@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from engines.cpu.sglang.installation import Installation
 from engines.protocol import Endpoint
 from engines.protocol.spec import SGLANG_CPU, EngineSpec, Invocation, normalized
 from engines.sglang.command import build_command, default_options
 from engines.sglang.environment import CLEANUP, build_environment
 from engines.sglang.parallel import divide
-from engines.sglang_cpu.installation import Installation
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from engines.cpu.vllm.installation import Installation
+from engines.cpu.vllm.options import cpu_environment, cpu_options
 from engines.protocol import Endpoint
 from engines.protocol.spec import VLLM_CPU, EngineSpec, Invocation
 from engines.vllm.command import build_command, default_options
 from engines.vllm.environment import build_environment
-from engines.vllm_cpu.installation import Installation
-from engines.vllm_cpu.options import cpu_environment, cpu_options
 
 # What one leaves that was killed.
 CLEANUP = ("/dev/shm/psm_*", "/dev/shm/sem.mp-*", "/dev/shm/*-cpushm_*")

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from engines.cpu.vllm.options import HEAD_SIZES
 from engines.launch import check_spec
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, EngineSpec
-from engines.vllm_cpu.options import HEAD_SIZES
 from rollout.config import (
     EngineConfig,
     EngineKind,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from engines.cpu.sglang.installation import Installation
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
 from engines.protocol.spec import SGLANG_CPU
 from engines.sglang.invocation import invocation
-from engines.sglang_cpu.installation import Installation
 from rollout.cli.trial.cpu_engine import (
     TAKES_MORE,
     Cpus,
