@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.http.call import Deadlines
-from engines.http.client import EngineClient
+from engines.kinds import kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, ServerInfo
 from engines.protocol.features import read_features
-from engines.vllm.client import VllmClient
 from rollout.config import (
     Drain,
     EngineConfig,
@@ -47,7 +46,7 @@ def connect_http(
     """The client for engines over HTTP; its deadlines are those of the phases.
 
     Args:
-        kind: of the engines; all but vLLM's speak SGLang's HTTP.
+        kind: of the engines.
         weights_cpu_backup: the weights must survive a release.
     """
     deadlines = Deadlines(
@@ -59,14 +58,12 @@ def connect_http(
     )
 
     def connect(endpoint: Endpoint, engine_id: str) -> Engine:
-        if kind is EngineKind.VLLM:
-            return VllmClient(
-                endpoint,
-                engine_id=engine_id,
-                deadlines=deadlines,
-                weights_cpu_backup=weights_cpu_backup,
-            )
-        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+        return kind_of(kind).client(
+            endpoint,
+            engine_id=engine_id,
+            deadlines=deadlines,
+            weights_cpu_backup=weights_cpu_backup,
+        )
 
     return connect
 
