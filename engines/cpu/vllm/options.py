@@ -6,8 +6,6 @@ from typing import Any
 
 from engines.cpu.vllm.installation import ON_PATH
 
-HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Elements of an attention head that vLLM's CPU kernels take (0.32.0)."""
 _KV_CACHE_BYTES = 64 << 20
 
 

@@ -17,7 +17,6 @@ from engines.protocol.features import read_features
 from rollout.config import (
     Drain,
     EngineConfig,
-    EngineKind,
     GroupConfig,
     HealthConfig,
     LifecycleConfig,
@@ -39,7 +38,7 @@ Connect = Callable[[Endpoint, str], Engine]
 def connect_http(
     budgets: LifecycleConfig,
     health: HealthConfig,
-    kind: EngineKind = EngineKind.SGLANG,
+    kind: str = "sglang",
     *,
     weights_cpu_backup: bool = False,
 ) -> Connect:
@@ -217,7 +216,7 @@ def configured_spec(
 ) -> EngineSpec:
     """The part of an engine's specification that settings decide alone."""
     config = group.engine
-    is_sglang = config.kind is EngineKind.SGLANG
+    may_keep = config.of_kind.keeps_embeddings
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,
@@ -225,7 +224,7 @@ def configured_spec(
         log_path="",
         num_cpus=config.cpus,
         memory_saver=group.needs_offload,
-        keeps_embeddings=is_sglang and not pushed_encoder(model_path, update, not_pushed),
+        keeps_embeddings=may_keep and not pushed_encoder(model_path, update, not_pushed),
         start_timeout_s=start_deadline_s(model_path, config),
         kill_timeout_s=kill_timeout_s(config),
         options=config.options,
