@@ -54,7 +54,7 @@ def download(folder: Path, python_version: str) -> int:
     for name in NOT_BROUGHT:
         for wheel in folder.glob(f"{name}-*.whl"):
             wheel.unlink()
-    pins = (ROOT / "engines/sglang_cpu/pins.txt").read_text()
+    pins = (ROOT / "engines/cpu/sglang/pins.txt").read_text()
     (sglang,) = re.findall(r"^sglang==\S+", pins, re.MULTILINE)
     with tempfile.TemporaryDirectory() as aside:
         subprocess.run([*_PIP, *wanted, "--no-deps", "-d", aside, sglang], check=True)

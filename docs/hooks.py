@@ -16,10 +16,10 @@ import pictures
 import typer
 from pydantic import BaseModel
 
+import engines.cpu.sglang.installation
+import engines.cpu.vllm.installation
 import engines.protocol.features
-import engines.sglang_cpu.installation
 import engines.vllm.features
-import engines.vllm_cpu.installation
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
@@ -56,8 +56,8 @@ def versions() -> str:
         assert accepted is not None, package
         lines.append(f"| {package} | {ours[package]} | {accepted[1]} |")
     for name, package, harness, rules in (
-        ("SGLang", "sglang", engines.sglang_cpu, engines.protocol.features),
-        ("vLLM", "vllm-cpu", engines.vllm_cpu, engines.vllm.features),
+        ("SGLang", "sglang", engines.cpu.sglang, engines.protocol.features),
+        ("vLLM", "vllm-cpu", engines.cpu.vllm, engines.vllm.features),
     ):
         pins = _pins(harness.installation.RECIPE.pins)
         oldest, below = (".".join(map(str, one)) for one in (rules.OLDEST, rules.BELOW))

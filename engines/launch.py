@@ -13,26 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from engines.embedded.command import invocation as embedded_invocation
-from engines.fake.command import invocation as fake_invocation
-from engines.http.client import EngineClient
+from engines.kinds import kind_of
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
 from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
-from engines.protocol.spec import EngineSpec, Invocation, normalized
-from engines.sglang.invocation import invocation as sglang_invocation
-from engines.vllm.client import VllmClient
-from engines.vllm.features import why_open
-from engines.vllm.invocation import invocation as vllm_invocation
+from engines.protocol.kind import Invoke
+from engines.protocol.spec import EngineSpec, normalized
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +36,6 @@ _NOT_READY = (
     "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
     "send POST {url}{path}"
 )
-_VLLM = "vllm"
-
-
-def client_of(kind: str, endpoint: Endpoint, engine_id: str) -> Engine:
-    """The client of an engine of this kind; attached ones without a kind speak SGLang's HTTP."""
-    client = VllmClient if kind == _VLLM else EngineClient
-    return client(endpoint, engine_id=engine_id)
 
 
 class RunningEngine(Protocol):
@@ -206,10 +194,10 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
         ValueError: the URL is not that of an engine.
     """
     endpoint = Endpoint.of_url(spec.url)
-    client = client_of(spec.kind, endpoint, spec.engine_id)
-    path = "/resume" if spec.kind == _VLLM else "/continue_generation"
-    last_answer = _NOT_READY.format(url=endpoint.url, path=path)
-    if spec.kind == _VLLM and (why := why_open(endpoint.host)):
+    kind = kind_of(spec.kind)
+    client = kind.client(endpoint, engine_id=spec.engine_id)
+    last_answer = _NOT_READY.format(url=endpoint.url, path=kind.resume_path)
+    if why := kind.why_open(endpoint.host):
         logger.warning("engine %s at %s: %s", spec.engine_id, endpoint.url, why)
     has_told = False
     try:
@@ -274,11 +262,7 @@ class LocalLauncher:
         """
         if spec.is_attached:
             return await attach(spec)
-        invoke = _KINDS.get(spec.kind)
-        if invoke is None:
-            raise ValueError(
-                f"engine kind {spec.kind!r} cannot be launched; known: {', '.join(_KINDS)}"
-            )
+        kind, invoke = kind_of(spec.kind), _invocation(spec)
         if cleared := await asyncio.to_thread(clear_crashed):
             logger.warning("removed the leftovers of a crashed run: %s", ", ".join(cleared))
         log_path = Path(spec.log_path)
@@ -300,12 +284,12 @@ class LocalLauncher:
                 folder_variable=start.folder_variable,
                 kill_timeout_s=spec.process_kill_s,
             )
-        client = client_of(spec.kind, endpoint, spec.engine_id)
+        client = kind.client(endpoint, engine_id=spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
         try:
             await process.wait_until_ready(probe, spec.start_timeout_s)
-            if spec.kind == _VLLM:  # which has no flag for it
+            if not kind.is_numbered_at_start:
                 await _number(client, spec)
         except BaseException:
             await process.kill()
@@ -315,12 +299,11 @@ class LocalLauncher:
         return LocalEngine(endpoint, process, spec)
 
 
-_KINDS: dict[str, Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]] = {
-    "embedded": embedded_invocation,
-    "sglang": sglang_invocation,
-    _VLLM: vllm_invocation,
-    "fake": fake_invocation,
-}
+def _invocation(spec: EngineSpec) -> Invoke:
+    invoke = kind_of(spec.kind).invocation
+    if invoke is None:
+        raise ValueError(f"engine kind {spec.kind!r} cannot be launched; give its url")
+    return invoke
 
 
 def check_spec(spec: EngineSpec) -> None:
@@ -330,7 +313,7 @@ def check_spec(spec: EngineSpec) -> None:
         ValueError: an option that this library sets itself, or one that its kind does not have.
         InstallError: it needs the cached interpreter, and there is none.
     """
-    _KINDS[spec.kind](spec, Endpoint(spec.host, 1), os.environ)
+    _invocation(spec)(spec, Endpoint(spec.host, 1), os.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +356,7 @@ def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSetti
     Raises:
         ValueError, InstallError: as ``check_spec``.
     """
-    invoke, endpoint = _KINDS[spec.kind], Endpoint(spec.host, 1)
+    invoke, endpoint = _invocation(spec), Endpoint(spec.host, 1)
     start = invoke(spec, endpoint, inherited)
     ours = dict(invoke(replace(spec, env={}), endpoint, {}).env)
     ours.pop("PATH", None)  # a part of it is inherited

@@ -28,11 +28,12 @@ FOLDERS = (
     "engines.embedded.generation",
     "engines.embedded.server",
     "engines.embedded",
-    "engines.sglang_cpu.shims",
-    "engines.sglang_cpu",
+    "engines.cpu.sglang.shims",
+    "engines.cpu.sglang",
     "engines.vllm_plugin",
-    "engines.vllm_cpu.on_path",
-    "engines.vllm_cpu",
+    "engines.cpu.vllm.on_path",
+    "engines.cpu.vllm",
+    "engines.cpu",
     "engines.vllm",
     "engines.fake.engine",
     "engines.fake",
@@ -127,6 +128,7 @@ PURE = (
     "rollout.weights.store.node.limits",
 )
 NEED_TORCH = (
+    "engines.cpu.vllm.worker",
     "rollout.__main__",
     "rollout.driver.data.batch_torch",
     "rollout.driver.logprobs.token_logprobs",
@@ -170,8 +172,8 @@ def row_of(module: str) -> int:
     if module in ABOVE_ALL:
         return len(FOLDERS)
     folder = module.rpartition(".")[0]
-    if is_in(folder, "engines.sglang_cpu.shims"):
-        folder = "engines.sglang_cpu.shims"
+    if is_in(folder, "engines.cpu.sglang.shims"):
+        folder = "engines.cpu.sglang.shims"
     return FOLDERS.index(folder)
 
 
@@ -270,7 +272,7 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
         for name in MODULES
         if not name.startswith(
             (
-                *("rollout.runtime.ray", "engines.embedded", "engines.sglang_cpu.shims"),
+                *("rollout.runtime.ray", "engines.embedded", "engines.cpu.sglang.shims"),
                 "engines.vllm_plugin",
             )
         )

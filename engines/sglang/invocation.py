@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from engines.cpu.sglang.installation import RECIPE, Installation
 from engines.protocol import Endpoint
-from engines.protocol.spec import SGLANG_CPU, EngineSpec, Invocation, normalized
+from engines.protocol.spec import EngineSpec, Invocation, normalized
 from engines.sglang.command import build_command, default_options
 from engines.sglang.environment import CLEANUP, build_environment
 from engines.sglang.parallel import divide
-from engines.sglang_cpu.installation import Installation
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
@@ -20,7 +20,7 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         ValueError: as ``build_command`` and ``build_environment`` do.
         InstallError: it needs the cached interpreter, and there is none.
     """
-    python = str(Installation().require()) if spec.python == SGLANG_CPU else spec.python
+    python = str(Installation().require()) if spec.python == RECIPE.name else spec.python
     command = build_command(spec, endpoint, python)
     env = build_environment(
         spec,

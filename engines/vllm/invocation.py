@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from engines.cpu.vllm.installation import RECIPE, Installation
+from engines.cpu.vllm.options import cpu_environment, cpu_options
 from engines.protocol import Endpoint
-from engines.protocol.spec import VLLM_CPU, EngineSpec, Invocation
+from engines.protocol.spec import EngineSpec, Invocation
 from engines.vllm.command import build_command, default_options
 from engines.vllm.environment import build_environment
-from engines.vllm_cpu.installation import Installation
-from engines.vllm_cpu.options import cpu_environment, cpu_options
 
 # What one leaves that was killed.
 CLEANUP = ("/dev/shm/psm_*", "/dev/shm/sem.mp-*", "/dev/shm/*-cpushm_*")
@@ -26,7 +26,7 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         InstallError: it needs the cached interpreter, and there is none.
     """
     python, options, variables = spec.python, {}, {}
-    if spec.python == VLLM_CPU:
+    if spec.python == RECIPE.name:
         python = str(Installation().require())
         options, variables = cpu_options(), cpu_environment(max(1, math.ceil(spec.num_cpus)))
     return Invocation(

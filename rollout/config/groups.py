@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from engines.kinds import KINDS, kind_of
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, spelled
+from engines.protocol.kind import Kind
+from engines.protocol.spec import spelled
 from engines.sglang.environment import EMBEDDING_CACHE
 from rollout.config.base import ConfigSection, Seconds
 
@@ -22,9 +24,6 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
     FAKE = "fake"
     ATTACHED = "attached"
-
-
-_INSTALLED = {SGLANG_CPU: EngineKind.SGLANG, VLLM_CPU: EngineKind.VLLM}
 
 
 class EngineConfig(ConfigSection):
@@ -64,9 +63,14 @@ class EngineConfig(ConfigSection):
     ``SGLANG_VLM_CACHE_SIZE_MB: "0"``: they were started with it, so they keep no embeddings."""
 
     @property
+    def of_kind(self) -> Kind:
+        """What is true of all engines of its kind."""
+        return kind_of(self.kind)
+
+    @property
     def is_attached(self) -> bool:
         """Its engines already run, and are never stopped from here."""
-        return self.kind is EngineKind.ATTACHED or bool(self.urls)
+        return self.of_kind.invocation is None or bool(self.urls)
 
     @property
     def may_keep_embeddings(self) -> bool:
@@ -82,21 +86,22 @@ class EngineConfig(ConfigSection):
         return "1" if named.get("enable_symm_mem") else self.env.get("NCCL_CUMEM_ENABLE", "0")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.kind is EngineKind.ATTACHED or (self.urls and self.kind is EngineKind.VLLM):
+        if self.is_attached and self.of_kind.can_attach:
             yield from self._conflicts_of_attached()
         elif self.urls:
+            attachable = " or ".join(one.name for one in KINDS.values() if one.can_attach)
             yield (
                 "urls",
-                "urls are for engines of kind attached or vllm; leave urls out, or set kind to "
+                f"urls are for engines of kind {attachable}; leave urls out, or set kind to "
                 "attached",
             )
-        of_kind = _INSTALLED.get(self.python, self.kind)
-        if of_kind is not self.kind:
+        owner = next((one.name for one in KINDS.values() if one.cpu_python == self.python), "")
+        if self.python and owner not in ("", self.kind):
             yield (
                 "python",
-                f"python {self.python} is for engines of kind {of_kind}, not {self.kind}",
+                f"python {self.python} is for engines of kind {owner}, not {self.kind}",
             )
-        if self.nodes > 1 and self.kind in (EngineKind.EMBEDDED, EngineKind.VLLM):
+        if self.nodes > 1 and not self.of_kind.spans_nodes:
             yield (
                 "nodes",
                 f"nodes {self.nodes}: an engine of kind {self.kind} runs on one node; "

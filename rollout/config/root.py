@@ -11,7 +11,7 @@ from pydantic import Field
 from engines.sglang.parallel import num_stages
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values
-from rollout.config.groups import EngineKind, GroupConfig
+from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
@@ -44,8 +44,12 @@ class ServerConfig(ConfigSection):
         """What a push cannot do: otherwise it would fail after the training of a step."""
         weights = self.weights
         for name, group in self.groups.items():
-            if group.engine.kind is EngineKind.VLLM:
-                yield from _conflicts_with_vllm(f"groups.{name}.engine.kind", weights)
+            why = group.engine.of_kind.why_no_adapters
+            if why and weights.update is WeightUpdate.LORA:
+                yield (
+                    f"groups.{name}.engine.kind",
+                    f"weights.update = lora: {why}; use full, or kind sglang",
+                )
         if weights.update is WeightUpdate.LORA and self.lifecycle.drain is Drain.RETRACT:
             yield (
                 "lifecycle.drain",
@@ -72,24 +76,14 @@ class ServerConfig(ConfigSection):
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:
         """Group -> ``NCCL_CUMEM_ENABLE`` of its SGLang engines; None if only their owner knows."""
-        kinds = (EngineKind.SGLANG, EngineKind.ATTACHED)
-        groups = self.groups.items()
-        return {name: one.engine.nccl_cumem for name, one in groups if one.engine.kind in kinds}
+        engines = ((name, group.engine) for name, group in self.groups.items())
+        return {name: one.nccl_cumem for name, one in engines if one.of_kind.sets_nccl_cumem}
 
     @property
     def why_no_nccl(self) -> str:
         """Why its engines cannot be in one NCCL group with the trainer; empty if they can."""
         reasons = ((name, group.why_no_nccl) for name, group in self.groups.items())
         return next((f"group {name}: {why}" for name, why in reasons if why), "")
-
-
-def _conflicts_with_vllm(setting: str, weights: WeightsConfig) -> Iterator[tuple[str, str]]:
-    if weights.update is WeightUpdate.LORA:
-        yield (
-            setting,
-            "weights.update = lora: vLLM loads adapters from a folder only; use full, or kind "
-            "sglang",
-        )
 
 
 class ClusterConfig(ConfigSection):

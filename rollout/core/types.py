@@ -246,7 +246,7 @@ class GroupStatus:
 
     Attributes:
         vacant_slots: ids of engines that were removed and can be added again.
-        is_vllm: its engines are vLLM servers.
+        kind: of its engines, as in ``engines.kinds``.
     """
 
     name: str
@@ -255,7 +255,7 @@ class GroupStatus:
     needs_offload: bool
     engines: tuple[EngineStatus, ...]
     vacant_slots: tuple[str, ...] = ()
-    is_vllm: bool = False
+    kind: str = "sglang"
 
 
 @dataclass(frozen=True, slots=True)

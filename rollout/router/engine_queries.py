@@ -20,7 +20,6 @@ from fastapi.responses import JSONResponse
 
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
-from engines.vllm.routes import ABORT, REQUEST_PREFIX
 from rollout.router.gate.gate import Gate
 from rollout.router.http.headers import to_client
 from rollout.rules.routing import Backend, BackendState
@@ -30,10 +29,6 @@ logger = logging.getLogger(__name__)
 _CAN_REPLY = (BackendState.SERVING, BackendState.DRAINING, BackendState.ASLEEP)
 _CAN_HOLD_REQUESTS = (BackendState.SERVING, BackendState.DRAINING)
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
-
-
-# vLLM's names of a request with id {}, by route: token ids, completions, chat.
-_VLLM_IDS = (f"{REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}")
 
 
 class EngineQueryClient:
@@ -126,7 +121,7 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
             message = "the body must be a JSON object with rid or abort_all"
             return error_reply(400, "bad_request", message)
         num_held, targets = _abort_here(gate, rid, is_for_all)
-        orders = [_vllm_abort(gate, one, rid) if one.is_vllm else body for one in targets]
+        orders = [_abort_order(gate, one, rid, body) for one in targets]
         outcomes = await asyncio.gather(
             *(_abort_on(client, one, order) for one, order in zip(targets, orders, strict=True))
         )
@@ -141,8 +136,9 @@ async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Respo
     members = [member for member in gate.members if member.state in _CAN_REPLY]
     members.sort(key=lambda member: _CAN_REPLY.index(member.state))
     for member in members[:2]:
-        if member.is_vllm and path != "/v1/models":
-            return error_reply(404, "not_found", "vLLM engines have only /v1/models")
+        if not member.of_kind.has_model_info and path != "/v1/models":
+            message = f"{member.of_kind.title} engines have only /v1/models"
+            return error_reply(404, "not_found", message)
         try:
             return await client.query(member, "GET", path)
         except EngineUnreachable as error:
@@ -170,19 +166,22 @@ def _abort_here(gate: Gate, rid: str, is_for_all: bool) -> tuple[int, list[Backe
     return num_held, targets
 
 
-def _vllm_abort(gate: Gate, member: Backend, rid: str) -> bytes:
-    """The same order for vLLM, which wants each id, with what its route puts around it."""
+def _abort_order(gate: Gate, member: Backend, rid: str, body: bytes) -> bytes:
+    """The client's order as the engine takes it: some want each id, as their route names it."""
+    forms = member.of_kind.aborted_ids
+    if not forms:
+        return body
     if not rid:
         return b"{}"
     rids = gate.rids_on(member.engine_id, rid) or [rid]
     return json.dumps(
-        {"request_ids": [form.format(one) for one in rids for form in _VLLM_IDS]}
+        {"request_ids": [form.format(one) for one in rids for form in forms]}
     ).encode()
 
 
 async def _abort_on(client: EngineQueryClient, member: Backend, body: bytes) -> str:
     """Why the engine did not take the abort; empty if it did."""
-    path = ABORT if member.is_vllm else "/abort_request"
+    path = member.of_kind.abort_path
     try:
         reply = await client.query(member, "POST", path, body)
     except EngineUnreachable as error:

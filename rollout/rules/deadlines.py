@@ -6,7 +6,7 @@ engine ends, and a kill is done as soon as the processes have ended and their me
 
 from __future__ import annotations
 
-from engines.protocol.spec import SGLANG_CPU, VLLM_CPU
+from engines.protocol.spec import CPU_PYTHONS
 from rollout.config import EngineConfig
 
 _START_ON_CPU_S = 300.0
@@ -24,7 +24,7 @@ _MARGIN_S = 10.0
 
 def is_on_gpus(engine: EngineConfig) -> bool:
     """Whether it uses GPUs; those of SGLang or vLLM for CPUs are only logical."""
-    return engine.gpus > 0 and engine.python not in (SGLANG_CPU, VLLM_CPU)
+    return engine.gpus > 0 and engine.python not in CPU_PYTHONS
 
 
 def start_timeout_s(engine: EngineConfig, checkpoint_bytes: int) -> float:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
+from engines.kinds import kind_of
 from engines.protocol import Endpoint, WorkerType
+from engines.protocol.kind import Kind
 
 
 class BackendState(StrEnum):
@@ -35,7 +37,7 @@ class Backend:
     Attributes:
         reason: why it is not serving; empty if it is.
         may_return: when it is lost, recovery may bring it back without any command.
-        is_vllm: it takes requests in vLLM's form.
+        kind: as in ``engines.kinds``.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
     """
 
@@ -46,7 +48,17 @@ class Backend:
     reason: str = ""
     bootstrap_port: int = 8998
     may_return: bool = False
-    is_vllm: bool = False
+    kind: str = "sglang"
+
+    @property
+    def of_kind(self) -> Kind:
+        """What is true of all engines of its kind."""
+        return kind_of(self.kind)
+
+    @property
+    def is_vllm(self) -> bool:
+        """It takes requests in vLLM's form."""
+        return self.kind == "vllm"
 
     @property
     def is_choosable(self) -> bool:

@@ -17,11 +17,9 @@ from pathlib import Path
 from engines.launch import check_spec
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
-from engines.protocol.spec import SGLANG_CPU, VLLM_CPU, EngineSpec
-from engines.vllm_cpu.options import HEAD_SIZES
+from engines.protocol.spec import CPU_PYTHONS, EngineSpec
 from rollout.config import (
     EngineConfig,
-    EngineKind,
     GroupConfig,
     RolloutConfig,
     ServerConfig,
@@ -40,12 +38,6 @@ from rollout.weights.format.checkpoint_config import (
 )
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
-_MODULES = {
-    EngineKind.EMBEDDED: ("torch", "transformers"),
-    EngineKind.SGLANG: ("sglang",),
-    EngineKind.VLLM: ("vllm",),
-}
-_OURS = "engines"
 # Meant for this interpreter: no engine in another one gets them.
 _OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _ASK_S = 20.0
@@ -134,9 +126,9 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         check_spec(planned_spec(server, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
-    if engine.kind is EngineKind.SGLANG:
+    if engine.of_kind.quantises_at_start:
         yield from _wrong_quantisation(f"{path}.engine.options", server, engine)
-    if engine.python == VLLM_CPU:
+    if engine.python in CPU_PYTHONS:
         yield from _wrong_heads(f"{path}.engine.python", server, engine)
 
 
@@ -153,17 +145,19 @@ def _wrong_quantisation(
 
 def _wrong_heads(setting: str, server: ServerConfig, engine: EngineConfig) -> Iterator[Mistake]:
     size = head_size_of(read_checkpoint_config(server.model_path))
-    if size and size not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
+    known = engine.of_kind.cpu_head_sizes
+    if size and known and size not in known:
+        sizes = ", ".join(map(str, known))
         why = (
-            f"the model has attention heads of {size} elements, and vLLM's CPU kernels know those "
-            f"of {sizes}; use another model, or kind sglang or embedded"
+            f"the model has attention heads of {size} elements, and "
+            f"{engine.of_kind.title}'s CPU kernels know those of {sizes}; use another model, or "
+            "kind sglang or embedded"
         )
         yield _wrong(setting, engine.python, why)
 
 
 def _why_no_interpreter(python: str) -> str:
-    if python in ("", SGLANG_CPU, VLLM_CPU) or shutil.which(python):
+    if not python or python in CPU_PYTHONS or shutil.which(python):
         return ""
     reason = "cannot be executed" if Path(python).exists() else "does not exist"
     return f"it {reason}; give the path of a Python interpreter, or leave python out"
@@ -190,7 +184,8 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
                     why = f"it has no {missing}; install it there, or name another interpreter"
                     yield _wrong(f"{path}.python", python, why)
                     continue
-                hint = "pip install 'ray-rollout[embedded]'" if kind == "embedded" else ""
+                extra = settings.engine.of_kind.extra
+                hint = f"pip install 'ray-rollout[{extra}]'" if extra else ""
                 hint = hint or (
                     "install it, or set engine.python to an interpreter that has it; without a "
                     f"GPU, to {kind}-cpu"
@@ -199,15 +194,14 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
 
 
 def _first_missing(engine: EngineConfig) -> str:
-    if engine.is_attached or engine.python in (SGLANG_CPU, VLLM_CPU):
+    if engine.is_attached or engine.python in CPU_PYTHONS:
         return ""
-    needed = _MODULES.get(engine.kind, ())
+    needed, plugin = engine.of_kind.modules, engine.of_kind.plugin
     if not engine.python:
         return next((name for name in needed if importlib.util.find_spec(name) is None), "")
-    # vLLM there loads the plugin of this package.
-    needed += (_OURS,) if engine.kind is EngineKind.VLLM else ()
+    needed += (plugin,) if plugin else ()
     missing = next((name for name in needed if _lacks(engine, name)), "")
-    return "ray-rollout" if missing == _OURS else missing
+    return "ray-rollout" if missing and missing == plugin else missing
 
 
 def _lacks(engine: EngineConfig, module: str) -> bool:

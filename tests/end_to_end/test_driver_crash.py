@@ -29,13 +29,13 @@ from tests.support.served_fakes import TIMEOUT_S, ServedEngine
 DRIVER = """
 import dataclasses, json, sys, time
 from pathlib import Path
-import engines.launch
 import rollout
+from engines.kinds import KINDS
 from engines.sglang.environment import CLEANUP
 from tests.support.builders import push
 
 folder = Path(sys.argv[1])
-make = engines.launch._KINDS["fake"]
+make = KINDS["fake"].invocation
 
 def with_file(spec, endpoint, inherited):
     start = make(spec, endpoint, inherited)
@@ -43,7 +43,7 @@ def with_file(spec, endpoint, inherited):
     command = ["sh", "-c", hold, "sh", *start.command]
     return dataclasses.replace(start, command=command, cleanup=CLEANUP)
 
-engines.launch._KINDS["fake"] = with_file
+KINDS["fake"] = dataclasses.replace(KINDS["fake"], invocation=with_file)
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[2]))
 deployment = rollout.launch(config, backend=sys.argv[3])
 policy = deployment["policy"]

@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from engines.kinds import KINDS as ENGINE_KINDS
 from engines.launch import EngineSpec
 from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, faked_vllm, pooled
 from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
+from tests.support.toy_kind import TOY
 
 KINDS = [
     "fake",
@@ -26,6 +29,7 @@ FAKE_VLLM = "fake-vllm"
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 """Not among ``KINDS``: what kills SGLang, and its broadcast groups, are not vLLM's."""
 ON_GPU = "-gpu"
+NOWHERE = Models(Path("/models/first"), Path("/models/second"))
 _GPU_BYTES = 8 << 30
 
 
@@ -70,9 +74,11 @@ def pools(
         return EngineSpec(
             engine_id=kind,
             kind=kind,
-            model_path=str(request.getfixturevalue(models_of(kind)).first),
+            model_path=str(NOWHERE.first)
+            if kind == TOY.name
+            else str(request.getfixturevalue(models_of(kind)).first),
             log_path=str(logs / f"{label}-0.log"),
-            options=CPU_OPTIONS[kind],
+            options=CPU_OPTIONS.get(kind, {}),
             python=f"{kind}-cpu" if kind in ("sglang", "vllm") else "",
             gpu_ids=(0,) if label.endswith(ON_GPU) else (),
             env=logical_gpu_environment(gpus) if label.endswith(ON_GPU) else {},
@@ -113,11 +119,13 @@ async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Benc
         if kind.endswith(ON_GPU):
             stack.enter_context(nvml_double(request.getfixturevalue("gpus")))
         if kind.startswith("fake"):
-            nowhere = Models(Path("/models/first"), Path("/models/second"))
             is_vllm = kind == FAKE_VLLM
             opened = (
-                faked_vllm(nowhere) if is_vllm else faked(nowhere, is_served=kind == "fake-http")
+                faked_vllm(NOWHERE) if is_vllm else faked(NOWHERE, is_served=kind == "fake-http")
             )
+        elif kind == TOY.name:
+            stack.enter_context(patch.dict(ENGINE_KINDS, {TOY.name: TOY}))
+            opened = pooled(request.getfixturevalue("pools")[kind], NOWHERE, like="fake")
         else:
             pools = request.getfixturevalue("pools")
             opened = pooled(pools[kind], request.getfixturevalue(models_of(kind)))

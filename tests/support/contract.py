@@ -26,6 +26,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.vllm import VllmFakeLauncher, make_vllm
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
+from engines.kinds import kind_of
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
 from engines.protocol.errors import EngineError, EngineRejected
@@ -268,16 +269,21 @@ def client(endpoint: Endpoint, engine_id: str, kind: str = "") -> EngineClient |
     deadlines = Deadlines(
         control_s=20, pause_s=20, memory_s=20, update_s=20, group_s=20, check_s=20, generate_s=60
     )
-    make = VllmClient if kind == "vllm" else EngineClient
-    return make(endpoint, engine_id=engine_id, deadlines=deadlines)
+    made = kind_of(kind or "sglang").client(endpoint, engine_id=engine_id, deadlines=deadlines)
+    assert isinstance(made, EngineClient | VllmClient)
+    return made
 
 
 @asynccontextmanager
-async def pooled(pool: Pool, models: Models) -> AsyncIterator[Bench]:
-    """An engine of the pool, serving at the start; at the end too, or ended."""
+async def pooled(pool: Pool, models: Models, like: str = "") -> AsyncIterator[Bench]:
+    """An engine of the pool, serving at the start; at the end too, or ended.
+
+    Args:
+        like: the kind that it does all things like, if that is another.
+    """
     running = await pool.take()
     engine = client(running.endpoint, pool.spec.engine_id, pool.spec.kind)
-    bench = Bench(pool.spec.kind, engine, running, models)
+    bench = Bench(like or pool.spec.kind, engine, running, models)
     try:
         yield bench
     except BaseException:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engines import sglang_cpu
+from engines.cpu import sglang
 from engines.process import gpu_memory
 
 DOUBLE = Path(__file__).parent / "nvml_double"
-SAVER = Path(sglang_cpu.__file__).parent / "shims"
+SAVER = Path(sglang.__file__).parent / "shims"
 """Where the memory saver is that writes what it holds for the double."""
 
 

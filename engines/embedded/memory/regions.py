@@ -2,7 +2,7 @@
 
 Always true: a tensor handed out by ``allocate`` keeps its address for the life of the process.
 On CPU a tag is a ``ReleasableMemory``.  On a GPU it is a region of ``torch_memory_saver``.  That
-was not run on a GPU; tests run it over logical GPUs, with the saver of ``engines/sglang_cpu/shims``
+was not run on a GPU; tests run it over logical GPUs, with the saver of ``engines/cpu/sglang/shims``
 and a double of NVML.
 """
 

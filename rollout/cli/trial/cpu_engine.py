@@ -18,7 +18,8 @@ from typing import Annotated
 import typer
 
 import engines.embedded
-from engines.launch import EngineSpec, LocalLauncher, client_of
+from engines.kinds import kind_of
+from engines.launch import EngineSpec, LocalLauncher
 from engines.process.cached_environment import CachedEnvironment, run
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
@@ -131,7 +132,7 @@ async def smoke_test(
         python=trial.python,
     )
     running = await LocalLauncher().launch(spec)
-    client = client_of(spec.kind, running.endpoint, spec.engine_id)
+    client = kind_of(spec.kind).client(running.endpoint, engine_id=spec.engine_id)
     try:
         ready_s = time.monotonic() - started
         report(f"ready after {ready_s:.0f} s")

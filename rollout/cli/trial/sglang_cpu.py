@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from engines.cpu.sglang.installation import Installation
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
-from engines.protocol.spec import SGLANG_CPU
 from engines.sglang.invocation import invocation
-from engines.sglang_cpu.installation import Installation
 from rollout.cli.trial.cpu_engine import (
     TAKES_MORE,
     Cpus,
@@ -21,7 +20,7 @@ from rollout.cli.trial.cpu_engine import (
 )
 
 app = typer.Typer(help="Real SGLang without a GPU.", no_args_is_help=True)
-TRIAL = Trial("sglang", SGLANG_CPU, Installation, invocation)
+TRIAL = Trial("sglang", "sglang-cpu", Installation, invocation)
 add_commands(app, TRIAL)
 
 

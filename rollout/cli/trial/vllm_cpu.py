@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from engines.cpu.vllm.installation import Installation
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint
-from engines.protocol.spec import VLLM_CPU
 from engines.vllm.invocation import invocation
-from engines.vllm_cpu.installation import Installation
 from rollout.cli.trial.cpu_engine import TAKES_MORE, Model, Port, Trial, add_commands
 
 app = typer.Typer(help="Real vLLM without a GPU.", no_args_is_help=True)
-TRIAL = Trial("vllm", VLLM_CPU, Installation, invocation)
+TRIAL = Trial("vllm", "vllm-cpu", Installation, invocation)
 add_commands(app, TRIAL)
 
 

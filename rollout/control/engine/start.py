@@ -10,15 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.http.call import Deadlines
-from engines.http.client import EngineClient
+from engines.kinds import kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, ServerInfo
 from engines.protocol.features import read_features
-from engines.vllm.client import VllmClient
 from rollout.config import (
     Drain,
     EngineConfig,
-    EngineKind,
     GroupConfig,
     HealthConfig,
     LifecycleConfig,
@@ -40,14 +38,14 @@ Connect = Callable[[Endpoint, str], Engine]
 def connect_http(
     budgets: LifecycleConfig,
     health: HealthConfig,
-    kind: EngineKind = EngineKind.SGLANG,
+    kind: str = "sglang",
     *,
     weights_cpu_backup: bool = False,
 ) -> Connect:
     """The client for engines over HTTP; its deadlines are those of the phases.
 
     Args:
-        kind: of the engines; all but vLLM's speak SGLang's HTTP.
+        kind: of the engines.
         weights_cpu_backup: the weights must survive a release.
     """
     deadlines = Deadlines(
@@ -59,14 +57,12 @@ def connect_http(
     )
 
     def connect(endpoint: Endpoint, engine_id: str) -> Engine:
-        if kind is EngineKind.VLLM:
-            return VllmClient(
-                endpoint,
-                engine_id=engine_id,
-                deadlines=deadlines,
-                weights_cpu_backup=weights_cpu_backup,
-            )
-        return EngineClient(endpoint, engine_id=engine_id, deadlines=deadlines)
+        return kind_of(kind).client(
+            endpoint,
+            engine_id=engine_id,
+            deadlines=deadlines,
+            weights_cpu_backup=weights_cpu_backup,
+        )
 
     return connect
 
@@ -220,7 +216,7 @@ def configured_spec(
 ) -> EngineSpec:
     """The part of an engine's specification that settings decide alone."""
     config = group.engine
-    is_sglang = config.kind is EngineKind.SGLANG
+    may_keep = config.of_kind.keeps_embeddings
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,
@@ -228,7 +224,7 @@ def configured_spec(
         log_path="",
         num_cpus=config.cpus,
         memory_saver=group.needs_offload,
-        keeps_embeddings=is_sglang and not pushed_encoder(model_path, update, not_pushed),
+        keeps_embeddings=may_keep and not pushed_encoder(model_path, update, not_pushed),
         start_timeout_s=start_deadline_s(model_path, config),
         kill_timeout_s=kill_timeout_s(config),
         options=config.options,

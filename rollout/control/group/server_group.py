@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from engines.launch import EngineLauncher, RunningEngine
-from rollout.config import Drain, EngineKind
+from rollout.config import Drain
 from rollout.control.engine.catch_up import replay_to_phase
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
@@ -292,7 +292,7 @@ class ServerGroup:
             needs_offload=self._traits.needs_offload,
             engines=tuple(engines),
             vacant_slots=self._engines.vacant_slots(),
-            is_vllm=self._settings.group.engine.kind is EngineKind.VLLM,
+            kind=self._settings.group.engine.kind.value,
         )
 
     async def recorded(self, cursor: int) -> Excerpt:

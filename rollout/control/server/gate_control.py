@@ -132,7 +132,7 @@ class GateControl:
                 replace(
                     self._member(status.worker_type, engine, out),
                     may_return=engine.engine_id in returning,
-                    is_vllm=status.is_vllm,
+                    kind=status.kind,
                 )
                 for status in statuses.values()
                 for engine in status.engines

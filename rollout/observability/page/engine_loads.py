@@ -8,7 +8,6 @@ takes no more than about 2 % of one thread for them.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from engines.http import sglang_json
+from engines.kinds import kind_of
 from engines.protocol import Loads
-from engines.vllm import routes, vllm_json
+from engines.protocol.kind import Kind
 from rollout.core.types import ServerStatus
 from rollout.observability.page.outgoing_http import get, outgoing_session
 from rollout.rules.lifecycle import Phase
@@ -35,11 +34,11 @@ _PAUSE_PER_ENGINE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """An engine that can be requested; ``is_vllm``: it has vLLM's metrics, not ``/v1/loads``."""
+    """An engine that can be requested."""
 
     engine_id: str
     url: str
-    is_vllm: bool
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,11 @@ class EngineLoads:
         async with outgoing_session(_TIMEOUT_S) as session:
 
             async def fetch(target: LoadTarget) -> EngineLoad | None:
-                path = routes.METRICS if target.is_vllm else "/v1/loads"
+                url = target.url + target.kind.loads_path
                 try:
                     async with limit:
-                        raw = await get(session, target.url + path, max_bytes=_MAX_BYTES)
-                    reply = _read(raw, target)
+                        raw = await get(session, url, max_bytes=_MAX_BYTES)
+                    reply = target.kind.read_loads(raw)
                 except (aiohttp.ClientError, OSError, TimeoutError, *_MALFORMED) as error:
                     logger.debug("engine %s: no load: %s", target.engine_id, error)
                     return None
@@ -120,16 +119,10 @@ class EngineLoads:
 _MALFORMED = (ValueError, KeyError, TypeError)
 
 
-def _read(raw: bytes, target: LoadTarget) -> Loads:
-    if target.is_vllm:
-        return vllm_json.read_loads(raw.decode(errors="replace"))
-    return sglang_json.read_loads(json.loads(raw))
-
-
 def load_targets(status: ServerStatus) -> list[LoadTarget]:
     """The engines of a server that serve."""
     return [
-        LoadTarget(engine.engine_id, engine.endpoint.url, group.is_vllm)
+        LoadTarget(engine.engine_id, engine.endpoint.url, kind_of(group.kind))
         for group in status.groups
         for engine in group.engines
         if engine.state == Phase.SERVING

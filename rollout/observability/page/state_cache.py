@@ -302,7 +302,7 @@ def _group_dict(group: GroupStatus) -> dict[str, Any]:
         "worker_type": group.worker_type.value,
         "phase": group.phase,
         "needs_offload": group.needs_offload,
-        "is_vllm": group.is_vllm,
+        "kind": group.kind,
     }
 
 

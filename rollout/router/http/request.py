@@ -9,7 +9,7 @@ A client's own field is searched for as text, and the body is parsed only if tha
 not as the first or the last member.  JSON parsers keep the last of equal keys: ``rid`` is put in
 front, so that the client's wins however it is spelled, and ``extra_key`` at the end, so that ours
 does.  A client's key that is spelled with escapes is not found, and separates nothing.
-For a vLLM engine the two are called ``request_id`` and ``cache_salt``.
+Kinds of engines have other names for the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from json import detect_encoding
 
 import orjson
 
+from engines.kinds import kind_of
 from engines.protocol import Endpoint
+from engines.protocol.kind import Kind
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import Headers
 from rollout.router.http.routes import (
@@ -45,7 +47,7 @@ _LONGEST_PLAIN_VALUE = 256
 _SPACE = b" \t\r\n"
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
-_NAMES, _VLLM_NAMES = ("rid", "extra_key"), ("request_id", "cache_salt")
+_SGLANG = kind_of("sglang")
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
 
@@ -101,11 +103,10 @@ class Request:
         self,
         namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
-        *,
-        is_vllm: bool = False,
+        kind: Kind = _SGLANG,
     ) -> bytes:
         """The body for an engine, in this namespace of cached prefixes, with ``more`` fields."""
-        rid, extra_key = _VLLM_NAMES if is_vllm else _NAMES
+        rid, extra_key = kind.body_names
         first, last = b"", b""
         if self.adds_rid and not more:
             first = b'"%s":"%s"' % (rid.encode(), self.rid.encode())
@@ -120,13 +121,12 @@ class Request:
         endpoint: Endpoint,
         namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
-        *,
-        is_vllm: bool = False,
+        kind: Kind = _SGLANG,
     ) -> list[bytes]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
-        body = self.body_for(namespace, more, is_vllm=is_vllm)
-        is_translated = is_vllm and self.head.route.path == GENERATE_PATH
-        target = VLLM_GENERATE_PATH.encode() if is_translated else b""
+        body = self.body_for(namespace, more, kind)
+        is_translated = self.head.route.path == GENERATE_PATH != kind.generate_path
+        target = kind.generate_path.encode() if is_translated else b""
         head = self.head.for_engine(endpoint, len(body), target)
         return [head, body] if body else [head]
 

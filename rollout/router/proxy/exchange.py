@@ -286,7 +286,6 @@ class Exchange:
         pool, endpoint = self._proxy.pool, admission.member.endpoint
         version, more = admission.weight_version, self._added_name(admission)
         namespace = self._proxy.namespace(version)
-        is_vllm = admission.member.is_vllm
         if admission.partner is not None:
             more = {**more, **bootstrap_fields(admission.partner)}
             on_lost = partial(self.on_engine_lost, is_partner=True)
@@ -298,8 +297,8 @@ class Exchange:
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
-            request.body = tokens.body(version, is_vllm=is_vllm)
-        parts = request.parts_for(endpoint, namespace, more, is_vllm=is_vllm)
+            request.body = tokens.body(version, is_vllm=admission.member.is_vllm)
+        parts = request.parts_for(endpoint, namespace, more, admission.member.of_kind)
         pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _added_name(self, admission: Admission) -> Mapping[str, str | int]:
@@ -380,7 +379,7 @@ class Exchange:
         if admission is None or not is_own_error(status):
             return False
         self._proxy.gate.note_reply(admission, is_error=True)
-        if not admission.member.is_vllm:
+        if not admission.member.of_kind.outlives_its_core:
             return False
         why = why_lost(read_error(error) if isinstance(error, bytes) else error)
         if why:

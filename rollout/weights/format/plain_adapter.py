@@ -11,25 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.kinds import kind_of
 from engines.protocol.lora_config import module_and_half, rank_and_scale
-from rollout.config import EngineKind
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.lora_check import check_adapter
 from rollout.weights.format.manifest import Manifest, TensorSpec
-
-# SGLang 0.5.23 (srt/lora/lora.py) serves the modules of a stack as one.  If an adapter has some of
-# them, it needs these: without v_proj it refuses a q_proj; without q_proj or gate_proj, the first
-# request with the adapter ends its scheduler.  It adds zeros for k_proj and up_proj itself.
-_SGLANG_STACKS = {
-    ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
-    ("gate_proj", "up_proj"): ("gate_proj",),
-    ("q_a_proj", "kv_a_proj_with_mqa"): ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-STACKS: Mapping[EngineKind, Mapping[tuple[str, ...], tuple[str, ...]]] = {
-    EngineKind.SGLANG: _SGLANG_STACKS,
-    EngineKind.ATTACHED: _SGLANG_STACKS,
-}
-"""Engine kind -> modules that it serves as one -> those that an adapter of any of them needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +39,7 @@ def plain_adapter(
     config: Mapping[str, Any],
     tensors: Manifest,
     base: Manifest | None,
-    kinds: Collection[EngineKind] = (),
+    kinds: Collection[str] = (),
 ) -> PlainAdapter:
     """The plain form of an adapter.
 
@@ -115,11 +101,11 @@ def _factor(module: str, own: float, scale: float) -> float:
     return factor
 
 
-def _needed_beside(module: str, kinds: Collection[EngineKind]) -> Iterator[str]:
+def _needed_beside(module: str, kinds: Collection[str]) -> Iterator[str]:
     """The modules that engines of these kinds need of an adapter with this one."""
     parent, dot, leaf = module.rpartition(".")
     for kind in kinds:
-        for stack, needed in STACKS.get(kind, {}).items():
+        for stack, needed in kind_of(kind).adapter_stacks.items():
             if leaf in stack:
                 yield from (f"{parent}{dot}{other}" for other in needed)
 

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.config import EngineKind, Transport, WeightsConfig, WeightUpdate
+from engines.kinds import kind_of
+from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import broadcast, by_value, cuda_ipc, disk, shared_memory
@@ -168,7 +169,7 @@ def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
         )
 
 
-def why_loads_cost(kinds: Collection[EngineKind], checkpoint: Mapping[str, Any]) -> str:
+def why_loads_cost(kinds: Collection[str], checkpoint: Mapping[str, Any]) -> str:
     """Why each load from a path costs these engines more than its tensors; empty if it does not.
 
     SGLang restores and packs all modules at each such load, and once in a push by tensor.
@@ -177,7 +178,7 @@ def why_loads_cost(kinds: Collection[EngineKind], checkpoint: Mapping[str, Any])
         kinds: of the server's engines.
         checkpoint: its ``config.json``.
     """
-    if not {EngineKind.SGLANG, EngineKind.ATTACHED} & set(kinds):
+    if not any(kind_of(kind).packs_at_each_load for kind in kinds):
         return ""
     if quantisation_of(checkpoint):
         return "at each load from a path, SGLang packs all quantised weights again"

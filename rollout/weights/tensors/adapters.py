@@ -11,7 +11,6 @@ import torch
 
 from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from engines.protocol.lora_config import module_and_half, rank_and_scale
-from rollout.config import EngineKind
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.lora_check import check_adapter
 from rollout.weights.format.manifest import Manifest
@@ -26,7 +25,7 @@ def adapter_bucket(
     config: Mapping[str, Any],
     *,
     base: Manifest | None = None,
-    kinds: Collection[EngineKind] = (),
+    kinds: Collection[str] = (),
 ) -> tuple[Manifest, bytes, Mapping[str, Any]]:
     """A copy of one adapter as engines take it: tensors, the only bucket of a push, and config.
 

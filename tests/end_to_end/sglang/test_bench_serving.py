@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.sglang_cpu.installation import Installation
+from engines.cpu.sglang.installation import Installation
 from tests.support.real_policy import RealPolicy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from engines.vllm_cpu.options import cpu_options
+from engines.cpu.vllm.options import cpu_options
 from tests.support.offload_load import offload_under_load
 from tests.support.real_policy import RealPolicy
 

@@ -109,7 +109,7 @@ def page() -> str:
 
 
 def _pin(name: str) -> str:
-    pins = (ROOT / f"engines/{name}_cpu/pins.txt").read_text()
+    pins = (ROOT / f"engines/cpu/{name}/pins.txt").read_text()
     found = re.search(rf"^{name}(?:-cpu)?==(\S+)", pins, re.MULTILINE)
     assert found
     return found[1]

@@ -23,6 +23,7 @@ from engines.protocol.features import read_features
 from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
 from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench
 from tests.support.kinds import not_for
+from tests.support.toy_kind import TOY
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,7 +69,7 @@ NOT_VLLM = not_for("vllm", FAKE_VLLM)
 """Marks a test of what vLLM does not have."""
 
 
-@pytest.fixture(params=[*KINDS, FAKE_VLLM, VLLM])
+@pytest.fixture(params=[*KINDS, FAKE_VLLM, VLLM, TOY.name])
 def kind(request: pytest.FixtureRequest) -> str:
     """One kind of engine after the other."""
     return str(request.param)
@@ -393,7 +394,7 @@ async def test_new_weights_in_a_pause_show_in_the_spans(bench: Bench) -> None:
     assert last.weight_version == "7"
 
 
-@not_for("fake", "fake-http", FAKE_VLLM)  # it has no cache, only a flag that it is stale
+@not_for("fake", "fake-http", FAKE_VLLM, "toy")  # it has no cache, only a flag that it is stale
 async def test_a_forgotten_flush_serves_the_old_prefix(bench: Bench) -> None:
     prompt = PROMPT * 4
     await bench.greedy(prompt)
@@ -487,7 +488,7 @@ async def test_the_checker_sees_what_changed(bench: Bench) -> None:
     assert (await bench.engine.weights_checker()).checksum != first.checksum
 
 
-@not_for("fake", "fake-http", FAKE_VLLM)  # no numbers travel to it
+@not_for("fake", "fake-http", FAKE_VLLM, "toy")  # no numbers travel to it
 async def test_a_trainer_broadcasts_weights_through_a_group(bench: Bench) -> None:
     import torch
 
@@ -536,6 +537,8 @@ async def test_a_trainer_broadcasts_weights_through_a_group(bench: Bench) -> Non
 # -- memory ---------------------------------------------------------------------------------
 
 
+# Its process has no weights in its memory.
+@not_for("toy")
 async def test_the_order_that_works(bench: Bench) -> None:
     """Pause, flush, release, resume weights, push, resume the rest, continue."""
     engine, before = bench.engine, await bench.greedy()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from engines.cpu.sglang.installation import RECIPE
+from engines.cpu.sglang.installation import Installation as OfSglang
+from engines.cpu.vllm.installation import RECIPE as VLLM
+from engines.cpu.vllm.installation import Installation as OfVllm
 from engines.process import cached_environment
 from engines.process.cached_environment import CachedEnvironment, InstallError, Recipe
-from engines.sglang_cpu.installation import RECIPE
-from engines.sglang_cpu.installation import Installation as OfSglang
-from engines.vllm_cpu.installation import RECIPE as VLLM
-from engines.vllm_cpu.installation import Installation as OfVllm
 
 # Makes a "venv" whose python records its arguments and finds its own site-packages.
 FAKE = """#!/bin/sh

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.protocol import WorkerType
-from engines.protocol.spec import SGLANG_CPU, EngineSpec
+from engines.protocol.spec import EngineSpec
 from engines.sglang.environment import build_environment
 from engines.sglang.parallel import Parallel
 
@@ -184,6 +184,6 @@ def test_an_engine_that_releases_gpu_memory_has_its_graphs_and_backups_in_pausab
 
 
 def test_logical_gpus_are_those_of_an_engine_on_the_cpu() -> None:
-    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,), python=SGLANG_CPU)
+    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,), python="sglang-cpu")
     env = build_environment(spec, OURS, Parallel(1, {}), python="/sg/bin/python")
     assert (env["SGLANG_USE_CPU_ENGINE"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "0")

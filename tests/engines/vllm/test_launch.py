@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from engines.cpu.vllm.options import cpu_environment
 from engines.launch import LocalLauncher, check_spec, start_settings
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.errors import EngineNotReady
 from engines.protocol.spec import EngineSpec
 from engines.vllm.command import build_command
 from engines.vllm.environment import build_environment
-from engines.vllm_cpu.options import cpu_environment
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
 from rollout.runtime.preflight import check_before_launch, wrong_settings

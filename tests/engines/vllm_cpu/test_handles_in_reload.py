@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from engines.cpu.vllm.installation import Installation
 from engines.vllm.update_info import update_info
-from engines.vllm_cpu.installation import Installation
 from rollout.weights.tensors.payload import around_handle, ipc_handle
 from tests.support.cuda_double import CudaDouble
 

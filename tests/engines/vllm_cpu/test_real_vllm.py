@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engines.cpu.vllm.options import cpu_options
 from engines.embedded.tiny_model import make_tiny_model
-from engines.vllm_cpu.options import cpu_options
 from rollout.router.transcripts.openai import OpenAITranscript, read_openai
 from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 from tests.engines.embedded.reference import greedy

@@ -73,7 +73,7 @@ async def served(
     host = RouterHost(router_config(**config))
     endpoint = await host.start()
     members = [
-        Backend(one.engine.engine_id, one.endpoint, is_vllm=kind == "vllm")
+        Backend(one.engine.engine_id, one.endpoint, kind=kind)
         for one, kind in zip(running, kinds, strict=True)
     ]
     try:

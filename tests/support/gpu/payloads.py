@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.sglang_cpu.installation import Installation
+from engines.cpu.sglang.installation import Installation
 from tests.support.gpu.machine import PROGRAM_TIMEOUT_S, program
 from tests.support.gpu.payload_reader import FILES
 

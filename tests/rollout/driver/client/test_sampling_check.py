@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from engines.cpu.sglang.installation import Installation
 from engines.embedded.core.errors import Invalid
 from engines.embedded.generation.sampling_params import parse
 from engines.protocol import SamplingParams
-from engines.sglang_cpu.installation import Installation
 from rollout.core.errors import ConfigError
 from rollout.driver.client.sampling_check import check_sampling
 from rollout.driver.stream.options import BatchPlan

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from engines.kinds import KINDS
 from rollout.observability.page import engine_loads
 from rollout.observability.page.engine_loads import EngineLoad, EngineLoads, LoadTarget
+
+SGLANG = KINDS["sglang"]
 
 
 class Clock:
@@ -47,14 +50,14 @@ async def test_the_throughput_that_sglang_measures_is_summed_over_its_ranks() ->
     loads = EngineLoads()
     reply = {"loads": [rank(gen_throughput=100.5), rank(gen_throughput=50.0)]}
     async with engine(lambda path: reply) as url:
-        await loads.request([LoadTarget("main-0", url, is_vllm=False)])
+        await loads.request([LoadTarget("main-0", url, SGLANG)])
     assert loads.get("main-0") == EngineLoad(6, 150.5)
 
 
 async def test_sglang_that_does_not_measure_it_has_a_queue_and_no_throughput() -> None:
     loads = EngineLoads()
     async with engine(lambda path: {"loads": [rank(gen_throughput=0.0)]}) as url:
-        await loads.request([LoadTarget("main-0", url, is_vllm=False)])
+        await loads.request([LoadTarget("main-0", url, SGLANG)])
     assert loads.get("main-0") == EngineLoad(3, None)
 
 
@@ -74,7 +77,7 @@ async def test_a_counter_of_tokens_becomes_a_rate_and_begins_again_after_a_resta
     seen = []
     async with engine(metrics) as url:
         for _ in range(3):
-            await loads.request([LoadTarget("main-0", url, is_vllm=True)])
+            await loads.request([LoadTarget("main-0", url, KINDS["vllm"])])
             seen.append(loads.get("main-0"))
             clock.now_s += 3.0
     assert seen == [EngineLoad(7, None), EngineLoad(7, 200.0), EngineLoad(7, None)]
@@ -87,8 +90,8 @@ async def test_an_engine_with_another_reply_has_no_load_and_others_keep_theirs(
     monkeypatch.setattr(engine_loads, "_MAX_BYTES", 1000)
     loads = EngineLoads()
     async with engine(lambda path: {"loads": [rank()]}) as good, engine(lambda path: reply) as bad:
-        targets = [LoadTarget("main-0", good, False), LoadTarget("main-1", bad, False)]
-        await loads.request([*targets, LoadTarget("main-2", "http://127.0.0.1:1", False)])
+        targets = [LoadTarget("main-0", good, SGLANG), LoadTarget("main-1", bad, SGLANG)]
+        await loads.request([*targets, LoadTarget("main-2", "http://127.0.0.1:1", SGLANG)])
     assert loads.get("main-0") is not None
     assert loads.get("main-1") is None
     assert loads.get("main-2") is None
@@ -97,7 +100,7 @@ async def test_an_engine_with_another_reply_has_no_load_and_others_keep_theirs(
 async def test_an_engine_that_is_no_target_any_more_has_no_load() -> None:
     loads = EngineLoads()
     async with engine(lambda path: {"loads": [rank(num_output_tokens=5)]}) as url:
-        await loads.request([LoadTarget("main-0", url, is_vllm=False)])
+        await loads.request([LoadTarget("main-0", url, SGLANG)])
         await loads.request([])
     assert loads.get("main-0") is None
 
@@ -118,8 +121,8 @@ async def test_many_engines_are_requested_less_often() -> None:
         return len(requests) - before
 
     async with engine(reply) as url:
-        few = [LoadTarget("main-0", url, is_vllm=False)]
-        many = [LoadTarget(f"main-{index}", url, is_vllm=False) for index in range(80)]
+        few = [LoadTarget("main-0", url, SGLANG)]
+        many = [LoadTarget(f"main-{index}", url, SGLANG) for index in range(80)]
         assert await request_at(100.0, few) == 1
         assert await request_at(101.9, few) == 0
         assert await request_at(102.1, many) == 80

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.kinds import KINDS
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import to_client, to_engine
 from rollout.router.http.request import (
@@ -111,11 +112,11 @@ def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
     assert json.loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
 
 
-def sent(body, *, path="/generate", **how):
+def sent(body, *, path="/generate", kind="sglang"):
     """The key of a body for an engine."""
     request = read_request(RequestHead(b"POST", route_of(path.encode()), []), body)
-    whole = json.loads(request.body_for("run:v3", **how))
-    return whole["cache_salt" if how.get("is_vllm") else "extra_key"]
+    whole = json.loads(request.body_for("run:v3", kind=KINDS[kind]))
+    return whole[KINDS[kind].body_names[1]]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_clients_own_key_goes_inside_ours(form, own, key):
 def test_no_spelling_of_a_key_leaves_our_namespace(path, body):
     is_vllm = path == "/inference/v1/generate"
     body = body.replace(b"extra", b"cache").replace(b"key", b"salt") if is_vllm else body
-    assert sent(body, path=path, is_vllm=is_vllm).startswith("run:v3")
+    assert sent(body, path=path, kind="vllm" if is_vllm else "sglang").startswith("run:v3")
 
 
 def test_a_key_that_was_not_read_shares_with_no_other_request():
@@ -176,10 +177,10 @@ def test_other_keys_never_share_a_name(members):
 
 @pytest.mark.parametrize("own", ["a" * 120, "a" * 119 + "b", "ä" * 500])
 def test_a_long_key_is_shortened_to_what_vllm_takes(own):
-    key = sent(json.dumps({"cache_salt": own}).encode(), path="/v1/completions", is_vllm=True)
+    key = sent(json.dumps({"cache_salt": own}).encode(), path="/v1/completions", kind="vllm")
     assert len(key) <= 128
     assert not set(key) & set("@/\\\0")
-    assert key != sent(json.dumps({"cache_salt": own[:-1]}).encode(), is_vllm=True)
+    assert key != sent(json.dumps({"cache_salt": own[:-1]}).encode(), kind="vllm")
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"a": 1', b'"}', b"text}", b"\xff\xfe{"])

@@ -125,7 +125,7 @@ async def test_without_token_failover_a_whole_reply_starts_over_once(path: str) 
 
 async def vllm_bench(make_bench, *scripts, config=None):
     bench = await make_bench(*scripts, config=config)
-    members = [bench.member(index, is_vllm=True) for index in range(len(scripts))]
+    members = [bench.member(index, kind="vllm") for index in range(len(scripts))]
     await bench.host.set_members(2, members)
     return bench
 

@@ -71,7 +71,7 @@ async def test_the_own_key_of_a_client_is_inside_run_and_version_on_every_route(
     make_bench, path, is_vllm, failover
 ):
     bench = await make_bench(reply(), config=router_config(token_failover=failover))
-    await bench.host.set_members(2, [bench.member(0, is_vllm=is_vllm)])
+    await bench.host.set_members(2, [bench.member(0, kind="vllm" if is_vllm else "sglang")])
     theirs = "cache_salt" if is_vllm else "extra_key"
     own = "extra_key" if path == "/generate" else theirs
     bodies = {

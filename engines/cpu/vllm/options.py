@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engines.vllm_cpu.installation import ON_PATH
+from engines.cpu.vllm.installation import ON_PATH
 
-HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Elements of an attention head that vLLM's CPU kernels take (0.32.0)."""
 _KV_CACHE_BYTES = 64 << 20
 
 
@@ -22,7 +20,7 @@ def cpu_options() -> dict[str, Any]:
     made, and its abort came too late.
     """
     return {
-        "worker-cls": "engines.vllm_plugin.cpu_worker.CpuWorker",
+        "worker-cls": "engines.cpu.vllm.worker.CpuWorker",
         "distributed-executor-backend": "uni",
         "enforce-eager": True,
         "dtype": "float32",

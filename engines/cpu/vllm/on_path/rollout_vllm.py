@@ -10,7 +10,7 @@ from pathlib import Path
 def register() -> None:
     """The entry point ``vllm.general_plugins`` of an environment without ray-rollout."""
     if "engines" not in sys.modules:
-        folder = Path(__file__).resolve().parents[2]
+        folder = Path(__file__).resolve().parents[3]
         spec = spec_from_file_location(
             "engines", folder / "__init__.py", submodule_search_locations=[str(folder)]
         )

@@ -17,7 +17,7 @@ import torch
 from vllm.model_executor.layers import utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from engines.sglang_cpu.shims.torch_memory_saver import Block, MemorySaver
+from engines.cpu.sglang.shims.torch_memory_saver import Block, MemorySaver
 from engines.vllm_plugin.worker import KV_CACHE, WEIGHTS, CheckedWorker, WorkerExtension
 
 _BACKED_UP = 1

