@@ -46,7 +46,9 @@ class Server:
 
     def wait_until_ready(self) -> Server:
         """The port is in the log, in a line that comes just before the engine listens."""
-        assert wait_until(lambda: self._has_port() or self._has_ended(), 100)
+        # ``_has_ended`` first: it also hears the process id.
+        assert wait_until(lambda: self._has_ended() or self._has_port(), 100)
+        assert self.process.pid is not None
         assert self.port, self._log_path.read_text()
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"{self.url}/ready").status_code == 200
