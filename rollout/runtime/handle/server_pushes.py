@@ -106,18 +106,19 @@ class ServerPushes:
         Raises:
             WeightMismatch: they do not fit the model.
         """
+        chosen = None if version is None else checked_version(version)
+        check_name_map(name_map)
         with _torch():
             import_module("torch")  # what follows may have been loaded without it
             from rollout.weights.ranks.rank_push import LocalPush
             from rollout.weights.ranks.trainer_rank import TrainerRank
-        check_name_map(name_map)
         if self._rank is None:
             self._rank = TrainerRank(self._config)
         made = LocalPush(
             self._rank,
             self.server,
             named_tensors,
-            None if version is None else checked_version(version),
+            chosen,
             name_map=name_map,
             contents=contents,
             may_stream=may_stream,
