@@ -142,7 +142,7 @@ async def test_the_ranks_of_a_trainer_broadcast_to_engines_on_other_hosts(
         found = await asyncio.to_thread(ranks.do, "push_far", seed=70, **where)
         version = policy.handle.weight_version
         assert [one.get("version") for one in found] == [version] * 2, found
-        assert set(found[0]["ways"].values()) == {"distributed"}
+        assert found[0]["ways"] == {"all": "ByBroadcast"}
         await check_held(policy, drawn(policy.models[0], 70))
         assert [len(names or ()) for names in await groups_of(policy)] == [2, 2]
     finally:

@@ -146,7 +146,8 @@ def checksum_of(engine: EngineStatus) -> str:
 
 def with_store(whole: RolloutConfig, store: Mapping[str, Any]) -> RolloutConfig:
     values = whole.model_dump()
-    values["servers"]["policy"]["weights"]["store"] = dict(store)
+    # A fake engine joins no group of torch, which is the best route to engines on two hosts.
+    values["servers"]["policy"]["weights"] |= {"store": dict(store), "transport": "tensor"}
     return RolloutConfig.from_dict(values)
 
 
