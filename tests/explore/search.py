@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.config import WeightUpdate
 from rollout.router.gate.gate import GateState
-from rollout.testing.explore import Run, Search, following, run
+from tests.explore.explorer import Run, Search, following, run
 from tests.explore.settings import Settings
 from tests.explore.snapshots import freeze, thaw
 from tests.explore.world import World

@@ -29,8 +29,8 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.rules.lifecycle import GroupTraits
 from rollout.rules.release_policy import ReleasePolicy
 from rollout.rules.routing import Backend
-from rollout.testing.explore import ExploredLoop, Violation, following, run
 from rollout.weights.format.manifest import Manifest
+from tests.explore.explorer import ExploredLoop, Violation, following, run
 from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
 from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter
 from tests.explore.world import World

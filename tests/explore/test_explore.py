@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout.testing.explore import ExploredLoop, Search, Violation, following, replay, run
+from tests.explore.explorer import ExploredLoop, Search, Violation, following, replay, run
 
 
 class LostUpdate:

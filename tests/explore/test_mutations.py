@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.testing.explore import replay
+from tests.explore.explorer import replay
 from tests.explore.mutations import MUTATIONS, Mutation
 from tests.explore.snapshots import thaw
 from tests.explore.world import World

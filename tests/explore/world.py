@@ -19,9 +19,9 @@ from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
 from rollout.router.gate.gate import Refusal, Waiter
 from rollout.rules.lifecycle import Command
-from rollout.testing.explore import ExploredLoop, Violation
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
+from tests.explore.explorer import ExploredLoop, Violation
 from tests.explore.invariants import Invariants
 from tests.explore.settings import Settings
 from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, operation_name
