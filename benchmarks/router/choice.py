@@ -14,7 +14,7 @@ from engines.protocol import Endpoint
 from rollout.rules.load_balancing import make_policy
 from rollout.rules.routing import Backend, Hint, InFlight
 
-POLICIES = ("least_in_flight", "power_of_two", "round_robin", "session", "prefix")
+POLICIES = ("least_in_flight", "session", "prefix")
 NUMS_OF_ENGINES = (4, 64, 1024)
 _PER_ENGINE = 8
 _NUM_REQUESTS = 3000

@@ -37,9 +37,7 @@ class RouterConfig(ConfigSection):
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
     held; after it, the client gets a 504 or an incomplete reply."""
-    policy: Literal["least_in_flight", "power_of_two", "round_robin", "session", "prefix"] = (
-        "least_in_flight"
-    )
+    policy: Literal["least_in_flight", "session", "prefix"] = "least_in_flight"
     """How an engine is chosen for a request. ``session`` uses ``X-Session-ID`` or ``session_id``,
     ``prefix`` the beginning of the prompt; both skip an engine whose load is too high."""
     session_ttl_s: Seconds = 3600.0

@@ -13,9 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
 from hashlib import blake2b
-from random import Random
 
 from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, RoutingPolicy
 
@@ -33,36 +31,6 @@ class LeastInFlight(_RoutingPolicy):
 
     def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend:
         return candidates.least()
-
-
-class RoundRobin(_RoutingPolicy):
-    """Each engine in turn, whatever its load."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend:
-        members = candidates.members
-        chosen = members[(candidates.place(self._last) + 1) % len(members)]
-        self._last = chosen.engine_id
-        return chosen
-
-
-class PowerOfTwo(_RoutingPolicy):
-    """The less loaded of two random engines; the first of the two if their loads are equal."""
-
-    def __init__(self, random: Random | None = None) -> None:
-        self._random = (random or Random()).random
-
-    def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend:
-        members, num = candidates.members, len(candidates.members)
-        if num == 1:
-            return members[0]
-        index = int(self._random() * num)
-        step = 1 + int(self._random() * (num - 1))
-        first, second = members[index], members[(index + step) % num]
-        load = candidates.load
-        return second if load(second.engine_id) < load(first.engine_id) else first
 
 
 class _BoundedLoad(_RoutingPolicy):
@@ -216,10 +184,4 @@ def make_policy(name: str, *, session_ttl_s: float, max_sessions: int) -> Routin
     """The policy for a value of ``router.policy``."""
     if name == "session":
         return Sessions(ttl_s=session_ttl_s, max_sessions=max_sessions)
-    makers: dict[str, Callable[[], RoutingPolicy]] = {
-        "least_in_flight": LeastInFlight,
-        "power_of_two": PowerOfTwo,
-        "round_robin": RoundRobin,
-        "prefix": PrefixAffinity,
-    }
-    return makers[name]()
+    return PrefixAffinity() if name == "prefix" else LeastInFlight()

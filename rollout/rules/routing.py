@@ -141,10 +141,6 @@ class Candidates:
         place = self._places.get(engine_id)
         return None if place is None else self.members[place]
 
-    def place(self, engine_id: str) -> int:
-        """The index of an engine in ``members``; -1 if it is not a candidate."""
-        return self._places.get(engine_id, -1)
-
     def without(self, engine_id: str) -> Candidates:
         """A copy without one engine; later changes of loads do not reach the copy."""
         if engine_id not in self._places:

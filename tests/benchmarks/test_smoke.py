@@ -113,8 +113,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "peers": set(),
         "choice_ns": {
             "least_in_flight": NUMS_OF_ENGINES,
-            "power_of_two": NUMS_OF_ENGINES,
-            "round_robin": NUMS_OF_ENGINES,
             "session": NUMS_OF_ENGINES,
             "prefix": NUMS_OF_ENGINES,
         },

@@ -96,7 +96,6 @@ def test_the_turns_survive_a_change_of_the_membership():
 def test_a_candidate_is_found_by_its_id_and_no_other_engine_is():
     (candidates,) = InFlight[int]().offer(members("ab"))
     assert [candidates.get(engine_id) for engine_id in "abc"] == [*candidates.members, None]
-    assert [candidates.place(engine_id) for engine_id in "abc"] == [0, 1, -1]
 
 
 def test_the_others_are_all_but_one_as_they_are_now():
