@@ -295,6 +295,10 @@ class ServerGroup:
             kind=self._settings.group.engine.kind.value,
         )
 
+    async def pushed_fingerprints(self) -> dict[str, str]:
+        """Of the tensors of the last push, also if they came with its stream."""
+        return self._weight_updater.fingerprints
+
     async def recorded(self, cursor: int) -> Excerpt:
         """The timeline since ``cursor``, and the open spans."""
         return self.timeline.since(cursor)

@@ -31,10 +31,12 @@ class WeightUpdater:
 
     Attributes:
         adapters: restores the last pushed adapter on a restarted engine.
+        fingerprints: of the tensors of the last push, if the trainer computed them.
     """
 
     def __init__(self, settings: GroupSettings, engines: EngineSet) -> None:
         self.adapters = AdapterSource()
+        self.fingerprints: dict[str, str] = {}
         self._settings = settings
         self._engines = engines
 
@@ -51,7 +53,7 @@ class WeightUpdater:
         members = [one for one in self._engines.unfenced() if push.route_of(one.engine_id)]
         contents = push.contents_under(self._settings.update)
         self.check(push)
-        sent: dict[str, str] = {}
+        sent = self.fingerprints = {}
         held = {member.engine_id: member.update_group for member in members}
         targets = {member.engine_id: _target(member) for member in members}
         before = [(member.weight_version, member.is_verified, member.changed) for member in members]

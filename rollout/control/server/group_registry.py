@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -84,6 +85,15 @@ class GroupRegistry:
             return _as_lost(known, describe(error))
         self._last_known[name] = status
         return status
+
+    async def pushed_fingerprints(self) -> dict[str, str]:
+        """Of the tensors of the last push; empty if no group knows them."""
+        for group in self.groups.values():
+            with suppress(Exception):  # a lost group must not hide the others
+                async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                    if found := await group.pushed_fingerprints():
+                        return found
+        return {}
 
     def last_known(self, name: str) -> GroupStatus:
         """The last known status of a group, in the last phase that it completed.

@@ -24,6 +24,7 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
 from rollout.rules.lifecycle import Command, Phase
+from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push_version import LastPush, why_not_newer
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.store import WeightStore
@@ -139,7 +140,16 @@ class PhaseRunner:
         if push.version == self.weight_version:
             for status in (await self._registry.statuses()).values():
                 engines += status.engines
+            await self._read_fingerprints()
         return why_not_newer(push.version, push.manifest, self._last_push, engines)
+
+    async def _read_fingerprints(self) -> None:
+        """Complete the record of the last push: those of a stream came with its buckets."""
+        last = self._last_push
+        if last.manifest is None or last.manifest.fingerprints:
+            return
+        found = await self._registry.pushed_fingerprints()
+        self._last_push = replace(last, manifest=Manifest(last.manifest.tensors, found))
 
     async def _refresh_phases(self) -> None:
         """After a failure, read the phases: a late command may have changed a group."""

@@ -230,7 +230,6 @@ def test_what_is_expected_goes_with_the_next_push_of_handle_or_pusher(tmp_path: 
             pusher.push(other)
 
 
-@pytest.mark.xfail(reason="D3: the server does not record the fingerprints of a streamed push")
 def test_the_tensors_of_a_streamed_push_are_accepted_again_under_its_version(
     tmp_path: Path,
 ) -> None:
