@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError, LifecycleError, RolloutError
-from rollout.core.pending import LoopThread, Pending, PendingWithTurn
+from rollout.core.pending import LoopThread, Pending
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.rules.lifecycle import Command
-from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
+from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv, with_before_kv
 from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle
-from rollout.weights.push.weight_push import WITHOUT_KV, WeightPush
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.buffers import remove_leftovers
 
 if TYPE_CHECKING:
@@ -170,14 +170,15 @@ class DeploymentHandle(RunHandle):
             for name, push in pushes.items():
                 self._servers[name].end_push(push)
 
-        if before_kv is None:
-            return self._loop.submit(self._deployment.serve(pushes)).then(end_pushes)
-        return PendingWithTurn(
-            self._loop.submit(self._deployment.serve(pushes, Command.VERIFY)).then(end_pushes),
+        def begin(until: Command) -> Pending[dict[str, StepReport]]:
+            return self._loop.submit(self._deployment.serve(pushes, until)).then(end_pushes)
+
+        return with_before_kv(
+            begin,
             before_kv,
             lambda: self._loop.submit(self._deployment.serve({})),
             lambda first, second: {name: first[name].merged(second[name]) for name in first},
-            WITHOUT_KV,
+            is_serving=lambda: all(one.gate == "open" for one in self.status().result().values()),
         )
 
     def status(self) -> Pending[dict[str, ServerStatus]]:

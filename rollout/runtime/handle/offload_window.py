@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.core.errors import ConfigError, LifecycleError
-from rollout.core.pending import Pending
+from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport
+from rollout.rules.lifecycle import Command
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, WeightPush
 
 if TYPE_CHECKING:
     from rollout.runtime.handle.server_handle import ServerHandle
     from rollout.weights.tensors import NamedTensors
 
+T = TypeVar("T")
 
 BeforeKv = Callable[[], object]
 """A function of the trainer that frees memory which the KV caches of the engines need."""
@@ -34,6 +36,30 @@ def check_before_kv(before_kv: object) -> None:
         f"before_kv takes a plain function without arguments, not {found}; to await something "
         "there, run the phases of serve_weights one by one"
     )
+
+
+def with_before_kv(
+    begin: Callable[[Command], Pending[T]],
+    before_kv: BeforeKv | None,
+    serve: Callable[[], Pending[T]],
+    merge: Callable[[T, T], T],
+    *,
+    is_serving: Callable[[], bool] = lambda: False,
+) -> Pending[T]:
+    """A transition in which the trainer frees memory before the KV caches are resumed.
+
+    Args:
+        begin: starts it, up to this command.
+        serve: does the rest of it.
+        merge: the result of both.
+        is_serving: the engines have their KV caches: the trainer frees its memory at the end.
+    """
+    if before_kv is None:
+        return begin(Command.CONTINUE)
+    if is_serving():
+        done = begin(Command.CONTINUE)
+        return PendingWithTurn(done, before_kv, lambda: done, lambda one, _: one, WITH_KV)
+    return PendingWithTurn(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
 
 
 class OffloadWindow:

@@ -12,7 +12,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
-from rollout.core.pending import Pending, PendingWithTurn
+from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
@@ -26,10 +26,11 @@ from rollout.runtime.handle.offload_window import (
     BeforeKv,
     OffloadWindow,
     check_before_kv,
+    with_before_kv,
 )
 from rollout.runtime.handle.server_pushes import ServerPushes
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WITHOUT_KV, WeightPush
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.choice import NEAR_ONLY, check_reach, check_window
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class ServerHandle:
                 weights are verified, in the thread that waits in ``result()`` or ``await``; if
                 no thread or task waits, the call stops there.  If it raises, so does the call:
                 the engines hold the new weights and do not serve, and ``serve()`` continues.
+                If the engines were not offloaded, or the push path is checked, it runs after the
+                push, while they serve.
 
         Raises:
             WeightMismatch: the tensors do not fit the model, or the version was used for others;
@@ -129,10 +132,17 @@ class ServerHandle:
         """
         check_before_kv(before_kv)
         push = self._pushes.push_of(named_tensors, version, name_map)
-        if before_kv is None:
-            return self._pushes.send(RolloutServer.serve_weights, push)
-        first = self._pushes.send(RolloutServer.serve_weights, push, Command.VERIFY)
-        return self._with_turn(first, before_kv)
+
+        def begin(until: Command) -> Pending[StepReport]:
+            return self._pushes.send(RolloutServer.serve_weights, push, until)
+
+        return with_before_kv(
+            begin,
+            before_kv,
+            lambda: self._caller.call(RolloutServer.serve),
+            StepReport.merged,
+            is_serving=lambda: self.status().result().gate == "open",
+        )
 
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]:
         """Serve the weights that the engines hold, in whatever phase they are.
@@ -147,10 +157,11 @@ class ServerHandle:
                 ``serve_weights`` must push them.
         """
         check_before_kv(before_kv)
-        if before_kv is None:
-            return self._caller.call(RolloutServer.serve)
-        first = self._caller.call(RolloutServer.serve, Command.VERIFY)
-        return self._with_turn(first, before_kv)
+
+        def begin(until: Command = Command.CONTINUE) -> Pending[StepReport]:
+            return self._caller.call(RolloutServer.serve, until)
+
+        return with_before_kv(begin, before_kv, begin, StepReport.merged)
 
     def give_memory(self) -> Pending[StepReport]:
         """Free the engines' memory for the trainer, in whatever phase they are.
@@ -163,15 +174,6 @@ class ServerHandle:
                 few engines are left.
         """
         return self._caller.call(RolloutServer.give_memory)
-
-    def _with_turn(self, first: Pending[StepReport], before_kv: BeforeKv) -> Pending[StepReport]:
-        return PendingWithTurn(
-            first,
-            before_kv,
-            lambda: self._caller.call(RolloutServer.serve),
-            StepReport.merged,
-            WITHOUT_KV,
-        )
 
     def offloaded(
         self,

@@ -35,6 +35,7 @@ WITHOUT_KV = (
     "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "
     "free the memory and continue with serve()"
 )
+WITH_KV = "before_kv failed: the engines serve the new weights"
 # For a request after the deadline: enough to end a session.
 _LEAST_BUDGET_S = 5.0
 # Larger payloads are encoded in a thread, so that they do not block the event loop.

@@ -13,7 +13,7 @@ from engines.protocol.plain_text import describe
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
-from rollout.weights.push.weight_push import WITHOUT_KV
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
@@ -187,8 +187,7 @@ class Follower:
             if before_kv is not None:
                 before_kv()
         except Exception as error:
-            is_serving = self._plan.is_serving
-            state = "the engines serve the new weights" if is_serving else WITHOUT_KV
+            state = WITH_KV if self._plan.is_serving else WITHOUT_KV
             raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
 
     def keep(self) -> None:

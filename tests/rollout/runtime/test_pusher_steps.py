@@ -240,7 +240,6 @@ def test_the_tensors_of_a_streamed_push_are_accepted_again_under_its_version(
         assert policy.serve_weights(again).result(30).weight_version == 1
 
 
-@pytest.mark.xfail(reason="D20: from one process the gate is shut while before_kv runs")
 def test_engines_that_were_not_offloaded_serve_while_before_kv_runs(tmp_path: Path) -> None:
     seen: list[str] = []
     with launched(tmp_path) as (deployment, _):
