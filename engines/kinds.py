@@ -11,8 +11,11 @@ from typing import Any
 from engines.http import sglang_json
 from engines.protocol import Engine, Loads
 from engines.protocol.kind import Kind
+from engines.sglang import features as sglang_features
+from engines.sglang.environment import EMBEDDING_CACHE
+from engines.sglang.parallel import num_stages
+from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
-from engines.vllm.features import why_open
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
@@ -49,9 +52,12 @@ _SGLANG = Kind(
     modules=("sglang",),
     cpu_python="sglang-cpu",
     quantises_at_start=True,
-    keeps_embeddings=True,
+    embedding_cache=EMBEDDING_CACHE,
+    num_stages=num_stages,
     sets_nccl_cumem=True,
     packs_at_each_load=True,
+    why_undrivable=sglang_features.why_undrivable,
+    is_retract_safe=sglang_features.is_retract_safe,
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
     # and up_proj itself.
@@ -68,7 +74,8 @@ _VLLM = Kind(
     invocation=_late("engines.vllm.invocation", "invocation"),
     resume_path=routes.RESUME,
     is_numbered_at_start=False,
-    why_open=why_open,
+    why_open=vllm_features.why_open,
+    why_undrivable=vllm_features.why_undrivable,
     can_attach=True,
     modules=("vllm",),
     plugin="engines",
@@ -84,6 +91,7 @@ _VLLM = Kind(
     aborted_ids=(f"{routes.REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}"),
     has_model_info=False,
     outlives_its_core=True,
+    num_stages=num_stages,
 )
 _EMBEDDED = Kind(
     name="embedded",

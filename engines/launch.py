@@ -26,8 +26,7 @@ from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
 from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
-from engines.protocol.kind import Invoke
-from engines.protocol.spec import EngineSpec, normalized
+from engines.protocol.spec import EngineSpec, Invocation, normalized
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +261,7 @@ class LocalLauncher:
         """
         if spec.is_attached:
             return await attach(spec)
-        kind, invoke = kind_of(spec.kind), _invocation(spec)
+        kind = kind_of(spec.kind)
         if cleared := await asyncio.to_thread(clear_crashed):
             logger.warning("removed the leftovers of a crashed run: %s", ", ".join(cleared))
         log_path = Path(spec.log_path)
@@ -272,7 +271,7 @@ class LocalLauncher:
             if spec.node_rank == 0 and spec.dist_init_addr in self._held:
                 held.enter_context(self._held.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
-            start = invoke(spec, endpoint, os.environ)
+            start = invocation(spec, endpoint, os.environ)
             # The engine binds its ports itself, so they are released just before it starts.
             held.close()
             process = await EngineProcess.spawn(
@@ -299,21 +298,29 @@ class LocalLauncher:
         return LocalEngine(endpoint, process, spec)
 
 
-def _invocation(spec: EngineSpec) -> Invoke:
+def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
+    """How an engine is started at this endpoint.
+
+    Args:
+        inherited: the environment that it inherits.
+
+    Raises:
+        ValueError: an option that this library sets itself, or one that its kind does not have.
+        InstallError: it needs the cached interpreter, and there is none.
+    """
     invoke = kind_of(spec.kind).invocation
     if invoke is None:
         raise ValueError(f"engine kind {spec.kind!r} cannot be launched; give its url")
-    return invoke
+    return invoke(spec, endpoint, inherited)
 
 
 def check_spec(spec: EngineSpec) -> None:
     """Check that an engine can be launched with this specification; starts nothing.
 
     Raises:
-        ValueError: an option that this library sets itself, or one that its kind does not have.
-        InstallError: it needs the cached interpreter, and there is none.
+        ValueError, InstallError: as ``invocation``.
     """
-    _invocation(spec)(spec, Endpoint(spec.host, 1), os.environ)
+    invocation(spec, Endpoint(spec.host, 1), os.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +361,11 @@ def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSetti
     """What an engine would be started with; starts nothing.
 
     Raises:
-        ValueError, InstallError: as ``check_spec``.
+        ValueError, InstallError: as ``invocation``.
     """
-    invoke, endpoint = _invocation(spec), Endpoint(spec.host, 1)
-    start = invoke(spec, endpoint, inherited)
-    ours = dict(invoke(replace(spec, env={}), endpoint, {}).env)
+    endpoint = Endpoint(spec.host, 1)
+    start = invocation(spec, endpoint, inherited)
+    ours = dict(invocation(replace(spec, env={}), endpoint, {}).env)
     ours.pop("PATH", None)  # a part of it is inherited
     given = normalized(spec.options)
     env = {name: start.env[name] for name in ours}
@@ -398,5 +405,6 @@ __all__ = [
     "StartSettings",
     "attach",
     "check_spec",
+    "invocation",
     "start_settings",
 ]

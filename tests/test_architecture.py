@@ -94,6 +94,7 @@ PURE = (
     "engines.protocol.features",
     "engines.sglang.command",
     "engines.sglang.environment",
+    "engines.sglang.features",
     "engines.sglang.parallel",
     "engines.vllm.features",
     "engines.vllm.update_info",
@@ -243,6 +244,20 @@ def test_engines_never_import_rollout() -> None:
         if name.split(".")[0] == "rollout"
     ]
     assert wrong == []
+
+
+def importers_of(place: str) -> set[str]:
+    """The modules outside a folder that import from it."""
+    return {
+        module
+        for module, path in MODULES.items()
+        if not is_in(module, place) and any(is_in(name, place) for name in imported_names(path))
+    }
+
+
+def test_nobody_imports_what_runs_engines_on_cpus() -> None:
+    """Its recipes are loaded by the names in ``CPU_PYTHONS``."""
+    assert importers_of("engines.cpu") == set()
 
 
 DECISIONS = [module for module in MODULES if any(is_in(module, place) for place in PURE)]

@@ -18,7 +18,7 @@ import typer
 import yaml
 
 import engines.protocol.errors
-import engines.protocol.features as sglang_features
+import engines.sglang.features as sglang_features
 import engines.vllm.features as vllm_features
 import rollout
 import rollout.core.errors

@@ -21,13 +21,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from engines.protocol.errors import EngineError
 from engines.protocol.plain_text import size_text
+from engines.protocol.spec import CPU_PYTHONS
 
 _NOT_COPIED = ("README.md", "ruff.toml", "__pycache__")
 _NEEDED_BYTES = 4 * 1024**3
@@ -49,7 +52,9 @@ class Recipe:
         pins: a file of requirements, installed without what they depend on.
         shims: a folder that is copied into its site-packages.
         first_import: a module that must be importable at the end.
-        variables: that it needs besides.
+        variables: that its first import needs besides.
+        engine_options: that an engine in it is started with, by name.
+        engine_variables: those of an engine in it with so many threads.
     """
 
     name: str
@@ -59,6 +64,8 @@ class Recipe:
     shims: Path
     first_import: str
     variables: Mapping[str, str]
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_variables: Callable[[int], Mapping[str, str]] = lambda num_threads: {}
 
     def cache_folder(self) -> Path:
         """Where environments are kept, one folder per set of pins."""
@@ -78,6 +85,13 @@ class Recipe:
             if path.is_file() and not set(name.parts) & set(_NOT_COPIED):
                 digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
+
+
+def recipe_of(python: str) -> Recipe | None:
+    """That of the interpreter of this name, as ``EngineSpec.python``; None if it is not cached."""
+    module = CPU_PYTHONS.get(python)
+    recipe: Recipe | None = import_module(module).RECIPE if module else None
+    return recipe
 
 
 class CachedEnvironment:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from engines.protocol import Endpoint, Engine, Loads
 from engines.protocol.spec import EngineSpec, Invocation
@@ -16,7 +17,7 @@ Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
 class Kind:
     """One kind of engine: what is true of all its versions.
 
-    What depends on the version and the flags of a running server is in ``features.Features``.
+    What a running server has, by its version and its flags, is in ``engines.protocol.features``.
 
     Attributes:
         name: as ``EngineSpec.kind``.
@@ -35,7 +36,9 @@ class Kind:
         cpu_python: as ``EngineSpec.python``, the cached interpreter in which it runs on CPUs.
         cpu_head_sizes: elements of an attention head that it takes there; empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
-        keeps_embeddings: it may keep what it computed of images and sounds.
+        embedding_cache: the variable that, at 0, has it keep nothing that it computed of images and
+            sounds; empty if it keeps none.
+        num_stages: its pipeline stages, by its options.
         sets_nccl_cumem: it chooses ``NCCL_CUMEM_ENABLE`` itself.
         packs_at_each_load: a load from a path restores and packs all modules again.
         why_no_adapters: why no adapter can be pushed to it; empty if one can.
@@ -50,6 +53,8 @@ class Kind:
         aborted_ids: what its abort names for a request with id ``{}``, one for each endpoint that
             generates; none where it takes SGLang's body.
         has_model_info: it has ``/model_info``.
+        why_undrivable: why a version with these endpoints cannot be driven; empty if it can.
+        is_retract_safe: a version may be flushed and released while requests are retracted.
         outlives_its_core: it answers requests with errors when its core has ended.
     """
 
@@ -68,7 +73,8 @@ class Kind:
     cpu_python: str = ""
     cpu_head_sizes: tuple[int, ...] = ()
     quantises_at_start: bool = False
-    keeps_embeddings: bool = False
+    embedding_cache: str = ""
+    num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
     sets_nccl_cumem: bool = False
     packs_at_each_load: bool = False
     why_no_adapters: str = ""
@@ -80,4 +86,6 @@ class Kind:
     abort_path: str = "/abort_request"
     aborted_ids: tuple[str, ...] = ()
     has_model_info: bool = True
+    why_undrivable: Callable[[str, Set[str]], str] = lambda version, endpoints: ""
+    is_retract_safe: Callable[[str], bool] = lambda version: True
     outlives_its_core: bool = False

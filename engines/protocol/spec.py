@@ -22,9 +22,12 @@ AT_LAUNCH = {
 """Options of every kind that ``EngineSpec.launch_options`` sets -> which setting each follows."""
 
 
-CPU_PYTHONS = frozenset({"sglang-cpu", "vllm-cpu"})
+CPU_PYTHONS = {
+    "sglang-cpu": "engines.cpu.sglang.recipe",
+    "vllm-cpu": "engines.cpu.vllm.recipe",
+}
 """As ``EngineSpec.python``: the interpreters that ``rollout sglang-cpu install`` and ``rollout
-vllm-cpu install`` made."""
+vllm-cpu install`` made -> the module of what they are made of, which is loaded when asked."""
 
 
 _SHARE_OF_KILL = 0.4
@@ -84,7 +87,7 @@ class EngineSpec:
     @property
     def is_attached(self) -> bool:
         """It runs already, and is never stopped from here."""
-        return self.kind == "attached" or bool(self.url)
+        return bool(self.url)
 
     @property
     def process_kill_s(self) -> float:

@@ -254,7 +254,6 @@ class ServerInfo:
         update_groups: groups for broadcasts that it is in; None where it does not report it.
         fingerprints: the method of the fingerprints of its weights, ``xxh3`` or ``sums``; empty
             where a trainer cannot make the same ones.
-        undrivable: why its client cannot drive it; empty where that is not for the client to say.
         why_no_pushes: why pushed weights cannot reach it; empty if they can.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
@@ -268,7 +267,6 @@ class ServerInfo:
     released: frozenset[str] | None = None
     update_groups: frozenset[str] | None = None
     fingerprints: str = ""
-    undrivable: str = ""
     why_no_pushes: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""

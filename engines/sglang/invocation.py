@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from engines.cpu.sglang.installation import RECIPE, Installation
+from engines.process.cached_environment import CachedEnvironment, recipe_of
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 from engines.sglang.command import build_command, default_options
@@ -20,7 +20,8 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         ValueError: as ``build_command`` and ``build_environment`` do.
         InstallError: it needs the cached interpreter, and there is none.
     """
-    python = str(Installation().require()) if spec.python == RECIPE.name else spec.python
+    recipe = recipe_of(spec.python)
+    python = str(CachedEnvironment(recipe).require()) if recipe else spec.python
     command = build_command(spec, endpoint, python)
     env = build_environment(
         spec,

@@ -361,10 +361,9 @@ class VllmClient(VllmCalls):
 
     async def server_info(self) -> ServerInfo:
         version = await self._ask("server_info", routes.VERSION, lambda one: str(one["version"]))
-        paths = await self._paths("server_info")
         path = f"{routes.SERVER_INFO}?config_format=json"
         info = await self._ask(
-            "server_info", path, lambda answer: read_server_info(version, paths, answer)
+            "server_info", path, lambda answer: read_server_info(version, answer)
         )
         if has_plugin(info):
             method = METHODS_OF_PLUGIN["state"]

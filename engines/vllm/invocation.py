@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from engines.cpu.vllm.installation import RECIPE, Installation
-from engines.cpu.vllm.options import cpu_environment, cpu_options
+from engines.process.cached_environment import CachedEnvironment, recipe_of
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec, Invocation
 from engines.vllm.command import build_command, default_options
@@ -25,10 +25,13 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         ValueError: as ``build_command`` and ``build_environment`` do.
         InstallError: it needs the cached interpreter, and there is none.
     """
-    python, options, variables = spec.python, {}, {}
-    if spec.python == RECIPE.name:
-        python = str(Installation().require())
-        options, variables = cpu_options(), cpu_environment(max(1, math.ceil(spec.num_cpus)))
+    python = spec.python
+    options: Mapping[str, Any] = {}
+    variables: Mapping[str, str] = {}
+    if recipe := recipe_of(spec.python):
+        python = str(CachedEnvironment(recipe).require())
+        options = recipe.engine_options
+        variables = recipe.engine_variables(max(1, math.ceil(spec.num_cpus)))
     return Invocation(
         build_command(spec, endpoint, python, options),
         build_environment(spec, inherited, python=python, cpu=variables),

@@ -13,7 +13,6 @@ from engines.vllm.features import (
     WHY_NO_HANDLES,
     transfer_backend,
     why_no_pushes,
-    why_undrivable,
 )
 
 METHODS_OF_PLUGIN = {
@@ -31,12 +30,9 @@ _SAME = {
 }
 
 
-def read_server_info(version: str, paths: Set[str], answer: Any) -> ServerInfo:
+def read_server_info(version: str, answer: Any) -> ServerInfo:
     """``/server_info?config_format=json``.  A sleep at level 1 keeps a copy of the weights, so
     every server with sleep mode has a backup.
-
-    Args:
-        paths: endpoints it serves.
     """
     config = answer["vllm_config"]
     if not isinstance(config, Mapping):
@@ -48,7 +44,6 @@ def read_server_info(version: str, paths: Set[str], answer: Any) -> ServerInfo:
         engine="vllm",
         enable_memory_saver=can_sleep,
         enable_weights_cpu_backup=can_sleep,
-        undrivable=why_undrivable(version, paths),
         why_no_pushes=why_no_pushes(transfer_backend(config)),
         why_no_groups=WHY_NO_GROUPS,
         why_no_handles=WHY_NO_HANDLES,

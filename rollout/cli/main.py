@@ -14,12 +14,12 @@ from typing import Annotated
 import typer
 
 import rollout
+from engines.kinds import KINDS
 from rollout.cli import attach, doctor, plan, report, serve, status, stop, trace
 from rollout.cli.bench.command import bench
 from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.trial.cpu_engine import commands_of
 from rollout.cli.trial.quickstart import quickstart
-from rollout.cli.trial.sglang_cpu import app as sglang_cpu
-from rollout.cli.trial.vllm_cpu import app as vllm_cpu
 from rollout.core.errors import ConfigError, RolloutError
 
 app = typer.Typer(
@@ -27,8 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(sglang_cpu, name="sglang-cpu")
-app.add_typer(vllm_cpu, name="vllm-cpu")
+for kind in KINDS.values():
+    if kind.cpu_python:
+        app.add_typer(commands_of(kind), name=kind.cpu_python)
 
 
 @app.callback(invoke_without_command=True)

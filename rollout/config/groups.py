@@ -12,7 +12,6 @@ from engines.kinds import KINDS, kind_of
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
 from engines.protocol.spec import spelled
-from engines.sglang.environment import EMBEDDING_CACHE
 from rollout.config.base import ConfigSection, Seconds
 
 
@@ -75,7 +74,8 @@ class EngineConfig(ConfigSection):
     @property
     def may_keep_embeddings(self) -> bool:
         """Its engines already run, and it does not say that they keep none."""
-        return self.is_attached and self.env.get(EMBEDDING_CACHE) != "0"
+        variable = self.of_kind.embedding_cache
+        return self.is_attached and bool(variable) and self.env.get(variable) != "0"
 
     @property
     def nccl_cumem(self) -> str | None:
@@ -122,7 +122,7 @@ class EngineConfig(ConfigSection):
         if len(set(self.urls)) < len(self.urls):
             yield "urls", "urls name an engine twice; list each address once"
         launching = [name for name in ("gpus", "python", "options") if getattr(self, name)]
-        launching += ["env"] if self.env.keys() - {EMBEDDING_CACHE} else []
+        launching += ["env"] if self.env.keys() - {self.of_kind.embedding_cache} else []
         launching += ["nodes"] if self.nodes > 1 else []
         if launching:
             yield (

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engines.sglang.parallel import num_stages
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values
 from rollout.config.groups import GroupConfig
@@ -59,7 +58,7 @@ class ServerConfig(ConfigSection):
         if weights.transport is not Transport.DISTRIBUTED or weights.update is WeightUpdate.FROZEN:
             return
         for name, group in self.groups.items():
-            if (stages := num_stages(group.engine.options)) > 1:
+            if (stages := group.engine.of_kind.num_stages(group.engine.options)) > 1:
                 yield (
                     f"groups.{name}.engine.options",
                     f"{stages} pipeline stages with weights.transport = distributed: their ranks "

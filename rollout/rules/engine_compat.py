@@ -8,7 +8,6 @@ from typing import Any
 from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
 from engines.protocol.spec import spelled
-from engines.sglang.environment import EMBEDDING_CACHE
 from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
 
 
@@ -84,12 +83,15 @@ def why_incompatible(
     return ""
 
 
-def why_embeddings_outlive_pushes(model: ModelInfo, info: ServerInfo, encoder: str) -> str:
-    """Why an SGLang engine that somebody else launched would answer from embeddings that were
+def why_embeddings_outlive_pushes(
+    model: ModelInfo, info: ServerInfo, encoder: str, variable: str
+) -> str:
+    """Why an engine that somebody else launched would answer from embeddings that were
     computed before a push; empty if it would not.
 
     Args:
         encoder: what pushes may change that computes embeddings, in words; empty if nothing.
+        variable: of the environment, that switches its cache of them off.
 
     Returns:
         The end of a message, as of ``why_incompatible``.
@@ -101,8 +103,8 @@ def why_embeddings_outlive_pushes(model: ModelInfo, info: ServerInfo, encoder: s
     return (
         f".engine: engine {{engine}} understands {' and '.join(kinds)} input and keeps the "
         f"embeddings that it computed; after a push that changes {encoder} it would go on with old "
-        f"ones. Start it with {EMBEDDING_CACHE}=0, and say so in engine.env "
-        f'({EMBEDDING_CACHE}: "0"); or name those tensors in weights.not_pushed'
+        f"ones. Start it with {variable}=0, and say so in engine.env "
+        f'({variable}: "0"); or name those tensors in weights.not_pushed'
     )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.sglang import installation as of_sglang
-from engines.cpu.vllm import installation as of_vllm
 from engines.kinds import KINDS, kind_of
 from engines.launch import check_spec
+from engines.process.cached_environment import recipe_of
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
 from engines.protocol.spec import CPU_PYTHONS, EngineSpec
@@ -52,24 +51,20 @@ def test_the_settings_name_the_kinds_of_the_table() -> None:
 
 
 def test_the_cached_interpreters_are_those_that_kinds_run_in() -> None:
-    assert {kind.cpu_python for kind in KINDS.values()} - {""} == CPU_PYTHONS
-    assert {of_sglang.RECIPE.name, of_vllm.RECIPE.name} == CPU_PYTHONS
+    assert {kind.cpu_python for kind in KINDS.values()} - {""} == CPU_PYTHONS.keys()
+    assert [recipe.name for name in CPU_PYTHONS if (recipe := recipe_of(name))] == [*CPU_PYTHONS]
+    assert recipe_of("python3") is None
 
 
 _NAMES = "vllm|sglang|embedded|fake|attached"
 BY_NAME = re.compile(
     r"\b(?:is_vllm|has_vllm|is_mixed|is_sglang|is_for_vllm|VLLM_CPU|SGLANG_CPU)\b"
-    rf"|\bEngineKind\.[A-Z]|^(?:from|import) engines\.(?:vllm|cpu)\b|[=!]= [\"'](?:{_NAMES})[\"']"
+    r"|(?<!: EngineKind = )\bEngineKind\.[A-Z]|^(?:from|import) engines\.(?:sglang|vllm|cpu)\b"
+    rf"|[=!]= [\"'](?:{_NAMES})[\"']"
 )
 """A question for one kind by its name, where a column of the table has the answer."""
 OF_KINDS = ("kinds.py", "cpu", "embedded", "fake", "sglang", "vllm", "vllm_plugin")
 LEFT: dict[str, int] = {
-    "engines/protocol/features.py": 3,
-    "engines/protocol/spec.py": 1,
-    "rollout/cli/bench/measure.py": 2,
-    "rollout/cli/trial/sglang_cpu.py": 1,
-    "rollout/cli/trial/vllm_cpu.py": 2,
-    "rollout/config/groups.py": 1,
     "rollout/router/gate/membership.py": 6,
     "rollout/router/proxy/exchange.py": 1,
     "rollout/router/proxy/token_failover.py": 7,

@@ -26,10 +26,11 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.vllm import VllmFakeLauncher, make_vllm
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
-from engines.kinds import kind_of
+from engines.kinds import KINDS, kind_of
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, SamplingParams
 from engines.protocol.errors import EngineError, EngineRejected
+from engines.protocol.features import Features, read_features
 from engines.vllm.client import VllmClient
 
 T = TypeVar("T")
@@ -339,3 +340,9 @@ async def faked(models: Models, *, is_served: bool) -> AsyncIterator[Bench]:
     finally:
         await engine.aclose()
         await running.kill()
+
+
+async def features_of(engine: Engine) -> Features:
+    """What a running engine has."""
+    info = await engine.server_info()
+    return read_features(info, await engine.endpoints(), KINDS.get(info.engine))

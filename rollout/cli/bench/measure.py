@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,22 +40,28 @@ _FAKE_TOKEN_S = 0.002
 # -- engines that bench starts --------------------------------------------------------------------
 
 
+def _write_tiny_model(folder: Path) -> None:
+    with optional_import("embedded", "--engine embedded needs torch, which is not installed"):
+        from engines.embedded.tiny_model import make_tiny_model
+
+        make_tiny_model(folder)
+
+
+_OWN: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "fake": (write_checkpoint, {"token-s": _FAKE_TOKEN_S}),
+    "embedded": (_write_tiny_model, {"max-total-tokens": 32768}),
+}
+"""Kinds that need no installation of another program -> what writes a model, and their options."""
+
+
 def own_engines(kind: str) -> RolloutConfig:
     """A configuration of two small engines, with their model in the run folder."""
     run_id = _new_run_id()
     folder = Path("runs", run_id, "model")
-    options: dict[str, Any]
-    if kind == "fake":
-        write_checkpoint(folder)
-        options = {"token-s": _FAKE_TOKEN_S}
-    elif kind == "embedded":
-        with optional_import("embedded", "--engine embedded needs torch, which is not installed"):
-            from engines.embedded.tiny_model import make_tiny_model
-
-            make_tiny_model(folder)
-        options = {"max-total-tokens": 32768}
-    else:
-        raise ConfigError(f"--engine {kind!r}: must be 'fake' or 'embedded'")
+    if kind not in _OWN:
+        raise ConfigError(f"--engine {kind!r}: must be {' or '.join(map(repr, _OWN))}")
+    write_model, options = _OWN[kind]
+    write_model(folder)
     engine = {"kind": kind, "options": options}
     server = {"model_path": str(folder), "groups": {"main": {"num_engines": 2, "engine": engine}}}
     return RolloutConfig.from_dict({"run_id": run_id, "servers": {"policy": server}})

@@ -8,9 +8,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,14 +17,14 @@ from typing import Annotated
 import typer
 
 import engines.embedded
-from engines.kinds import kind_of
-from engines.launch import EngineSpec, LocalLauncher
-from engines.process.cached_environment import CachedEnvironment, run
+from engines import launch
+from engines.process.cached_environment import CachedEnvironment, recipe_of, run
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineError
+from engines.protocol.kind import Kind
 from engines.protocol.plain_text import size_text
-from engines.protocol.spec import Invocation
+from engines.protocol.spec import EngineSpec
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; progress is on stderr.")]
 Model = Annotated[str, typer.Argument(help="Directory of a checkpoint, or its hub name.")]
@@ -33,75 +32,85 @@ Port = Annotated[int, typer.Option(help="Port to listen on.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Cpus = Annotated[int, typer.Option(help="Cores to use.")]
 MemorySaver = Annotated[bool, typer.Option(help="Let it release its memory.")]
-TAKES_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Of a command that passes on what follows ``--``."""
 _PROMPT = tuple(b"Once upon a time")
 _GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 _RELEASED = (MemoryTag.KV_CACHE, MemoryTag.WEIGHTS)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One such engine.
-
-    Attributes:
-        python: its name as ``EngineSpec.python``, and as a command.
-        make: its environment.
-        invocation: how it is started.
-    """
-
-    kind: str
-    python: str
-    make: Callable[[], CachedEnvironment]
-    invocation: Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
+def commands_of(kind: Kind) -> typer.Typer:
+    """``install``, ``path``, ``smoke`` and ``serve`` of a kind, in its cached interpreter."""
+    app = typer.Typer(help=f"Real {kind.title} without a GPU.", no_args_is_help=True)
 
     @contextmanager
-    def reported_errors(self) -> Iterator[None]:
+    def reported_errors() -> Iterator[None]:
         """An expected failure is one message and status 1."""
         try:
             yield
         except (EngineError, ValueError, OSError) as error:
-            typer.echo(f"rollout {self.python}: {error}", err=True)
+            typer.echo(f"rollout {kind.cpu_python}: {error}", err=True)
             raise typer.Exit(1) from None
-
-    def serve(self, spec: EngineSpec, endpoint: Endpoint, more: Sequence[str]) -> None:
-        """Become the engine; returns only where it cannot be started."""
-        with self.reported_errors():
-            self.make().make(typer.echo)
-            # The engine would load for half a minute first.
-            reserve_port(endpoint.host, endpoint.port).release()
-            start = self.invocation(spec, endpoint, os.environ)
-            sys.stdout.flush()
-            os.execve(start.command[0], [*start.command, *more], dict(start.env))
-
-
-def add_commands(app: typer.Typer, trial: Trial) -> None:
-    """Add ``install``, ``path`` and ``smoke``."""
 
     @app.command()
     def install(as_json: AsJson = False) -> None:
         """Make the environment it runs in, once: 2 GB in the user's cache folder."""
-        with trial.reported_errors():
-            made = trial.make().make(partial(typer.echo, err=as_json))
+        with reported_errors():
+            made = _environment(kind).make(partial(typer.echo, err=as_json))
             typer.echo(json.dumps({"python": str(made)}) if as_json else made)
 
     @app.command()
     def path(as_json: AsJson = False) -> None:
         """Print the interpreter of that environment."""
-        with trial.reported_errors():
-            found = trial.make().require()
+        with reported_errors():
+            found = _environment(kind).require()
             typer.echo(json.dumps({"python": str(found)}) if as_json else found)
 
     @app.command()
     def smoke(as_json: AsJson = False) -> None:
         """Install it if needed, start a tiny model, run one step of training on it."""
         report = partial(typer.echo, err=as_json)
-        with trial.reported_errors():
-            python = trial.make().make(report)
-            with tempfile.TemporaryDirectory(prefix=f"{trial.python}-smoke-") as folder:
-                seen = asyncio.run(smoke_test(trial, python, Path(folder), report))
+        with reported_errors():
+            python = _environment(kind).make(report)
+            with tempfile.TemporaryDirectory(prefix=f"{kind.cpu_python}-smoke-") as folder:
+                seen = asyncio.run(smoke_test(kind, python, Path(folder), report))
         if as_json:
             typer.echo(json.dumps(seen))
+
+    @app.command(
+        help=f"Serve MODEL until Ctrl-C; what follows ``--`` goes to {kind.title} as it is.",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def serve(
+        context: typer.Context,
+        model: Model,
+        port: Port = 30000,
+        host: Host = "127.0.0.1",
+        cpus: Cpus = 1,
+        memory_saver: MemorySaver = True,
+    ) -> None:
+        with reported_errors():
+            _environment(kind).make(typer.echo)
+            # The engine would load for half a minute first.
+            reserve_port(host, port).release()
+            spec = EngineSpec(
+                engine_id="cpu-0",
+                kind=kind.name,
+                model_path=model,
+                log_path="",
+                num_cpus=cpus,
+                memory_saver=memory_saver,
+                python=kind.cpu_python,
+            )
+            start = launch.invocation(spec, Endpoint(host, port), os.environ)
+            sys.stdout.flush()
+            os.execve(start.command[0], [*start.command, *context.args], dict(start.env))
+
+    return app
+
+
+def _environment(kind: Kind) -> CachedEnvironment:
+    recipe = recipe_of(kind.cpu_python)
+    assert recipe is not None
+    return CachedEnvironment(recipe)
 
 
 def make_model(python: Path, path: Path, seed: int) -> Path:
@@ -114,7 +123,7 @@ def make_model(python: Path, path: Path, seed: int) -> Path:
 
 
 async def smoke_test(
-    trial: Trial, python: Path, folder: Path, report: Callable[[str], None]
+    kind: Kind, python: Path, folder: Path, report: Callable[[str], None]
 ) -> dict[str, float]:
     """Release the weights, load others, check that replies change; returns the measurements.
 
@@ -125,14 +134,14 @@ async def smoke_test(
     started = time.monotonic()
     spec = EngineSpec(
         engine_id="smoke-0",
-        kind=trial.kind,
+        kind=kind.name,
         model_path=str(first),
         log_path=str(folder / "engine.log"),
         options={"dtype": "float32"},
-        python=trial.python,
+        python=kind.cpu_python,
     )
-    running = await LocalLauncher().launch(spec)
-    client = kind_of(spec.kind).client(running.endpoint, engine_id=spec.engine_id)
+    running = await launch.LocalLauncher().launch(spec)
+    client = kind.client(running.endpoint, engine_id=spec.engine_id)
     try:
         ready_s = time.monotonic() - started
         report(f"ready after {ready_s:.0f} s")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.http.call import Deadlines
-from engines.kinds import kind_of
+from engines.kinds import KINDS, kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, ServerInfo
 from engines.protocol.features import read_features
@@ -137,7 +137,7 @@ class Starter:
 
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> EngineState:
         info, endpoints = await engine.server_info(), await engine.endpoints()
-        features = read_features(info, endpoints)
+        features = read_features(info, endpoints, KINDS.get(info.engine))
         why = why_incompatible(
             features,
             self._settings.group,
@@ -157,7 +157,6 @@ class Starter:
             engine=engine,
             has_session=features.has_weight_session,
             num_payloads=features.num_payloads,
-            takes_flat_broadcast=features.takes_flat_broadcast,
             why_no_groups=features.why_no_groups,
             why_no_handles=features.why_no_handles,
             weight_version=int(version) if version.isdigit() else None,
@@ -183,11 +182,12 @@ class Starter:
         return member
 
     async def _why_embeddings_outlive_pushes(self, engine: Engine, info: ServerInfo) -> str:
-        settings = self._settings
-        if not settings.group.engine.may_keep_embeddings:
+        settings, config = self._settings, self._settings.group.engine
+        if not config.may_keep_embeddings:
             return ""
         encoder = pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
-        return why_embeddings_outlive_pushes(await engine.model_info(), info, encoder)
+        model, variable = await engine.model_info(), config.of_kind.embedding_cache
+        return why_embeddings_outlive_pushes(model, info, encoder, variable)
 
     def _spec(self, slot: EngineSlot) -> EngineSpec:
         settings = self._settings
@@ -216,7 +216,7 @@ def configured_spec(
 ) -> EngineSpec:
     """The part of an engine's specification that settings decide alone."""
     config = group.engine
-    may_keep = config.of_kind.keeps_embeddings
+    may_keep = bool(config.of_kind.embedding_cache)
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,

@@ -26,7 +26,6 @@ class EngineState:
 
     Attributes:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
-        takes_flat_broadcast: it accepts many tensors flattened into one broadcast.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         update_group: name of its broadcast group; empty for none.
@@ -60,7 +59,6 @@ class EngineState:
     has_session: bool
     weight_version: int | None
     num_payloads: int = 1
-    takes_flat_broadcast: bool = False
     why_no_groups: str = ""
     why_no_handles: str = ""
     update_group: str = ""

@@ -156,8 +156,7 @@ def _target(member: EngineState) -> PushTarget:
         member.num_payloads,
         member.has_session,
         process_text(member.process.processes),
-        member.takes_flat_broadcast,
-        member.reports_groups,
+        reports_groups=member.reports_groups,
     )
 
 

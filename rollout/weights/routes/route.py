@@ -44,7 +44,7 @@ class PushTarget:
     payload_copies: int = 1
     has_session: bool = True
     process: str = ""
-    takes_flat: bool = False
+    takes_flat: bool = True
     reports_groups: bool = False
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.cpu.sglang.installation import Installation
+from engines.cpu.sglang.recipe import RECIPE
+from engines.process.cached_environment import CachedEnvironment
 from tests.support.real_policy import RealPolicy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -24,7 +25,7 @@ def test_sglangs_benchmark_runs_through_the_router(
     out = tmp_path / "figures.jsonl"
     # Lengths given in tokens of made-up ids: nothing is downloaded.
     command = [
-        *(str(Installation().require()), "-m", "sglang.benchmark.serving"),
+        *(str(CachedEnvironment(RECIPE).require()), "-m", "sglang.benchmark.serving"),
         *("--backend", backend, "--base-url", policy.handle.url),
         *("--dataset-name", "random-ids", "--tokenizer", str(policy.models[0])),
         *("--num-prompts", str(NUM_PROMPTS), "--random-input-len", "32"),

@@ -9,14 +9,14 @@ import os
 
 import pytest
 
-from engines.cpu.vllm.options import cpu_options
+from engines.cpu.vllm.recipe import RECIPE
 from tests.support.offload_load import offload_under_load
 from tests.support.real_policy import RealPolicy
 
 FEW_CYCLES = 5
 MANY_CYCLES = int(os.environ.get("ROLLOUT_VLLM_CYCLES", "200"))
 # The KV caches of both engines, but for what was never written since.
-FREED_BYTES = 2 * cpu_options()["kv-cache-memory-bytes"] * 3 // 4
+FREED_BYTES = 2 * RECIPE.engine_options["kv-cache-memory-bytes"] * 3 // 4
 
 pytestmark = [pytest.mark.vllm]
 

@@ -19,9 +19,8 @@ from engines.http import sglang_json
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
-from engines.protocol.features import read_features
 from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
-from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench
+from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, features_of
 from tests.support.kinds import not_for
 from tests.support.toy_kind import TOY
 
@@ -587,7 +586,7 @@ async def test_tags_come_and_go_one_by_one(bench: Bench) -> None:
 
 async def test_an_engine_says_what_it_is(bench: Bench) -> None:
     info = await bench.engine.server_info()
-    found = read_features(info, await bench.engine.endpoints())
+    found = await features_of(bench.engine)
     assert info.engine == (bench.face or bench.kind)
     assert found.undrivable == ""
     assert found.has_weight_session

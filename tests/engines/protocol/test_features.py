@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from engines.http.sglang_json import read_server_info
+from engines.kinds import KINDS
 from engines.protocol import WorkerType
-from engines.protocol.features import _NEEDED, Features, read_features
+from engines.protocol.features import Features, read_features
+from engines.sglang.features import NEEDED
 
-WITH_SESSION = _NEEDED | {"/begin_weight_update"}
+WITH_SESSION = NEEDED | {"/begin_weight_update"}
 
 
 def features(paths: frozenset[str] = WITH_SESSION, **info: Any) -> Features:
-    return read_features(read_server_info({"version": "0.5.23", **info}), paths)
+    read = read_server_info({"version": "0.5.23", **info})
+    return read_features(read, paths, KINDS.get(read.engine))
 
 
 def test_todays_sglang_is_driven_with_all_it_has() -> None:
@@ -29,7 +32,7 @@ def test_todays_sglang_is_driven_with_all_it_has() -> None:
 
 
 def test_0_5_20_has_no_session_and_is_not_safe_to_retract() -> None:
-    found = features(_NEEDED, version="0.5.20.post1")
+    found = features(NEEDED, version="0.5.20.post1")
     assert not found.undrivable
     assert not found.has_weight_session
     assert not found.is_retract_safe
@@ -78,6 +81,10 @@ def test_the_embedded_engine_is_of_this_package_and_needs_no_version() -> None:
     assert not found.undrivable
     assert found.has_weight_session
     assert found.is_retract_safe
+
+
+def test_an_engine_of_no_known_kind_cannot_be_driven() -> None:
+    assert "engine 'toy' is of no known kind" in features(engine="toy").undrivable
 
 
 def sglang_info(num_states: int = 1, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import rollout
 from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineNotReady, EngineRejected
-from engines.protocol.features import read_features
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from rollout.weights.routes.cuda_ipc import ByHandles
@@ -23,7 +22,16 @@ from rollout.weights.routes.route import EngineRoute
 from rollout.weights.tensors.payload import flattened_bucket
 from tests.engines.attached_config import config
 from tests.engines.embedded.reference import greedy
-from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, Bench, Models, client, payload
+from tests.support.contract import (
+    CPU_OPTIONS,
+    GREEDY,
+    PROMPT,
+    Bench,
+    Models,
+    client,
+    features_of,
+    payload,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -60,8 +68,7 @@ async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
     """So it is refused for a group that offloads, attached or not, and let in otherwise."""
     wanted = spec(contract_models, tmp_path, memory_saver=False)
     async with launched(wanted, contract_models) as bench:
-        info = await bench.engine.server_info()
-        assert not read_features(info, await bench.engine.endpoints()).has_memory_saver
+        assert not (await features_of(bench.engine)).has_memory_saver
         before = await bench.running.resident_bytes()
         await bench.engine.pause_generation(PauseMode.ABORT)
         await bench.release(KV, W)
@@ -115,7 +122,7 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
     engine = client(leader.endpoint, "wide-0")
     try:
         bench = Bench("sglang", engine, leader, contract_models)
-        found = read_features(await engine.server_info(), await engine.endpoints())
+        found = await features_of(engine)
         assert found.num_payloads == 2
         assert len(await bench.greedy()) == 8
         await engine.begin_weight_update()
@@ -137,7 +144,7 @@ async def test_replicas_take_weights_from_disk_only_and_one_answers_a_flush_for_
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     wanted = spec(contract_models, tmp_path, options={"dp": 2}, env=env)
     async with launched(wanted, contract_models) as bench:
-        found = read_features(await bench.engine.server_info(), await bench.engine.endpoints())
+        found = await features_of(bench.engine)
         assert not found.takes_tensors
         before = await bench.greedy()
         await bench.engine.begin_weight_update()

@@ -15,10 +15,10 @@ from engines.fake.engine.fake_weights import DEFAULT_TENSORS, write_checkpoint
 from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
-from engines.protocol.features import read_features
 from engines.vllm import vllm_json
 from engines.vllm.client import VllmClient
 from engines.vllm.update_info import update_info
+from tests.support.contract import features_of
 from tests.support.vllm_face import admitted, generating
 
 W, KV, GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
@@ -272,14 +272,14 @@ async def test_a_server_that_lacks_what_is_needed_is_refused(
     settings: dict[str, Any], advice: str
 ) -> None:
     client = connect_in_memory(FakeVllm(**settings))
-    found = read_features(await client.server_info(), await client.endpoints())
+    found = await features_of(client)
     assert advice in found.undrivable
 
 
 async def test_a_server_of_a_known_version_is_driven() -> None:
     for version in ("0.27.0", "0.32.0+cpu", "0.33.1"):
         client = connect_in_memory(FakeVllm(version=version))
-        found = read_features(await client.server_info(), await client.endpoints())
+        found = await features_of(client)
         assert found.undrivable == ""
         assert found.has_weight_session
         assert found.num_payloads == 1
@@ -331,10 +331,10 @@ class OfEarlierPlugin(FakeVllm):
 
 async def test_a_server_without_the_plugin_or_with_an_earlier_one_says_so() -> None:
     client = connect_in_memory(FakeVllm(has_plugin=False))
-    found = read_features(await client.server_info(), await client.endpoints())
+    found = await features_of(client)
     assert "without the plugin" in found.why_no_groups
     client = connect_in_memory(OfEarlierPlugin())
-    found = read_features(await client.server_info(), await client.endpoints())
+    found = await features_of(client)
     assert "or with an earlier one" in found.why_no_groups
 
 

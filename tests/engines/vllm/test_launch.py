@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.vllm.options import cpu_environment
+from engines.cpu.vllm.recipe import RECIPE
 from engines.launch import LocalLauncher, check_spec, start_settings
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.errors import EngineNotReady
@@ -78,10 +78,10 @@ def test_options_travel_in_vllms_names_and_replace_ours() -> None:
 
 def test_threads_of_vllm_on_a_cpu_are_the_cores_of_its_engine() -> None:
     """By default as many as the machine has, which is slow beside other processes."""
-    assert cpu_environment(3)["OMP_NUM_THREADS"] == "3"
-    assert build_environment(SPEC, {}, cpu=cpu_environment(1))["OMP_NUM_THREADS"] == "1"
+    assert RECIPE.engine_variables(3)["OMP_NUM_THREADS"] == "3"
+    assert build_environment(SPEC, {}, cpu=RECIPE.engine_variables(1))["OMP_NUM_THREADS"] == "1"
     ours = replace(SPEC, env={"OMP_NUM_THREADS": "7"})
-    assert build_environment(ours, {}, cpu=cpu_environment(1))["OMP_NUM_THREADS"] == "7"
+    assert build_environment(ours, {}, cpu=RECIPE.engine_variables(1))["OMP_NUM_THREADS"] == "7"
 
 
 def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> None:

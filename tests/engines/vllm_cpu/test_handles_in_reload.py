@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.cpu.vllm.installation import Installation
+from engines.cpu.vllm.recipe import RECIPE
+from engines.process.cached_environment import CachedEnvironment
 from engines.vllm.update_info import update_info
 from rollout.weights.tensors.payload import around_handle, ipc_handle
 from tests.support.cuda_double import CudaDouble
@@ -66,7 +67,7 @@ def found() -> dict[str, Any]:
         double.use(1)
         given = json.dumps({"uuids": UUIDS, "pushes": pushes()})
     done = subprocess.run(
-        [str(Installation().python), "-m", "tests.support.vllm_reload"],
+        [str(CachedEnvironment(RECIPE).python), "-m", "tests.support.vllm_reload"],
         input=given,
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engines.cpu.vllm.options import cpu_options
+from engines.cpu.vllm.recipe import RECIPE
 from engines.embedded.tiny_model import make_tiny_model
 from rollout.router.transcripts.openai import OpenAITranscript, read_openai
 from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
@@ -34,7 +34,7 @@ from tests.support.real_vllm import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-KV_BYTES = cpu_options()["kv-cache-memory-bytes"]
+KV_BYTES = RECIPE.engine_options["kv-cache-memory-bytes"]
 # The model has 9.6 MB of weights; what else the processes take meanwhile is less than the rest.
 WEIGHT_BYTES = 8 << 20
 

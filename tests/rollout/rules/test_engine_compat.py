@@ -26,7 +26,6 @@ GOOD = Features(
     has_weights_cpu_backup=True,
     num_payloads=1,
     takes_tensors=True,
-    takes_flat_broadcast=True,
     streams_are_cumulative=True,
     moves_experts=False,
     undrivable="",
@@ -171,6 +170,7 @@ def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused
         ModelInfo("/m", "0", model),
         ServerInfo("0.5.23", "sglang", True, False, raw=info),
         encoder,
+        "SGLANG_VLM_CACHE_SIZE_MB",
     )
     assert bool(said) is bool(kinds)
     assert kinds in said

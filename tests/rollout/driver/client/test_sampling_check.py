@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.sglang.installation import Installation
+from engines.cpu.sglang.recipe import RECIPE
 from engines.embedded.core.errors import Invalid
 from engines.embedded.generation.sampling_params import parse
+from engines.process.cached_environment import CachedEnvironment
 from engines.protocol import SamplingParams
 from rollout.core.errors import ConfigError
 from rollout.driver.client.sampling_check import check_sampling
@@ -102,7 +103,7 @@ LEFT_OUT = {"beam_width", "watermark", "stream_interval"}
 @pytest.mark.sglang
 def test_the_installed_sglang_has_no_other_parameter() -> None:
     """By its source: an import of it takes a minute."""
-    site = Installation().require().parents[1] / "lib"
+    site = CachedEnvironment(RECIPE).require().parents[1] / "lib"
     (source,) = site.glob("python3*/site-packages/sglang/srt/sampling/sampling_params.py")
     (found,) = [
         node

@@ -1,0 +1,66 @@
+"""What depends on the version of an SGLang server.
+
+Plain functions over its replies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+OLDEST, BELOW = (0, 5, 20), (0, 6)
+"""SGLang versions that can be driven: from the first on, up to and without the second.
+
+0.5.20 is the oldest whose endpoints were looked at and are all there; older ones lack ``/ready``.
+"""
+_RETRACT_SAFE = (0, 5, 21)
+NEEDED = frozenset(
+    {
+        "/ready",
+        "/generate",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/abort_request",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/update_weights_from_tensor",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/model_info",
+    }
+)
+"""Endpoints without which one cannot be driven."""
+
+
+def is_retract_safe(version: str) -> bool:
+    """Whether it may be flushed and released while requests are retracted."""
+    return (_parse(version) or (0,)) >= _RETRACT_SAFE
+
+
+def why_undrivable(version: str, paths: Set[str]) -> str:
+    """Why this library cannot drive the server; empty if it can.
+
+    Args:
+        paths: endpoints it serves.
+    """
+    parsed = _parse(version)
+    ours = f"SGLang {_text(OLDEST)} and later, below {_text(BELOW)}"
+    if parsed is None:
+        return f"SGLang {version!r} is not a known version; this drives {ours}"
+    if not OLDEST <= parsed < BELOW:
+        return f"SGLang {version} cannot be driven; this drives {ours}"
+    if missing := sorted(NEEDED - paths):
+        return f"SGLang {version} here lacks {', '.join(missing)}; this drives {ours}"
+    return ""
+
+
+def _parse(version: str) -> tuple[int, ...] | None:
+    """``0.5.23.post1`` counts as 0.5.23; a build without a number is none."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in found.groups()) if found else None
+    return numbers if numbers and any(numbers) else None
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
