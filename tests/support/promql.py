@@ -9,7 +9,7 @@ from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
 from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-# Of every sample: ``server`` is added by the page, the others by Prometheus.
+# Of every sample: the page or its list of targets adds ``server``, Prometheus the others.
 ALWAYS = {"server", "job", "instance"}
 
 # Name of a series -> the labels it has.

@@ -1,68 +1,77 @@
-"""The endpoint that Prometheus scrapes: the metrics of the server, of its router and its engines.
+"""What Prometheus scrapes: the metrics of the server, and unchanged those of router and engines.
 
-Always true: a target that does not answer in time is left out; each is requested once.
+Always true: each scrape requests one target; Prometheus adds the labels, so no text is parsed here.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping
+from typing import Any
 
 import aiohttp
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from rollout.observability.page.merged_metrics import merge_metrics
+from rollout.core.types import ServerStatus
+from rollout.observability.page.access import error_response
 from rollout.observability.page.outgoing_http import get, outgoing_session
 from rollout.observability.page.prometheus import render_metrics
-from rollout.observability.page.state_cache import StateCache
+from rollout.observability.page.state_cache import IDLE_S, StateCache
 
 _TIMEOUT_S = 4.0
-_AT_ONCE = 64
 _MAX_BYTES = 16 << 20
-
-# URL of a metrics page, the bearer key for it ("" for none), labels for all its samples.
-_Target = tuple[str, str, Mapping[str, str]]
 
 
 def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
-    """The route ``/metrics``; ``router_key`` is the bearer key for the router's metrics."""
+    """The routes below ``/metrics``; ``router_key`` is the bearer key for the router's metrics."""
     routes = APIRouter()
 
     @routes.get("/metrics")
-    async def metrics(engines: bool = True) -> Response:
-        """All metrics of server, driver, store, router and, unless ``engines=0``, engines."""
+    async def metrics() -> Response:
+        """The metrics of server, driver and store."""
         await cache.refresh()
-        now = cache.snapshot()
-        server = {"server": now.get("server", "")}
-        targets: list[_Target] = []
-        if now.get("router_url"):
-            targets.append((f"{now['router_url']}/metrics", router_key, server))
-        if engines:
-            targets += [
-                (f"{engine['url']}/metrics", "", server | {"engine": engine["engine_id"]})
-                for engine in now.get("engines", ())
-                if engine["state"] != "fenced"
-            ]
-        pages = [(server, render_metrics(cache.counters, now)), *await _scrape(targets)]
-        return Response(merge_metrics(pages), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return _text(render_metrics(cache.counters, cache.snapshot()))
+
+    @routes.get("/metrics/targets")
+    async def targets(request: Request) -> list[dict[str, Any]]:
+        """All targets for Prometheus' ``http_sd_configs``, at the address of this page."""
+        await cache.refresh()
+        status = cache.status
+        found = [{"__metrics_path__": "/metrics", "instance": request.url.netloc}]
+        if status is not None:
+            for name in _urls(status):
+                labels = {"server": status.name, "instance": f"{status.name}/{name}"}
+                if name != "router":
+                    labels["engine"] = name.removeprefix("engines/")
+                found.append({"__metrics_path__": f"/metrics/{name}", **labels})
+        return [{"targets": [request.url.netloc], "labels": labels} for labels in found]
+
+    @routes.get("/metrics/{name:path}")
+    async def metrics_of(name: str) -> Response:
+        """The metrics of the router, or of one engine."""
+        await cache.refresh(IDLE_S)
+        url = _urls(cache.status).get(name) if cache.status else None
+        if url is None:
+            return error_response(404, "not_found", f"no target {name}: see /metrics/targets")
+        try:
+            async with outgoing_session(_TIMEOUT_S) as session:
+                key = router_key if name == "router" else ""
+                raw = await get(session, f"{url}/metrics", key=key, max_bytes=_MAX_BYTES)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return error_response(502, "no_metrics", f"{name} has no metrics: {error}")
+        return _text(raw)
 
     return routes
 
 
-async def _scrape(targets: Iterable[_Target]) -> list[tuple[Mapping[str, str], str]]:
-    """The labels and text of each target that answers."""
-    limit = asyncio.Semaphore(_AT_ONCE)
-    async with outgoing_session(_TIMEOUT_S) as session:
+def _urls(status: ServerStatus) -> dict[str, str]:
+    """The URL of the router, and of each engine that is not fenced."""
+    router = {"router": status.router_url} if status.router_url else {}
+    return router | {
+        f"engines/{engine.engine_id}": engine.endpoint.url
+        for group in status.groups
+        for engine in group.engines
+        if engine.state != "fenced"
+    }
 
-        async def fetch(
-            url: str, key: str, labels: Mapping[str, str]
-        ) -> tuple[Mapping[str, str], str] | None:
-            try:
-                async with limit:
-                    raw = await get(session, url, key=key, max_bytes=_MAX_BYTES)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-                return None
-            return labels, raw.decode(errors="replace")
 
-        pages = await asyncio.gather(*(fetch(*target) for target in targets))
-    return [page for page in pages if page is not None]
+def _text(metrics: str | bytes) -> Response:
+    return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")

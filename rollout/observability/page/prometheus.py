@@ -185,18 +185,20 @@ class _ServerCollector(Collector):
             },
         }
         self._values = counters.counters | _gauges(snapshot)
+        self._server = snapshot.get("server", "")
 
     def collect(self) -> Iterable[Metric]:
         for name, (kind, labels, text) in METRICS.items():
-            family = _FAMILIES[kind](name, text, labels=labels)
+            family = _FAMILIES[kind](name, text, labels=("server", *labels))
             if kind == "histogram":
                 for label, (buckets, total) in self._histograms[name].items():
-                    family.add_metric([label], buckets, total)
+                    family.add_metric([self._server, label], buckets, total)
             else:
                 for of_labels, value in self._values[name].items():
                     if value is not None:
-                        family.add_metric(of_labels, float(value))
-            yield family
+                        family.add_metric((self._server, *of_labels), float(value))
+            if family.samples:
+                yield family
 
 
 def render_metrics(counters: MetricCounters, snapshot: Mapping[str, Any]) -> str:

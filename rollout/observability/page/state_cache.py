@@ -176,6 +176,11 @@ class StateCache:
         ]
         return state
 
+    @property
+    def status(self) -> ServerStatus | None:
+        """The last status of the server; None before the first."""
+        return self._last.status if self._last is not None else None
+
     def engine_ids(self) -> list[str]:
         """The engines of the last state."""
         groups = self._last.status.groups if self._last is not None else ()

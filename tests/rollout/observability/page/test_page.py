@@ -24,8 +24,8 @@ from tests.support.paged import page_of, step, until
 from tests.support.served_fakes import engines_of, launched
 
 
-def samples(page: httpx.Client, query: str = "") -> dict[str, list]:
-    response = page.get(f"/metrics{query}").raise_for_status()
+def samples(page: httpx.Client, of: str = "") -> dict[str, list]:
+    response = page.get(f"/metrics{of}").raise_for_status()
     assert response.headers["content-type"].startswith("text/plain")
     return {family.name: family.samples for family in text_string_to_metric_families(response.text)}
 
@@ -147,7 +147,7 @@ def test_malformed_figures_are_refused(deployment: DeploymentHandle, wrong: obje
     assert answer.status_code == 400
 
 
-def test_metrics_of_server_router_and_engines_are_one_page(
+def test_the_metrics_of_the_server_are_those_of_the_table(
     page: httpx.Client, deployment: DeploymentHandle
 ) -> None:
     version = deployment["policy"].status().result(30).weight_version + 1
@@ -166,9 +166,33 @@ def test_metrics_of_server_router_and_engines_are_one_page(
     }
     assert counts["release"] >= 1
     assert any(sample.value > 0 for sample in exported["rollout_freed_bytes"])
-    assert exported["router_held"][0].labels == {"server": "policy"}
-    ours = {name for name in exported if name.startswith("rollout_")}
-    assert ours <= set(METRICS)
+    assert set(exported) <= set(METRICS)
+
+
+def test_prometheus_is_told_of_the_server_its_router_and_its_engines(page: httpx.Client) -> None:
+    here = f"{page.base_url.host}:{page.base_url.port}"
+    targets = page.get("/metrics/targets").raise_for_status().json()
+    assert {tuple(one["targets"]) for one in targets} == {(here,)}
+    found = {one["labels"].pop("__metrics_path__"): one["labels"] for one in targets}
+    assert set(found) == {
+        *("/metrics", "/metrics/router", "/metrics/engines/apart-0"),
+        *("/metrics/engines/shared-0", "/metrics/engines/shared-1"),
+    }
+    assert found["/metrics/router"] == {"server": "policy", "instance": "policy/router"}
+    assert found["/metrics/engines/apart-0"]["engine"] == "apart-0"
+    assert len({labels["instance"] for labels in found.values()}) == len(found)
+
+
+def test_the_metrics_of_the_router_are_passed_on(page: httpx.Client) -> None:
+    assert samples(page, "/router")["router_held"][0].labels == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("engines/shared-0", 502), ("engines/other", 404), ("other", 404)]
+)
+def test_a_target_without_metrics_is_down(page: httpx.Client, name: str, status: int) -> None:
+    response = page.get(f"/metrics/{name}")  # fake engines have none
+    assert (response.status_code, name in response.json()["error"]["message"]) == (status, True)
 
 
 def test_a_stuck_phase_is_seen_while_it_is_stuck(
@@ -314,7 +338,7 @@ def test_the_memory_of_gpus_is_in_state_metrics_and_table(
         deployment["policy"].give_memory().result(30)
         with page_of(deployment.config) as page:
             now = page.get("/api/state?fresh=1").json()
-            metrics = samples(page, "?fresh=1")
+            metrics = samples(page)
     (engine,) = now["engines"]
     held = {"used_bytes": 0, "total_bytes": 6_000, "busy_percent": None}
     assert engine["gpus"] == [{"uuid": "GPU-4", **held}, {"uuid": "GPU-5", **held}]

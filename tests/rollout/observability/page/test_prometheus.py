@@ -77,14 +77,14 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(
 def prometheus(
     page: httpx.Client, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """One that scrapes the page each second and watches the alerts."""
+    """One that scrapes the targets of the page each second and watches the alerts."""
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "alerts.yaml").write_text((MONITORING / "alerts.yaml").read_text())
-    target = {"targets": [f"{page.base_url.host}:{page.base_url.port}"]}
+    targets = [{"url": str(page.base_url.join("/metrics/targets"))}]
     settings = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["alerts.yaml"],
-        "scrape_configs": [{"job_name": "rollout", "static_configs": [target]}],
+        "scrape_configs": [{"job_name": "rollout", "http_sd_configs": targets}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
     with reserve_port("127.0.0.1") as port:
@@ -161,6 +161,8 @@ def test_a_phase_that_hangs_is_seen_and_nothing_is_wrong_with_the_rules(
         engines["shared-1"].open("pause_generation")
         pending.result(30)
         policy.phases.continue_generation().result(30)
+    scraped = 'up{server="policy", engine="shared-1"}'
+    until(partial(query_prometheus, prometheus, scraped), "each engine is a target")
     groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["health"] for rule in rules} == {"ok"}, rules
