@@ -111,7 +111,6 @@ PURE = (
     "rollout.driver.stream.options",
     "rollout.driver.stream.step_metrics",
     "rollout.driver.stream.work_queue",
-    "rollout.observability.svg_charts",
     "rollout.observability.timeline.analysis",
     "rollout.observability.timeline.export",
     "rollout.router.sessions.alignment",

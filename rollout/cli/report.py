@@ -1,12 +1,14 @@
-"""``rollout report``: a run folder as one self-contained HTML file."""
+"""``rollout report``: a run folder as one self-contained HTML file, with the charts of the page."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +24,6 @@ from rollout.cli.lib.launch_option import (
 )
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
 from rollout.core.errors import ConfigError
-from rollout.observability import svg_charts
 from rollout.observability.recorded_figures import read_figures
 from rollout.observability.timeline.analysis import Step, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
@@ -31,18 +32,20 @@ from rollout.observability.timeline.span_file import read_spans
 _MAX_FAILURES = 200
 _LAG = "rollout/version_lag/"
 _EVAL = re.compile(r"eval/[^/]*")
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; }
-svg { width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
-svg .title { font-size: 13px; font-weight: 600; } .grid { stroke: currentColor; opacity: .15; }
-figure { margin: 1.2rem 0; } figcaption span { margin-right: 1em; font-size: 12px; }
-figcaption i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; padding: .25rem .6rem; }
-th, td { border-bottom: 1px solid #8884; vertical-align: top; }
+_STATIC = files("rollout.observability.page") / "static"
+_MODULES = ("elements.js", "charts.js")
+# Nothing is loaded: the file can be sent to others, and opened without a network.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+_DRAW = """
+const draw = ({ title, lines, entries }) => (lines ? curve(title, lines) : bars(title, entries));
+const charts = JSON.parse(document.getElementById("data").textContent).map(draw);
+const show = () => place(document.getElementById("charts"), charts);
+addEventListener("resize", show);
+show();
 """
+
+# As the page's ``charts.js`` takes it: a title, and ``lines`` or ``entries`` of bars.
+_Chart = dict[str, Any]
 
 
 def report(
@@ -94,81 +97,116 @@ def render_report(
     title: str, totals: str, figures: list[dict[str, Any]], spans: list[Span], found: list[Step]
 ) -> str:
     """The report as HTML."""
-    rollouts = [entry for entry in figures if "rollout/reward/mean" in entry["metrics"]]
-    evals = [
-        entry for entry in figures if any(name.startswith("eval/") for name in entry["metrics"])
+    charts = _charts(figures, found)
+    missing = [
+        chart["title"] for chart in charts if not (chart.get("lines") or chart.get("entries"))
     ]
-    names = sorted({name for entry in evals for name in entry["metrics"] if _EVAL.fullmatch(name)})
-    numbers = list(range(1, len(found) + 1))
-    phases = list(dict.fromkeys(name for step in found for name in step.phase_s))
+    drawn = [chart for chart in charts if chart["title"] not in missing]
     parts = [
-        _curves(
-            "Reward, by step",
-            rollouts,
-            {"mean": "rollout/reward/mean", "best": "rollout/reward/max"},
-        ),
-        _curves("Evaluations, by step", evals, {name: name for name in names}) if names else "",
-        _curves(
-            "Tokens per second during the rollout, by step",
-            rollouts,
-            {"tokens per second": "rollout/tokens_per_s"},
-        ),
-        svg_charts.stacked(
-            "Seconds of each phase, by step",
-            numbers,
-            {name: [step.phase_s.get(name, 0.0) for step in found] for name in phases},
-        ),
-        svg_charts.lines(
-            "Seconds lost at the boundary, and seconds of the trainer, by step",
-            numbers,
-            {
-                "lost": [step.lost_s for step in found],
-                "trainer": [step.trainer_s for step in found],
-            },
-        ),
-        _lengths(rollouts),
-        _lag(rollouts),
+        f"<p>No data was recorded: {escape('; '.join(missing))}.</p>" if missing else "",
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
         "<h2>Memory of the engines at their last release</h2>" + _memory(spans),
         "<h2>Failures and recovery</h2>" + _failure_table(spans),
     ]
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(span.start_s for span in spans)))
+    data = json.dumps(drawn, ensure_ascii=False).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style><h1>{escape(title)}</h1>"
-        f"<p>Began {began}; {totals}.</p>{''.join(parts)}</html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<style>{(_STATIC / 'page.css').read_text()}</style><main><h1>{escape(title)}</h1>"
+        f'<p>Began {began}; {totals}.</p><div id="charts" class="charts"></div>{"".join(parts)}'
+        f'</main><script type="application/json" id="data">{data}</script>'
+        f'<script type="module">{_script()}</script></html>\n'
     )
 
 
-def _curves(title: str, figures: list[dict[str, Any]], names: Mapping[str, str]) -> str:
-    """One line for each of ``names`` (shown name -> key of the figure)."""
-    return svg_charts.lines(
-        title,
-        [entry["step"] for entry in figures],
-        {name: [entry["metrics"].get(key) for entry in figures] for name, key in names.items()},
+def _script() -> str:
+    """The modules as one, because a file cannot import another one without a server."""
+    code = "".join((_STATIC / name).read_text() for name in _MODULES)
+    return re.sub(r"^import .*|^export ", "", code, flags=re.MULTILINE) + _DRAW
+
+
+def _charts(figures: list[dict[str, Any]], found: list[Step]) -> list[_Chart]:
+    rollouts = [entry for entry in figures if "rollout/reward/mean" in entry["metrics"]]
+    evals = sorted(
+        {name for entry in figures for name in entry["metrics"] if _EVAL.fullmatch(name)}
     )
+    phases = list(dict.fromkeys(name for step in found for name in step.phase_s))
+    charts = [
+        _curves(
+            "Reward, by step",
+            rollouts,
+            {"mean": "rollout/reward/mean", "best": "rollout/reward/max"},
+        ),
+        _curves("Evaluations, by step", figures, {name: name for name in evals}),
+        _curves(
+            "Tokens per second during the rollout, by step",
+            rollouts,
+            {"tokens per second": "rollout/tokens_per_s"},
+        ),
+        _by_step("Seconds of each phase, by step", [step.phase_s for step in found], phases),
+        _by_step(
+            "Seconds lost at the boundary, and seconds of the trainer, by step",
+            [{"lost": step.lost_s, "trainer": step.trainer_s} for step in found],
+            ["lost", "trainer"],
+        ),
+        _bars(
+            "Output lengths: number of samples with at most this many tokens",
+            _lengths(rollouts),
+            "≤ {}",
+        ),
+        _bars(
+            "Version lag: number of samples whose oldest token is this many versions behind",
+            _lag(rollouts),
+        ),
+    ]
+    return [chart for chart in charts if evals or not chart["title"].startswith("Evaluations")]
 
 
-def _lengths(figures: list[dict[str, Any]]) -> str:
+def _curves(title: str, figures: list[dict[str, Any]], names: Mapping[str, str]) -> _Chart:
+    """One line for each of ``names`` (shown name -> key of the figure) that has points."""
+    lines = {
+        name: [
+            [entry["step"], entry["metrics"][key]] for entry in figures if key in entry["metrics"]
+        ]
+        for name, key in names.items()
+    }
+    return _of_lines(title, lines)
+
+
+def _by_step(title: str, rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> _Chart:
+    lines = {
+        name: [[number, row.get(name, 0.0)] for number, row in enumerate(rows, 1)] for name in names
+    }
+    return _of_lines(title, lines)
+
+
+def _of_lines(title: str, lines: Mapping[str, list[list[float]]]) -> _Chart:
+    named = [{"name": name, "points": points} for name, points in lines.items() if points]
+    return {"title": title, "lines": named}
+
+
+def _bars(title: str, counts: Mapping[int, float], label: str = "{}") -> _Chart:
+    return {
+        "title": title,
+        "entries": [[label.format(bound), counts[bound]] for bound in sorted(counts)],
+    }
+
+
+def _lengths(figures: list[dict[str, Any]]) -> Counter[int]:
     total: Counter[int] = Counter()
     for entry in figures:
         total.update({int(bound): num for bound, num in entry.get("lengths", {}).items()})
-    return svg_charts.bars(
-        "Output lengths: number of samples with at most this many tokens",
-        {f"≤ {bound}": total[bound] for bound in sorted(total)},
-    )
+    return total
 
 
-def _lag(figures: list[dict[str, Any]]) -> str:
+def _lag(figures: list[dict[str, Any]]) -> Counter[int]:
     total: Counter[int] = Counter()
     for entry in figures:
         for name, num in entry["metrics"].items():
             if name.startswith(_LAG):
                 total[int(float(name.removeprefix(_LAG)))] += num
-    return svg_charts.bars(
-        "Version lag: number of samples whose oldest token is this many versions behind",
-        {str(lag): total[lag] for lag in sorted(total)},
-    )
+    return total
 
 
 def _slowest(spans: list[Span]) -> str:

@@ -40,9 +40,15 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def open_page(
-    browser: Any, url: str, *, width: int = 1400, height: int = 1000, scheme: str = "light"
+    browser: Any,
+    url: str,
+    *,
+    width: int = 1400,
+    height: int = 1000,
+    scheme: str = "light",
+    ready: str = "#link.live",
 ) -> Iterator[Any]:
-    """The page at ``url``, connected.
+    """The page at ``url``, once it has what matches ``ready``: it is connected.
 
     After the block, any error in its console fails, and any request to another host.
     """
@@ -55,14 +61,14 @@ def open_page(
     )
     page.on("request", lambda request: complaints.extend(_elsewhere(request.url)))
     page.goto(url)
-    page.wait_for_selector("#link.live")
+    page.wait_for_selector(ready)
     yield page
     page.close()
     assert complaints == []
 
 
 def _elsewhere(url: str) -> list[str]:
-    return [] if url.startswith(("http://127.0.0.1", "data:")) else [f"loads {url}"]
+    return [] if url.startswith(("http://127.0.0.1", "file://", "data:")) else [f"loads {url}"]
 
 
 def shot(page: Any, name: str) -> None:

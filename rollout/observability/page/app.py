@@ -34,7 +34,10 @@ _FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("page", "elements", "engines", "lanes", "curves", "reports", "log", "runs")
+        for name in (
+            *("page", "elements", "charts", "curves"),
+            *("engines", "lanes", "reports", "log", "runs"),
+        )
     },
 }
 _HEADERS = {

@@ -1,5 +1,6 @@
 // The servers of this run and of the other runs in its folder, side by side, and two runs' curves over one another.
-import { curve, place, RECORDED } from "./curves.js";
+import { curve, place } from "./charts.js";
+import { RECORDED } from "./curves.js";
 import { clock, find, load, make, pill, short, text } from "./elements.js";
 
 const EVERY_MS = 5000;

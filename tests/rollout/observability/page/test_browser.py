@@ -11,7 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from rollout.cli.main import app
+from rollout.config.run_dir import RunFolder
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
@@ -58,6 +61,29 @@ def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHa
     )
     assert drawn > 1000
     shot(opened, "two-groups")
+
+
+def test_the_report_of_a_run_has_the_same_charts(
+    browser: Any, deployment: DeploymentHandle, tmp_path: Path
+) -> None:
+    policy, out = deployment["policy"], tmp_path / "report.html"
+    version = policy.status().result(30).weight_version + 1
+    step(policy, version)
+    values = {"rollout/reward/mean": 0.5, "rollout/reward/max": 0.875}
+    figures = {"step": version, "metrics": values, "lengths": {"64": 3, "128": 1}}
+    httpx.post(f"{policy.url}/figures", json=figures).raise_for_status()
+
+    def is_whole() -> bool:
+        words = ["report", str(RunFolder.of(deployment.config).path), "-o", str(out)]
+        return CliRunner().invoke(app, words).exit_code == 0 and "0.875" in out.read_text()
+
+    until(is_whole, "the step is recorded")
+    with open_page(browser, out.as_uri(), ready="#charts figure polyline") as report:
+        captions = report.locator("#charts figcaption").all_inner_texts()
+        assert "0.875" in next(one for one in captions if one.startswith("Reward"))
+        assert any(one.startswith("Seconds of each phase") and "release" in one for one in captions)
+        assert report.locator("figure:has-text('Output lengths') rect").count() == 2
+        assert "Tokens per second" in text(report, "main > p:has-text('No data')")
 
 
 def test_a_chart_tells_the_value_under_the_pointer_and_its_text_is_not_stretched(
