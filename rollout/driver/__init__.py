@@ -1,7 +1,6 @@
 """From prompts to sample groups: what a training loop calls each step.
 
-Users import from here, from ``rollout.driver.rewards`` (ready-made rewards) and from
-``rollout.driver.trackers`` (metrics to TensorBoard, wandb, files).
+Users import from here, and from ``rollout.driver.rewards`` (ready-made rewards).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.client.session import Session
 from rollout.driver.data.parquet_dump import Replay, load_groups, save_groups
 from rollout.driver.data.prompt import Prompt
-from rollout.driver.data.prompt_data import PromptData, jsonl, parquet
+from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.driver import Driver, RolloutDriver
 from rollout.driver.evaluation import EvalDataset, EvalPlan, EvalResult
 from rollout.driver.stream.hooks import Hooks, drop_zero_std
@@ -45,11 +44,9 @@ __all__ = [
     "RolloutOptions",
     "Session",
     "drop_zero_std",
-    "jsonl",
     "load_groups",
     "packed",
     "padded",
-    "parquet",
     "save_groups",
     "train_data",
 ]

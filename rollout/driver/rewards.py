@@ -1,6 +1,6 @@
 """Common rewards: they compare a sample's text with the right answer in its metadata.
 
-Always true: these rewards are 0.0 or 1.0, or for ``f1`` between them.  If the metadata has no
+Always true: these rewards are 0.0 or 1.0.  If the metadata has no
 answer, the reward raises, so the sample counts as failed and not as wrong.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,27 +53,6 @@ def exact_match(key: str = "answer") -> Reward:
     return lambda sample: float(
         any(normalized(sample.text) == normalized(answer) for answer in _answers(sample, key))
     )
-
-
-def f1(key: str = "answer") -> Reward:
-    """Harmonic mean of precision and recall over words, for the best answer.
-
-    Args:
-        key: see ``exact_match``.
-
-    Raises:
-        ConfigError: ``key`` is no text.
-    """
-    check_kind("key", key, str, "a text")
-    return lambda sample: max(_f1(sample.text, answer) for answer in _answers(sample, key))
-
-
-def _f1(text: str, answer: str) -> float:
-    words, expected = normalized(text).split(), normalized(answer).split()
-    if not words or not expected:
-        return float(words == expected)
-    common = (Counter(words) & Counter(expected)).total()
-    return 2 * common / (len(words) + len(expected))
 
 
 def multiple_choice(key: str = "answer") -> Reward:

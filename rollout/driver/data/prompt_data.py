@@ -1,4 +1,4 @@
-"""Prompts from lists, JSONL, Parquet and Hugging Face datasets.
+"""Prompts from lists and from Hugging Face ``datasets``, which read JSONL, Parquet and more.
 
 Always true: one epoch gives every row once, in an order that depends only on seed and epoch.  A
 restored source continues at the next prompt, and rejects data of another length or seed.
@@ -6,15 +6,12 @@ restored source continues at the next prompt, and rejects data of another length
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from rollout.core.arguments import check_callable, check_kind, check_number, check_path, wrong
+from rollout.core.arguments import check_callable, check_kind, check_number, wrong
 from rollout.core.errors import ConfigError
-from rollout.core.optional_deps import optional_import
 from rollout.driver.data.prompt import Prompt
 
 Encode = Callable[[Any], Sequence[int]]
@@ -53,8 +50,8 @@ class PromptData:
     """Prompts of a data set, epoch by epoch.
 
     Args:
-        rows: mappings by number: a list, a ``datasets`` object, or what ``jsonl`` and
-            ``parquet`` open.
+        rows: mappings by number: a list, or a ``datasets.Dataset``, such as
+            ``datasets.load_dataset("json", data_files="prompts.jsonl", split="train")``.
         encode: turns the value of ``prompt_key`` (a text, a list of messages) into token ids; not
             needed if rows have ``prompt_ids`` or ``input_ids``.
         seed: of the order, which changes each epoch; None keeps the order of the rows.
@@ -210,88 +207,6 @@ class PromptData:
             return tuple(int(token_id) for token_id in value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key} of row {number} are not token ids: {error}") from None
-
-
-class JsonLines:
-    """Rows of a JSONL file.  Only their offsets are in memory."""
-
-    def __init__(self, path: Path | str) -> None:
-        check_path("path", path)
-        self._path = Path(path)
-        self._offsets: list[int] = []
-        offset = 0
-        try:
-            with self._path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        self._check(line, number)
-                        self._offsets.append(offset)
-                    offset += len(line)
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}", value=str(path)) from None
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int, /) -> Any:
-        with self._path.open("rb") as lines:
-            lines.seek(self._offsets[index])
-            return json.loads(lines.readline())
-
-    def _check(self, line: bytes, number: int) -> None:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{self._path}, line {number}: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{self._path}, line {number}: not a JSON object")
-
-
-def jsonl(path: Path | str, **settings: Any) -> PromptData:
-    """Prompts of a JSONL file, one object per line.
-
-    Args:
-        path: of the file.
-        settings: as for ``PromptData``.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is no JSON object; the error names it.
-    """
-    return PromptData(JsonLines(path), **settings)
-
-
-def parquet(path: Path | str, **settings: Any) -> PromptData:
-    """Prompts of a Parquet file.
-
-    Args:
-        path: of the file.
-        settings: as for ``PromptData``.
-
-    Raises:
-        ConfigError: the file cannot be read, or pyarrow is missing.
-    """
-    with optional_import("data", "Parquet needs pyarrow, which is not installed"):
-        import pyarrow
-        from pyarrow import parquet as reader
-    check_path("path", path)
-    try:
-        table = reader.read_table(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(f"cannot read {path}: {error}", value=str(path)) from None
-    return PromptData(_ArrowRows(table), **settings)
-
-
-class _ArrowRows:
-    """Rows of an Arrow table.  Only the requested row is converted to Python objects."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int, /) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
 
 
 def _check_same(what: str, saved: Any, current: Any) -> None:

@@ -31,20 +31,6 @@ def test_exact_match_ignores_case_articles_and_punctuation(text, answer, reward)
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "reward"),
-    [
-        ("the cat sat", "cat sat", 1.0),
-        ("cat", "cat sat", 2 / 3),
-        ("dog", "cat", 0.0),
-        ("", "cat", 0.0),
-        ("cat sat", ["dog", "cat"], 2 / 3),
-    ],
-)
-def test_f1_is_that_of_the_best_answer(text, answer, reward) -> None:
-    assert rewards.f1()(said(text, answer)) == pytest.approx(reward)
-
-
-@pytest.mark.parametrize(
     ("text", "letter"),
     [
         ("The answer is (B).", "B"),
@@ -94,7 +80,7 @@ def test_math_without_its_library_says_what_to_install(monkeypatch) -> None:
         rewards.math()
 
 
-@pytest.mark.parametrize("make", [rewards.exact_match, rewards.f1, rewards.multiple_choice])
+@pytest.mark.parametrize("make", [rewards.exact_match, rewards.multiple_choice])
 def test_a_sample_without_an_answer_raises_instead_of_being_wrong(make) -> None:
     with pytest.raises(KeyError, match="metadata has no 'answer'; it has nothing"):
         make()(Sample([1], text="x"))

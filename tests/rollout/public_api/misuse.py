@@ -28,14 +28,11 @@ from rollout.driver import (
     Replay,
     RetryPolicy,
     drop_zero_std,
-    jsonl,
     load_groups,
     packed,
     padded,
-    parquet,
     rewards,
     save_groups,
-    trackers,
     train_data,
 )
 from rollout.driver.client.agent_session import AgentSession
@@ -521,8 +518,6 @@ DATA = {
         ConfigError,
         "no state of a PromptData: it has no epoch, num_rows, place",
     ),
-    "jsonl": Case(lambda on: jsonl(5), ConfigError, "path = 5: must be a path"),
-    "parquet": Case(lambda on: parquet(5), ConfigError, "path = 5: must be a path"),
     "load_groups": Case(
         lambda on: load_groups(on.folder / "none"), ConfigError, "no such dump: .*/none"
     ),
@@ -588,7 +583,6 @@ LOGPROBS = {
 NO_ANSWER = "metadata has no 'answer'; it has nothing"
 REWARDS = {
     "exact_match": Case(lambda on: rewards.exact_match()(SAMPLE), KeyError, NO_ANSWER),
-    "f1": Case(lambda on: rewards.f1()(SAMPLE), KeyError, NO_ANSWER),
     "multiple_choice": Case(lambda on: rewards.multiple_choice()(SAMPLE), KeyError, NO_ANSWER),
     "rewards.math": Case(lambda on: rewards.math(5), ConfigError, "key = 5: must be a text"),
     "in_thread": Case(lambda on: rewards.in_thread(5), ConfigError, "reward = 5: must be a plain"),
@@ -602,18 +596,6 @@ REWARDS = {
         run(lambda on: rewards.RemoteReward(NOWHERE)(5)),
         ConfigError,
         "sample = 5: must be a Sample",
-    ),
-    "tensorboard": Case(
-        lambda on: trackers.tensorboard(5), ConfigError, "writer = 5: must be a SummaryWriter"
-    ),
-    "wandb": Case(lambda on: trackers.wandb(5), ConfigError, "run = 5: must be a wandb run"),
-    "json_lines": Case(
-        lambda on: trackers.json_lines(on.folder / "no" / "file"),
-        ConfigError,
-        "a folder that exists",
-    ),
-    "trackers.every": Case(
-        lambda on: trackers.every(5), ConfigError, r"trackers\[0\] = 5: must be a function"
     ),
 }
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout.core.errors import ConfigError
 from rollout.driver.data.prompt import Prompt
-from rollout.driver.data.prompt_data import FixedPrompts, PromptData, jsonl, parquet
+from rollout.driver.data.prompt_data import FixedPrompts, PromptData
 
 
 def rows(num: int) -> list[dict]:
@@ -105,43 +105,21 @@ def test_prompts_that_are_all_too_long_are_an_error_and_no_endless_loop() -> Non
         source.take()
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="no rows"):
         PromptData([])
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(ConfigError, match="no rows"):
-        jsonl(tmp_path / "empty.jsonl")
 
 
-def test_jsonl_gives_its_rows_without_keeping_them(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows(9)) + "\n\n")
-    assert sorted(take(jsonl(path), 9)) == list(range(9))
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '"text"', "{'a': 1}", "\xff"])
-def test_an_unparsable_line_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"input_ids": [1]}\n\n' + line + "\n", encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl, line 3: "):
-        jsonl(path)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl: No such file"):
-        jsonl(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.parquet"):
-        parquet(tmp_path / "none.parquet")
-
-
-def test_parquet_gives_its_rows(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet as writer
-
-    writer.write_table(pyarrow.Table.from_pylist(rows(9)), tmp_path / "p.parquet")
-    source = parquet(tmp_path / "p.parquet", seed=None)
-    prompt = source.take()
-    assert prompt == Prompt((0,), {"answer": "0"})
+@pytest.mark.parametrize("format", ["json", "parquet"])
+def test_files_are_read_by_datasets(format: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data, path = datasets.Dataset.from_list(rows(9)), tmp_path / f"prompts.{format}"
+    getattr(data, f"to_{format}")(path)
+    read = datasets.load_dataset(
+        format, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    source = PromptData(read, seed=None)
+    assert source.take() == Prompt((0,), {"answer": "0"})
     assert take(source, 8) == list(range(1, 9))
 
 
