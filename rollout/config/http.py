@@ -32,8 +32,8 @@ class RouterConfig(ConfigSection):
     max_read_bytes: Annotated[int, Field(gt=0)] = 8 << 20
     """Longest request body that the router reads: over a million token ids, or some images. Other
     requests wait while it is read, a few milliseconds for each MiB of text. A longer one is
-    forwarded as it is and cannot fail over; vLLM engines, recorded turns, chats of sessions and
-    requests that name a LoRA adapter or its base refuse it."""
+    forwarded as it is and cannot fail over; vLLM engines, chats of sessions and requests that name
+    a LoRA adapter or its base refuse it."""
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
     held; after it, the client gets a 504 or an incomplete reply."""
@@ -41,9 +41,9 @@ class RouterConfig(ConfigSection):
     """How an engine is chosen for a request. ``session`` uses ``X-Session-ID`` or ``session_id``,
     ``prefix`` the beginning of the prompt; both skip an engine whose load is too high."""
     session_ttl_s: Seconds = 3600.0
-    """A session without requests for this long is removed, with its engine and recorded turns."""
+    """A session without requests for this long is removed, with its engine and its turns."""
     max_sessions: Annotated[int, Field(ge=1)] = 100_000
-    """Most sessions kept. Beyond it, the oldest is removed, and recording a new one is refused."""
+    """Most sessions kept. Beyond it, a new one is refused."""
     token_failover: Literal["off", "asked", "on"] = "asked"
     """Whether a request continues on another engine, with the tokens so far, when its engine dies:
     never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always."""
@@ -58,9 +58,8 @@ class RouterConfig(ConfigSection):
     """Bearer key that clients must send. Default: none is needed."""
     control_key: str = Field(default="", repr=False)
     """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts. Default: ``client_key``."""
-    max_recorded_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes of recorded turns over all sessions; beyond it, recording a turn is refused. The
-    chats of sessions may have as many bytes again."""
+    max_session_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes of the turns of all sessions; beyond it, a further turn is refused."""
     tokenizer_path: str = ""
     """Folder with tokenizer and chat template, for sessions of agents. Default: the folder that the
     engines name."""

@@ -7,20 +7,25 @@ control endpoints (pause, release, weights) are not forwarded.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
-from rollout.router.chat_api import add_chats, chat_sessions
-from rollout.router.engine_queries import EngineQueryClient, add_engine_queries, error_reply
-from rollout.router.http.fast_json import dumps
+from rollout.router.engine_queries import (
+    EngineQueryClient,
+    add_engine_queries,
+    error_reply,
+    tokenizer_folder,
+)
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.metrics import metrics_text
+from rollout.router.sessions.api import add_sessions
+from rollout.router.sessions.chat_sessions import ChatSessions, failure
+from rollout.router.sessions.chat_tokenizer import ChatTokenizer
 
 _MAX_FIGURES_BYTES = 256 << 10
 _ENGINE_TIMEOUT_S = 10.0
@@ -35,7 +40,7 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
         connect_timeout_s=connect_timeout_s, total_timeout_s=_ENGINE_TIMEOUT_S
     )
 
-    chats = chat_sessions(proxy, client)
+    chats = _chat_sessions(proxy, client)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,10 +58,34 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     app = FastAPI(title="ray-rollout router", lifespan=lifespan, redirect_slashes=False)
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
-    _add_sessions(app, proxy)
-    add_chats(app, proxy, chats)
+    add_sessions(app, chats)
     add_engine_queries(app, proxy.gate, client)
     return app
+
+
+def _chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
+    """The chats of this router; ``client`` finds the folder of the engines' tokenizer."""
+    config = proxy.config
+
+    async def find_folder() -> str:
+        folder = config.tokenizer_path or await tokenizer_folder(proxy.gate, client)
+        if not folder:
+            message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
+            raise failure(503, "unavailable", message)
+        return folder
+
+    def keep_decode(tokenizer: ChatTokenizer) -> None:
+        proxy.decode = tokenizer.tokenizer.decode
+
+    return ChatSessions(
+        proxy.sessions,
+        find_folder,
+        key=config.client_key,
+        timeout_s=config.request_timeout_s,
+        now_s=lambda: proxy.now_s(),
+        on_tokenizer=keep_decode,
+        tool_call_parser=config.tool_call_parser,
+    )
 
 
 def _add_state(app: FastAPI, proxy: Proxy) -> None:
@@ -101,37 +130,3 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
         except (ValueError, RecursionError) as error:
             return error_reply(400, "bad_request", str(error))
         return JSONResponse({"kept": True})
-
-
-def _add_sessions(app: FastAPI, proxy: Proxy) -> None:
-    @app.get("/sessions/{session_id}")
-    async def session(session_id: str) -> Response:
-        """The recorded turns of a session, oldest first."""
-        turns = proxy.recordings.get(session_id)
-        if turns is None:
-            return _no_session(session_id)
-        parts = _session_parts(session_id, list(turns))
-        return StreamingResponse(parts, media_type="application/json")
-
-    @app.delete("/sessions/{session_id}")
-    async def delete_session(session_id: str) -> JSONResponse:
-        """Delete the turns of a session: the recorded ones and those of its chats."""
-        had_chats = proxy.chats.delete(session_id)
-        if not proxy.recordings.delete(session_id) and not had_chats:
-            return _no_session(session_id)
-        return JSONResponse({"session_id": session_id})
-
-
-async def _session_parts(
-    session_id: str, turns: Sequence[Mapping[str, Any]]
-) -> AsyncIterator[bytes]:
-    """The JSON object, a turn at a time: all at once would keep other requests waiting."""
-    yield b'{"session_id":%s,"turns":[' % dumps(session_id)
-    for number, turn in enumerate(turns):
-        yield (b"," if number else b"") + dumps(turn)
-        await asyncio.sleep(0)
-    yield b"]}"
-
-
-def _no_session(session_id: str) -> JSONResponse:
-    return error_reply(404, "not_found", f"no turns are recorded for session {session_id}")

@@ -147,6 +147,20 @@ async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Respo
     return error_reply(503, "unavailable", message, {"retry-after": "2"})
 
 
+async def tokenizer_folder(gate: Gate, client: EngineQueryClient) -> str:
+    """The folder of the engines' tokenizer; empty if no engine names it."""
+    reply = await first_reply(gate, client, "/model_info")
+    if reply.status_code == 404:  # of vLLM
+        reply = await first_reply(gate, client, "/v1/models")
+    try:
+        info = json.loads(bytes(reply.body))
+        if "data" in info:
+            return str(info["data"][0]["root"])
+        return str(info.get("tokenizer_path") or info["model_path"])
+    except (ValueError, LookupError, AttributeError):
+        return ""
+
+
 def error_reply(
     status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:

@@ -81,7 +81,6 @@ def answers_on_every_path(
             found[f"/generate, {path}"] = of_generate(reply)
         found["/v1/completions"] = _of_completion(client, named)
         found["/v1/chat/completions"] = _of_chat(client, named)
-        found["recorded chat"] = _of_recorded(client, named)
     return found
 
 
@@ -184,18 +183,6 @@ def _of_chat(client: httpx.Client, named: Mapping[str, Any]) -> list[Answer]:
     logprobs = [one[0] for one in choice["meta_info"]["output_token_logprobs"]]
     prompt, ids = choice["prompt_token_ids"], choice["response_token_ids"]
     return [_of_ids(prompt, ids, logprobs, _version_of(reply))]
-
-
-def _of_recorded(client: httpx.Client, named: Mapping[str, Any]) -> list[Answer]:
-    headers = {"x-record-turn": "on", "x-session-id": "recorded"}
-    body = {**_OPENAI, "messages": _MESSAGES, **named}
-    _post(client, "/v1/chat/completions", body, headers)
-    (turn,) = client.get("/sessions/recorded").json()["turns"]
-    client.delete("/sessions/recorded")
-    (span,) = turn["weight_versions"]
-    return [
-        _of_ids(turn["input_ids"], turn["output_ids"], turn["output_logprobs"], span["version"])
-    ]
 
 
 def _version_of(reply: httpx.Response) -> str:

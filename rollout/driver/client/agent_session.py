@@ -127,7 +127,7 @@ class AgentSession:
             )
 
     async def _turns(self) -> list[dict[str, Any]]:
-        reply = await self._request("GET", f"{self._url}/turns")
+        reply = await self._request("GET", self._url)
         return list(reply["turns"]) if reply else []
 
     async def _request(self, method: str, url: str) -> Any:

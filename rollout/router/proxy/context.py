@@ -16,7 +16,6 @@ from rollout.router.http.head_cache import HeadCache, RequestHead
 from rollout.router.http.request import Request, prompt_of, session_of
 from rollout.router.proxy.metrics import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
-from rollout.router.transcripts.recordings import Recordings
 from rollout.router.transcripts.transcript import Decode
 from rollout.rules.routing import Hint
 
@@ -88,13 +87,8 @@ class Proxy:
         self.config = config
         self.wants_hint = gate.policy.wants_session or gate.policy.wants_prompt
         self.keys = BearerKeys(config.client_key, config.control_key)
-        self.recordings = Recordings(
-            max_bytes=config.max_recorded_bytes,
-            max_sessions=config.max_sessions,
-            ttl_s=config.session_ttl_s,
-        )
-        self.chats = SessionStore(
-            max_bytes=config.max_recorded_bytes,
+        self.sessions = SessionStore(
+            max_bytes=config.max_session_bytes,
             max_sessions=config.max_sessions,
             ttl_s=config.session_ttl_s,
         )
@@ -167,5 +161,4 @@ class Proxy:
             live.expire(self.config.request_timeout_s)
 
     def _expire_sessions(self) -> None:
-        self.recordings.expire(self.now_s())
-        self.chats.expire(self.now_s())
+        self.sessions.expire(self.now_s())

@@ -153,7 +153,7 @@ class _RouterCollector(Collector):
                 ((engine["engine_id"],), (engine["num_failures"],)) for engine in engines
             ],
             "router_session_turns": [
-                ((drift.value,), (num,)) for drift, num in self._proxy.chats.num_turns.items()
+                ((drift.value,), (num,)) for drift, num in self._proxy.sessions.num_turns.items()
             ],
             "router_gate_seconds": [
                 ((state,), (spent_s,)) for state, spent_s in gate.seconds_by_state().items()

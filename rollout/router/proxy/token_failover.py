@@ -22,7 +22,7 @@ from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.fast_json import Data, dumps, loads
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, signature, signature_lines
-from rollout.router.http.request import may_want_prompt_logprobs, session_of
+from rollout.router.http.request import may_want_prompt_logprobs
 from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.engine_errors import status_of
@@ -31,31 +31,22 @@ from rollout.router.transcripts.forwarded_reply import ForwardedReply
 from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
 from rollout.router.transcripts.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.transcripts.openai import OpenAITranscript, read_openai
-from rollout.router.transcripts.recorded_chat import RecordedChat, read_recorded_chat
 from rollout.router.transcripts.transcript import END, UNUSABLE, Event
 from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 
 if TYPE_CHECKING:
     from rollout.router.proxy.exchange import Exchange
 
-_RECORD, _FAIL_OVER = b"x-record-turn", b"x-token-failover"
-_SWITCHES = frozenset({_RECORD, _FAIL_OVER})
+_FAIL_OVER = b"x-token-failover"
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_DONE = 16
-_NOT_RECORDABLE = (
-    "a recorded turn needs a single prompt and n=1, a completion no grammar, fields of the "
-    "documented types, and a body of at most router.max_read_bytes"
-)
-
 _NEEDS_VLLM = (
     "engines of SGLang serve here too, and have no /inference/v1/generate; send /generate, which "
     "engines of both kinds take"
 )
 
 _OF_BOTH_KINDS = (GenerateTranscript, OpenAITranscript)
-AnyTranscript = (
-    GenerateTranscript | VllmTranscript | OpenAITranscript | RecordedChat | ForwardedReply
-)
+AnyTranscript = GenerateTranscript | VllmTranscript | OpenAITranscript | ForwardedReply
 
 
 def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
@@ -66,7 +57,7 @@ def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
         return True
     if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
         return True
-    return proxy.config.token_failover == "asked" and not head.switched_on.isdisjoint(_SWITCHES)
+    return proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on
 
 
 def read_tokens(
@@ -75,28 +66,21 @@ def read_tokens(
     """The reader of this request's replies; None if they are passed on as they are.
 
     Returns:
-        The error response instead, where the client wants its turn recorded and it cannot be.
+        The error response instead, where the engines that serve here cannot take the request.
     """
     if _lacks_vllm(proxy, head.route.path):
         return responses.error(404, "not_found", _NEEDS_VLLM)
-    is_recorded = _RECORD in head.switched_on
     is_translated = _is_for_vllm(proxy, head.route.path)
-    is_kept = is_recorded or is_translated or proxy.config.token_failover == "on"
+    is_kept = is_translated or proxy.config.token_failover == "on"
     if proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
         is_kept = True
     if not is_kept and not may_want_prompt_logprobs(body):
         return None
-    transcript = _read_transcript(proxy, head.route.path, body, is_recorded=is_recorded)
+    transcript = _read_transcript(proxy, head.route.path, body)
     if transcript is not None:
         transcript.decode = proxy.decode
     if is_translated and (why := _why_not_vllm(transcript)):
         return responses.error(400, "bad_request", why)
-    if is_recorded:
-        session = session_of(body, head.headers)
-        if problem := _why_not_recorded(proxy, session, transcript):
-            return problem
-        assert transcript is not None
-        return TokenFailover(proxy, exchange, transcript, session)
     lacks = isinstance(transcript, GenerateTranscript) and transcript.lacks_prompt_logprobs
     if transcript is None or not (is_kept or lacks):
         return None
@@ -141,9 +125,7 @@ def _why_not_vllm(transcript: AnyTranscript | None) -> str:
     return transcript.why_not_vllm
 
 
-def _read_transcript(
-    proxy: Proxy, path: str, body: bytes, *, is_recorded: bool
-) -> AnyTranscript | None:
+def _read_transcript(proxy: Proxy, path: str, body: bytes) -> AnyTranscript | None:
     if len(body) > proxy.config.max_read_bytes:
         return None
     match path:
@@ -153,8 +135,6 @@ def _read_transcript(
             return read_vllm(body)
         case "/v1/completions":
             return read_openai(body, is_chat=False)
-        case "/v1/chat/completions" if is_recorded:
-            return read_recorded_chat(body)
         case "/v1/chat/completions":
             members = proxy.gate.members
             is_for_vllm = members.has_vllm and not members.is_mixed
@@ -162,25 +142,9 @@ def _read_transcript(
     return None
 
 
-def _why_not_recorded(
-    proxy: Proxy, session: str, transcript: AnyTranscript | None
-) -> responses.RouterResponse | None:
-    """Prepare the transcript for recording, or return why that cannot be."""
-    why = "a recorded turn needs a session id" if not session else ""
-    if not why:
-        why = _NOT_RECORDABLE if transcript is None else transcript.prepare_recording()
-    if why:
-        return responses.error(400, "bad_request", why)
-    if why := proxy.recordings.why_full(session, proxy.now_s()):
-        return responses.error(507, "recordings_full", why)
-    return None
-
-
 @dataclass(eq=False, slots=True)
 class TokenFailover:
     """Takes the engine's reply for ``exchange``, keeps its tokens and writes the response.
-
-    The finished turn is recorded under the id ``_session``; empty for no recording.
 
     Attributes:
         named: the weights that the request names, if the base is one of them.
@@ -189,7 +153,6 @@ class TokenFailover:
     _proxy: Proxy
     _exchange: Exchange
     _transcript: AnyTranscript
-    _session: str = ""
     upstream: SentRequest | None = None
     is_decoding: bool = True
     named: NamedWeights = NOT_NAMED
@@ -392,8 +355,6 @@ class TokenFailover:
         counts = self._proxy.counts
         counts.num_tokens_recomputed += transcript.num_recomputed
         counts.num_tokens_kept += transcript.num_kept
-        if self._session and (problem := self._record()):
-            return self._exchange.end_with(responses.error(502, "not_recorded", problem))
         try:
             if transcript.is_streamed:
                 events = _as_events(transcript.new_payloads())
@@ -404,15 +365,6 @@ class TokenFailover:
         if transcript.is_streamed:
             return self._finish_stream(events)
         return self._send_whole(200, b"application/json", reply)
-
-    def _record(self) -> str:
-        """Keep the finished turn.  Returns why it cannot be kept, or empty."""
-        try:
-            turn = self._transcript.recorded_turn()
-        except UNUSABLE as error:
-            return f"engine {self._exchange.engine_id}: {error}"
-        self._proxy.recordings.add(self._session, turn, self._proxy.now_s())
-        return ""
 
     def _is_of_pause(self) -> bool:
         """Whether vLLM refuses it because it came after a pause, as 0.33 does, which the gate let

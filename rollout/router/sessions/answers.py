@@ -5,7 +5,7 @@ Always true: the pieces of a stream, joined, are the message that a client gets 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,13 @@ class ChatAnswer:
     Args:
         head: what all payloads have: ``id``, ``created`` and ``model``.
         reader: of a text that may have tool calls, which is sent as far as it is not part of one.
+        token_texts: texts of tokens, where the client wants their log-probs.
     """
 
     head: Mapping[str, Any]
     reader: AnswerReader | None
+    token_texts: Callable[[Sequence[int]], list[str]] | None = None
+    _num_tokens_sent: int = 0
     _sent: str = ""
     _has_begun: bool = False
 
@@ -35,7 +38,7 @@ class ChatAnswer:
         choice = {
             "index": 0,
             "message": answer.message(),
-            "logprobs": None,
+            "logprobs": self._logprobs(turn.generated.ids, turn.generated.logprobs),
             **_finish(answer, turn),
         }
         return {
@@ -46,14 +49,16 @@ class ChatAnswer:
             "session": _place(turn),
         }
 
-    def piece(self, text: str) -> list[Payload]:
-        """The chunks for a text that is so far ``text``."""
+    def piece(self, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> list[Payload]:
+        """The chunks for a text that is so far ``text``, of these tokens."""
         certain = text.rstrip("\N{REPLACEMENT CHARACTER}")
         if self.reader is not None:
             certain = self.reader.certain(certain)
         delta = certain[len(self._sent) :]
         self._sent += delta
-        return [self._chunk(self._delta({"content": delta}))] if delta else []
+        if not delta:
+            return []
+        return [self._chunk(self._delta({"content": delta}), self._logprobs(ids, logprobs))]
 
     def last(self, answer: Answer, turn: Turn, num_prompt: int, *, usage: bool) -> list[Payload]:
         """The chunks that end the stream."""
@@ -63,8 +68,10 @@ class ChatAnswer:
             delta["tool_calls"] = [
                 {"index": index, **call} for index, call in enumerate(answer.calls)
             ]
-        chunks = [self._chunk(self._delta(delta))] if delta else []
-        chunks.append(self._chunk({}, session=_place(turn), **_finish(answer, turn)))
+        logprobs = self._logprobs(turn.generated.ids, turn.generated.logprobs)
+        chunks = [self._chunk(self._delta(delta), logprobs)] if delta else []
+        last = None if delta else logprobs
+        chunks.append(self._chunk({}, last, session=_place(turn), **_finish(answer, turn)))
         if usage:
             chunks.append({**self._of_chunks(), "choices": [], "usage": _usage(turn, num_prompt)})
         return chunks
@@ -74,13 +81,34 @@ class ChatAnswer:
         self._has_begun = True
         return {**role, **delta}
 
-    def _chunk(self, delta: Payload, *, session: Payload | None = None, **more: Any) -> Payload:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> Payload | None:
+        """The log-probs that were not sent so far."""
+        if self.token_texts is None:
+            return None
+        ids, logprobs = ids[self._num_tokens_sent :], logprobs[self._num_tokens_sent :]
+        self._num_tokens_sent += len(ids)
+        return {"content": list(map(_logprob, self.token_texts(ids), logprobs))}
+
+    def _chunk(
+        self,
+        delta: Payload,
+        logprobs: Payload | None,
+        *,
+        session: Payload | None = None,
+        **more: Any,
+    ) -> Payload:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None, **more}
         place = {} if session is None else {"session": session}
         return {**self._of_chunks(), "choices": [choice], **place}
 
     def _of_chunks(self) -> Payload:
         return {**self.head, "object": "chat.completion.chunk"}
+
+
+def _logprob(token: str, logprob: float) -> Payload:
+    is_part = "\N{REPLACEMENT CHARACTER}" in token
+    own = None if is_part else list(token.encode())
+    return {"token": token, "logprob": logprob, "bytes": own, "top_logprobs": []}
 
 
 def _finish(answer: Answer, turn: Turn) -> Payload:

@@ -49,15 +49,15 @@ _PASSED = {
     },
 }
 _REFUSED = {
-    "logprobs": "the samples of the session have them",
-    "top_logprobs": "the samples of the session have log-probs",
+    "top_logprobs": "it has the log-prob of each token of the answer, and no others",
     "functions": "use tools",
     "function_call": "use tools",
-    "continue_final_message": "a session answers a user or a tool",
     "audio": "a session is text",
 }
 _FORMS = {
     "stream": or_none(is_flag),
+    "logprobs": or_none(is_flag),
+    "continue_final_message": or_none(is_flag),
     "stream_options": or_none(is_object),
     "chat_template_kwargs": or_none(is_object),
     "response_format": or_none(is_object),
@@ -71,6 +71,7 @@ class ChatRequest:
     """One request of a session.
 
     Attributes:
+        begun: the beginning of the answer, which the client gives; empty for none.
         options: variables of the chat template.
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
@@ -79,6 +80,7 @@ class ChatRequest:
     """
 
     messages: list[dict[str, Any]]
+    begun: str = ""
     tools: list[dict[str, Any]] = field(default_factory=list)
     options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class ChatRequest:
     model: str = ""
     is_streamed: bool = False
     wants_usage: bool = False
+    wants_logprobs: bool = False
     num_bytes: int = 0
 
     @property
@@ -127,10 +130,27 @@ def read_chat(body: bytes) -> ChatRequest:
         raise BadChat("a session answers with n=1; send the request again for another branch")
     tools, choice = raw.get("tools") or [], raw.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise BadChat(f"tool_choice must be auto or none: {choice!r:.60}")
+        raise BadChat(
+            f"tool_choice must be auto or none: {choice!r:.60}; engines force a call by a grammar, "
+            "which the model's own form of calls does not fit"
+        )
+    messages, begun = read_messages(raw.get("messages")), ""
+    if messages[-1]["role"] == "assistant":
+        if not raw.get("continue_final_message"):
+            raise BadChat(
+                "the last message is an assistant's; a session answers a user or a tool, and "
+                "continues an answer with continue_final_message"
+            )
+        last = messages.pop()
+        if "tool_calls" in last or not messages:
+            raise BadChat("continue_final_message continues an answer of text to other messages")
+        begun = last["content"]
+    elif raw.get("continue_final_message"):
+        raise BadChat("continue_final_message needs an assistant's message at the end")
     is_streamed = bool(raw.get("stream"))
     return ChatRequest(
-        read_messages(raw.get("messages")),
+        messages,
+        begun,
         tools if choice == "auto" else [],
         raw.get("chat_template_kwargs") or {},
         _sampling(raw),
@@ -142,6 +162,7 @@ def read_chat(body: bytes) -> ChatRequest:
         raw.get("model") or "",
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
+        bool(raw.get("logprobs")),
         len(body),
     )
 

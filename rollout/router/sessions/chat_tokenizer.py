@@ -56,6 +56,10 @@ class ChatTokenizer:
             (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
             yield piece, encoding.ids
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone; a part of a character is U+FFFD."""
+        return self.tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+
     def bound(self, tools: Any, options: Mapping[str, Any]) -> BoundTemplate:
         """The template for one request.
 

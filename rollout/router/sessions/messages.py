@@ -51,10 +51,7 @@ def read_messages(raw: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(raw, list) or not raw:
         raise BadChat("messages must be a list of at least one message")
-    messages = [_read_message(index, message) for index, message in enumerate(raw)]
-    if messages[-1]["role"] == "assistant":
-        raise BadChat("the last message is an assistant's; a session answers a user or a tool")
-    return messages
+    return [_read_message(index, message) for index, message in enumerate(raw)]
 
 
 def _read_message(index: int, raw: Any) -> dict[str, Any]:

@@ -1,39 +1,63 @@
-"""The chats of agents on one router, by session."""
+"""The sessions of one router by id, within bounds.
+
+Always true: at most ``max_bytes`` and ``max_sessions`` are kept.  When either is reached, a further
+turn is refused before it is generated.  A session is kept until it is deleted or has been idle for
+``ttl_s``; one with a turn under way is not idle.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
-from rollout.router.transcripts.kept_sessions import KeptSession, KeptSessions
 
 _BYTES_PER_SESSION = 2048
 
 
 @dataclass(eq=False, slots=True)
-class Session(KeptSession):
-    """One session, with its turns."""
+class Session:
+    """One session, with its turns.
 
+    Attributes:
+        seen_s: end of its last turn.
+        num_bytes: at the end of its last turn.
+        num_running: turns under way.
+    """
+
+    seen_s: float
+    num_bytes: int = 0
+    num_running: int = 0
     tree: TurnTree = field(default_factory=TurnTree)
 
 
-class SessionStore(KeptSessions[Session]):
-    """Sessions by id.
+class SessionStore:
+    """Sessions, in the order of ``seen_s``.
 
     Attributes:
         num_turns: finished turns of all sessions so far, also of closed ones, by drift.
     """
 
-    bytes_full = (
-        "sessions take {num_bytes} of {max_bytes} bytes (router.max_recorded_bytes); "
-        "take their samples and close them"
-    )
-    sessions_full = "{} sessions are open (router.max_sessions); close some"
-
     def __init__(self, *, max_bytes: int, max_sessions: int, ttl_s: float) -> None:
-        super().__init__(max_bytes=max_bytes, max_sessions=max_sessions, ttl_s=ttl_s)
+        self._max_bytes = max_bytes
+        self._max_sessions = max_sessions
+        self._ttl_s = ttl_s
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self.num_bytes = 0
         self.num_turns = dict.fromkeys(Drift, 0)
+
+    def why_full(self, session_id: str, now_s: float) -> str:
+        """Why another turn of this session cannot be kept; empty if it can."""
+        self.expire(now_s)
+        if self.num_bytes >= self._max_bytes:
+            return (
+                f"sessions take {self.num_bytes} of {self._max_bytes} bytes "
+                "(router.max_session_bytes); take their samples and close them"
+            )
+        if session_id not in self._sessions and len(self._sessions) >= self._max_sessions:
+            return f"{len(self._sessions)} sessions are open (router.max_sessions); close some"
+        return ""
 
     def begin_turn(self, session_id: str, now_s: float) -> Session:
         """The session, which is made if there is none.  ``end_turn`` must follow."""
@@ -58,3 +82,22 @@ class SessionStore(KeptSessions[Session]):
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
+
+    def delete(self, session_id: str) -> bool:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        self.num_bytes -= session.num_bytes
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """Delete sessions that have been idle for too long."""
+        since_s = now_s - self._ttl_s
+        expired = []
+        for session_id, session in self._sessions.items():
+            if session.seen_s > since_s:
+                break
+            if not session.num_running:
+                expired.append(session_id)
+        for session_id in expired:
+            self.delete(session_id)

@@ -140,6 +140,12 @@ class TurnTree:
         )
         return Match(turn, num_known, is_fork)
 
+    def unfinished(self, history: History, begun: str) -> Turn | None:
+        """The turn whose answer to these messages is ``begun``, if no token ended it."""
+        exact, loose = history.plus({"role": "assistant", "content": begun})
+        found = self._exact.get(exact) or self._loose.get(loose)
+        return found if found is not None and found.end is None else None
+
     def _longest(self, history: History) -> tuple[Turn | None, int]:
         for num in range(len(history.is_answer), 0, -1):
             if history.is_answer[num - 1]:

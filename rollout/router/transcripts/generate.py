@@ -159,14 +159,6 @@ class GenerateTranscript(Transcript):
         except ValueError as error:
             return f"input_ids: {error}"
 
-    def prepare_recording(self) -> str:
-        if self._prompt is None:
-            return "a recorded turn needs its prompt as input_ids"
-        self._raw = {**self._raw, "return_logprob": True}
-        self._fields = dumps(self._for_next_engine())
-        self._passes_on = False
-        return ""
-
     # -- to the engine ----------------------------------------------------------------------
 
     def body(self, version: int | None = None, *, is_vllm: bool = False) -> bytes:
@@ -419,19 +411,6 @@ class GenerateTranscript(Transcript):
     def new_payloads(self) -> list[Payload]:
         """New events for a streaming client; like SGLang's, each has everything so far."""
         return [self.payload()]
-
-    def recorded_turn(self) -> Payload:
-        """The finished request as a recorded turn."""
-        payload = self.payload()
-        meta = payload["meta_info"]
-        assert self._prompt is not None
-        return {
-            "input_ids": self._prompt.values,
-            "output_ids": payload["output_ids"],
-            "output_logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
-            "weight_versions": meta["weight_versions"],
-            "finish_reason": meta["finish_reason"],
-        }
 
 
 _ADDED = ("weight_versions", "num_failovers", "num_recomputed_tokens")

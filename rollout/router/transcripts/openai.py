@@ -104,7 +104,6 @@ class OpenAITranscript(Transcript):
         logprobs = raw.get("logprobs")
         self._wants_logprobs = bool(logprobs) if is_chat else logprobs is not None
         self._wants_ids = bool(raw.get("return_token_ids"))
-        self._is_recorded = False
         self._version: int | None = None
         self._safe = Mark()
         self._is_safe = True
@@ -119,10 +118,6 @@ class OpenAITranscript(Transcript):
         self._num_reasoning_sent = 0
         self.can_continue = is_chat or self._prompt_ids is not None
 
-    def prepare_recording(self) -> str:
-        self._is_recorded = True
-        return ""
-
     # -- to the engine ----------------------------------------------------------------------
 
     def body(self, version: int | None, *, is_vllm: bool = False) -> bytes:
@@ -133,8 +128,6 @@ class OpenAITranscript(Transcript):
         raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
         if self._trims:
             raw["include_stop_str_in_output" if is_vllm else "no_stop_trim"] = True
-        if self._is_recorded and not self._wants_logprobs:
-            raw["logprobs"] = 0
         if not self._is_chat:
             raw["return_token_ids"] = True
         done = self._base.num
@@ -413,26 +406,6 @@ class OpenAITranscript(Transcript):
         prompt = self._first_usage.get("prompt_tokens") or 0
         counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
         return {**self._usage, **counts}
-
-    def recorded_turn(self) -> Payload:
-        """The finished completion as a recorded turn.
-
-        Raises:
-            ValueError: the engine did not report all that is recorded.
-        """
-        whole = self._base.plus(self._now)
-        logprobs = whole.logprobs.get("token_logprobs", [])
-        if self._prompt_ids is None or len(logprobs) != len(whole.ids):
-            raise ValueError(
-                f"{len(logprobs)} log-probs for {len(whole.ids)} tokens; the turn was not recorded"
-            )
-        return {
-            "input_ids": self._prompt_ids,
-            "output_ids": whole.ids,
-            "output_logprobs": logprobs,
-            "weight_versions": span_payloads(whole.spans),
-            "finish_reason": self._finish,
-        }
 
 
 def read_openai(

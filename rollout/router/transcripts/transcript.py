@@ -58,10 +58,6 @@ class Transcript:
         self.num_recomputed = 0
         self.num_failovers = 0
 
-    def prepare_recording(self) -> str:
-        """Request what a recorded turn needs.  Returns why it cannot be recorded, or empty."""
-        return ""
-
     def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
         """Take one event as it came, which is this part of ``data``.
 
@@ -86,14 +82,6 @@ class Transcript:
 
     def payload(self) -> Payload:
         """The response so far, in the form of a single engine's reply."""
-        raise NotImplementedError
-
-    def recorded_turn(self) -> Payload:
-        """The finished request as a recorded turn.
-
-        Raises:
-            ValueError: the engine did not report all that is recorded.
-        """
         raise NotImplementedError
 
     def reply(self) -> list[Data]:

@@ -114,11 +114,6 @@ class VllmTranscript(Transcript):
         self._last: Payload = {}
         self._usage: Payload = {}
 
-    def prepare_recording(self) -> str:
-        if self._sampling.get("logprobs") is None:
-            self._sampling["logprobs"] = 0
-        return ""
-
     # -- to the engine ----------------------------------------------------------------------
 
     def body(self, version: int | None) -> bytes:
@@ -267,24 +262,6 @@ class VllmTranscript(Transcript):
         prompt, done = len(self._raw["token_ids"]), self._base.num + self._now.num
         counts = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
         return {**self._usage, **counts}
-
-    def recorded_turn(self) -> Payload:
-        """The finished request as a recorded turn.
-
-        Raises:
-            ValueError: the engine did not report all that is recorded.
-        """
-        whole = self._base.plus(self._now)
-        entries = whole.logprobs.get("content", [])
-        if len(entries) != len(whole.ids):
-            raise ValueError(f"{len(entries)} log-probs for {len(whole.ids)} tokens")
-        return {
-            "input_ids": self._raw["token_ids"],
-            "output_ids": whole.ids,
-            "output_logprobs": [entry["logprob"] for entry in entries],
-            "weight_versions": span_payloads(whole.spans),
-            "finish_reason": self._finish,
-        }
 
 
 def read_vllm(body: bytes) -> VllmTranscript | None:

@@ -1,4 +1,4 @@
-"""An agent's session and a recorded chat over real vLLM: the ids are those that it sampled."""
+"""An agent's session and a chat with ids over real vLLM: the ids are those that it sampled."""
 
 from __future__ import annotations
 
@@ -44,29 +44,6 @@ def test_a_session_has_the_ids_that_vllm_sampled(policy: RealPolicy) -> None:
     assert second["output_logprobs"] == pytest.approx(again.output_logprobs, abs=1e-4)
     assert sample.prompt_ids + sample.output_ids == prompt + second["output_ids"]
     assert sample.versions == [policy.handle.weight_version] * 2
-
-
-def test_a_recorded_chat_has_the_ids_that_vllm_sampled(policy: RealPolicy) -> None:
-    url = policy.handle.url
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    name = client.models.list().data[0].id
-    reply = client.chat.completions.create(
-        model=name,
-        messages=[{"role": "user", "content": "one"}],
-        temperature=0,
-        max_tokens=NUM,
-        extra_headers={"X-Session-ID": "recorded", "X-Record-Turn": "on"},
-    )
-    (turn,) = httpx.get(f"{url}/sessions/recorded").json()["turns"]
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens == len(turn["input_ids"])
-    assert reply.usage.completion_tokens == len(turn["output_ids"])
-    again = replayed(policy, turn["input_ids"], len(turn["output_ids"]))
-    assert list(again.output_ids) == turn["output_ids"]
-    assert turn["output_logprobs"] == pytest.approx(again.output_logprobs, abs=1e-4)
-    num = len(turn["output_ids"])
-    version = str(policy.handle.weight_version)
-    assert turn["weight_versions"] == [{"version": version, "start": 0, "end": num}]
 
 
 def test_a_chat_with_ids_continues_on_another_engine(policy: RealPolicy) -> None:

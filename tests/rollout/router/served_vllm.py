@@ -38,11 +38,6 @@ class Served:
         ):
             return reply.status, reply.headers, await reply.read()
 
-    async def turns(self, session: str) -> Any:
-        async with aiohttp.ClientSession() as client:
-            reply = await client.get(f"{self.url}/sessions/{session}")
-            return (await reply.json())["turns"]
-
     async def generate(self, num: int = 8, **more: Any) -> Any:
         sampling = {"max_new_tokens": num} | more.pop("sampling_params", {})
         body = {"input_ids": PROMPT, "sampling_params": sampling, **more}

@@ -1,12 +1,10 @@
-"""Bearer keys, metrics, recordings and limits."""
+"""Bearer keys, metrics and limits."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.router.http.engine_pool import connections_within
-from rollout.router.transcripts.recordings import Recordings
 from tests.rollout.router.conftest import router_config
-from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.raw import post, response_to
 from tests.rollout.router.stub_engine import Hold, hold_then_reply, reply
 
@@ -112,64 +110,6 @@ async def test_paths_that_are_no_completions_share_a_label(make_bench):
     for path in ("score", "rerank", "embeddings", "tokenize", "responses"):
         await bench.ask(f"/v1/{path}")
     assert (await metrics(bench))["router_request_seconds_count", "e-0", "other"] == 5
-
-
-RECORD = {"X-Record-Turn": "on", "X-Session-ID": "s1"}
-
-
-async def test_recorded_turns_are_fetched_as_tokens_and_deleted(make_bench):
-    bench = await make_bench(counting(), config=router_config())
-    for _ in range(2):
-        got = await bench.ask(json={**ASK, "return_logprob": False}, headers=RECORD)
-        assert got.status == 200
-    turns = (await bench.ask("/sessions/s1", "GET")).json["turns"]
-    assert [turn["output_ids"] for turn in turns] == [list(range(3, 23))] * 2
-    assert turns[0]["input_ids"] == [1, 2, 3]
-    assert turns[0]["output_logprobs"] == [-float(n) for n in range(3, 23)]
-    assert turns[0]["weight_versions"] == [{"version": "1", "start": 0, "end": 20}]
-    assert (await bench.ask("/sessions/s1", "DELETE")).status == 200
-    assert (await bench.ask("/sessions/s1", "GET")).status == 404
-    assert (await bench.ask("/sessions/s1", "DELETE")).status == 404
-
-
-async def test_a_turn_too_many_is_refused_before_it_is_generated(make_bench):
-    bench = await make_bench(counting(), config=router_config(max_recorded_bytes=100))
-    assert (await bench.ask(json=ASK, headers=RECORD)).status == 200
-    got = await bench.ask(json=ASK, headers=RECORD)
-    assert (got.status, got.json["error"]["type"]) == (507, "recordings_full")
-    assert "of 100 bytes; fetch and delete" in got.json["error"]["message"]
-    assert len(bench.engines[0].seen) == 1
-    await bench.ask("/sessions/s1", "DELETE")
-    assert (await bench.ask(json=ASK, headers=RECORD)).status == 200
-
-
-@pytest.mark.parametrize("headers", [{"X-Record-Turn": "on"}, RECORD])
-async def test_a_turn_that_cannot_be_recorded_is_refused_with_the_reason(make_bench, headers):
-    bench = await make_bench(counting())
-    body = ASK if "X-Session-ID" not in headers else {"text": "x"}
-    got = await bench.ask(json=body, headers=headers)
-    needed = "input_ids" if "X-Session-ID" in headers else "session id"
-    assert (got.status, needed in got.json["error"]["message"]) == (400, True)
-
-
-def test_idle_sessions_are_deleted_and_their_memory_is_free_again():
-    recordings = Recordings(max_bytes=10_000, max_sessions=1, ttl_s=10)
-    recordings.add("a", {"input_ids": [1], "output_ids": [2]}, 0.0)
-    assert "1 sessions are recorded" in recordings.why_full("b", 5.0)
-    assert recordings.why_full("a", 5.0) == ""
-    assert recordings.why_full("b", 20.0) == ""
-    assert recordings.num_bytes == 0
-
-
-def test_long_session_ids_count_as_recorded_bytes():
-    recordings = Recordings(max_bytes=100_000, max_sessions=1000, ttl_s=10)
-    ids = [f"{number}" + "s" * 20_000 for number in range(5)]
-    for session_id in ids:
-        recordings.add(session_id, {"input_ids": [], "output_ids": []}, 0.0)
-    assert "of 100000 bytes" in recordings.why_full("another", 0.0)
-    for session_id in ids:
-        recordings.delete(session_id)
-    assert recordings.num_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -182,22 +182,20 @@ async def test_no_request_takes_a_healthy_engine_out_and_every_request_ends(make
     bench = await make_bench(answers, answers, config=ON)
     loop = asyncio.get_running_loop()
 
-    async def ask(path, body, switches):
+    async def ask(path, body):
         data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **switches}
+        headers = {"Content-Type": "application/json"}
         with suppress(aiohttp.ClientPayloadError):  # a stream that cannot end well is cut
             await asyncio.wait_for(bench.ask(path, data=data, headers=headers), 10)
         assert await states(bench) == ["serving"] * 2
 
-    switches = st.sampled_from([{}, {"X-Record-Turn": "on", "X-Session-ID": "s"}])
-
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(odd_bodies(), st.sampled_from(sorted(COMPLETION_PATHS)), switches, ODD_REPLIES)
-    def attack(drawn, other_path, asked, script):
+    @given(odd_bodies(), st.sampled_from(sorted(COMPLETION_PATHS)), ODD_REPLIES)
+    def attack(drawn, other_path, script):
         path, body = drawn
         scripts.append(script)
         for at in {path, other_path}:
-            asyncio.run_coroutine_threadsafe(ask(at, body, asked), loop).result(20)
+            asyncio.run_coroutine_threadsafe(ask(at, body), loop).result(20)
 
     await asyncio.to_thread(attack)
     assert bench.failures == []

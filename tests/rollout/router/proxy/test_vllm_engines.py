@@ -203,20 +203,6 @@ async def test_a_stream_on_vllms_own_route_goes_on_with_its_tokens() -> None:
         assert usage["usage"]["total_tokens"] == len(PROMPT) + 20
 
 
-async def test_a_turn_on_vllms_own_route_is_recorded() -> None:
-    async with served("vllm", token_failover="asked") as whole:
-        headers = {"x-record-turn": "1", "x-session-id": "s"}
-        body = vllms_body(4, sampling_params={"logprobs": None})
-        status, _, content = await whole.post(body, "/inference/v1/generate", **headers)
-        assert status == 200
-        (choice,) = json.loads(content)["choices"]
-        assert choice["logprobs"] is None  # its client did not request them
-        (turn,) = await whole.turns("s")
-        assert turn["input_ids"] == PROMPT
-        assert turn["output_ids"] == choice["token_ids"]
-        assert turn["output_logprobs"] == [-1.0] * 4
-
-
 async def test_vllms_own_route_is_refused_where_sglang_serves_too() -> None:
     async with served("vllm", "sglang") as whole:
         status, _, content = await whole.post(vllms_body(4), "/inference/v1/generate")

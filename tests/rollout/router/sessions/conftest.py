@@ -40,7 +40,7 @@ class Agent:
         return text, calls, last
 
     async def turns(self) -> list[dict[str, Any]]:
-        async with self.bench.client.get("/sessions/s/turns") as response:
+        async with self.bench.client.get("/sessions/s") as response:
             return (await response.json())["turns"]
 
     async def samples(self) -> list[Sample]:

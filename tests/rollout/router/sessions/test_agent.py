@@ -245,15 +245,74 @@ async def test_an_answer_that_was_cut_off_gets_the_templates_end(make_agent: Mak
     assert two["drift"] == "clean"
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+async def test_log_probs_are_those_of_the_turn_whole_or_streamed(
+    make_agent: MakeAgent, tools: Any
+) -> None:
+    agent = await make_agent()
+    options = {"tools": tools, "logprobs": True} if tools else {"logprobs": True}
+    (choice,) = (await agent.ask([USER], **options)).choices
+    entries = choice.logprobs.content
+    parts = await agent.ask([USER], stream=True, **options)
+    streamed = [one.choices[0].logprobs async for one in parts]
+    assert [one for part in streamed if part for one in part.content] == entries
+    for turn in await agent.turns():
+        assert turn["output_logprobs"] == [entry.logprob for entry in entries]
+    text = "".join(entry.token for entry in entries)
+    assert text.removesuffix("<|im_end|>") == turn["text"]
+    assert bytes(entries[0].bytes).decode() == entries[0].token
+
+
+async def test_an_answer_that_was_cut_off_is_continued_from_its_ids(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    cut = answer_of(await agent.ask([USER], max_tokens=5))
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    reply = await agent.ask([USER, cut], extra_body=more)
+    sent = agent.bench.engines[0].seen[-1].json["input_ids"]
+    one, two = await agent.turns()
+    assert sent == one["prompt_ids"] + one["output_ids"]
+    assert (two["parent"], two["prompt_ids"]) == (0, [])
+    (sample,) = await agent.samples()
+    assert sample.prompt_ids + sample.output_ids == sent + two["output_ids"]
+    whole = {"role": "assistant", "content": cut["content"] + reply.choices[0].message.content}
+    after = await agent.ask([USER, whole, USER])
+    assert after.session["parent"] == 1
+
+
+async def test_an_answer_that_the_client_begins_is_continued(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    more = {"continue_final_message": True}
+    history = [USER, answer_of(await agent.ask([USER])), USER]
+    reply = await agent.ask(
+        [*history, {"role": "assistant", "content": "Well,"}], extra_body=more, max_tokens=3
+    )
+    (_, two) = await agent.turns()
+    assert two["parent"] == 0
+    assert two["prompt_ids"] == agent.ids(
+        "\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nWell,"
+    )
+    whole = {"role": "assistant", "content": "Well," + reply.choices[0].message.content}
+    assert (await agent.ask([*history, whole, USER])).session["parent"] == 1
+    first = await agent.ask([USER, {"role": "assistant", "content": "So"}], extra_body=more)
+    assert first.session["parent"] is None
+
+
+async def test_a_completion_is_refused_with_what_to_send(make_agent: MakeAgent) -> None:
+    agent = await make_agent()
+    with pytest.raises(openai.BadRequestError, match="a session takes chats; send a prompt to"):
+        await agent.client.completions.create(model="m", prompt="2+2?")
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"n": 2}, "another branch"),
-        ({"logprobs": True}, "the samples of the session"),
+        ({"logprobs": True, "top_logprobs": 2}, "no others"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "an assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "continue_final_message"),
+        ({"extra_body": {"continue_final_message": True}}, "an assistant's message at the end"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no images"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS}, "force a call by a grammar"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )
@@ -327,13 +386,13 @@ async def test_sessions_are_bounded_and_can_be_closed(make_agent: MakeAgent) -> 
     assert refused.value.status_code == 507
     assert (await agent.bench.ask("/sessions/s", "DELETE")).status == 200
     await other.chat.completions.create(model="m", messages=[USER])
-    assert (await agent.bench.ask("/sessions/s/turns", "GET")).status == 404
+    assert (await agent.bench.ask("/sessions/s", "GET")).status == 404
 
 
 async def test_a_chat_may_be_as_long_as_a_body_that_the_router_reads(
     make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = await make_agent(max_recorded_bytes=1 << 28)
+    agent = await make_agent(max_session_bytes=1 << 28)
     long = {"role": "user", "content": "x" * (1 << 20)}
     await agent.ask([long], max_tokens=8)
     (turn,) = await agent.turns()
@@ -341,7 +400,7 @@ async def test_a_chat_may_be_as_long_as_a_body_that_the_router_reads(
     with pytest.raises(openai.APIStatusError, match=f"over {8 << 20} bytes") as refused:
         await agent.ask([long] * 8)
     assert refused.value.status_code == 413
-    monkeypatch.setattr("rollout.router.chat_sessions._MOST_BYTES_AT_ONCE", 1 << 20)
+    monkeypatch.setattr("rollout.router.sessions.chat_sessions._MOST_BYTES_AT_ONCE", 1 << 20)
     with pytest.raises(openai.APIStatusError, match="under way take 0 bytes") as refused:
         await agent.ask([long])
     assert refused.value.status_code == 503
@@ -365,7 +424,7 @@ async def test_a_chat_needs_the_clients_key_and_turns_the_control_key(
     agent.client.api_key = "c"
     await agent.ask([USER])
     headers = {"authorization": "Bearer c"}
-    path = "/sessions/s/turns"
+    path = "/sessions/s"
     assert (await agent.bench.ask(path, "GET", headers=headers)).status == 401
     headers = {"authorization": "Bearer k"}
     assert len((await agent.bench.ask(path, "GET", headers=headers)).json["turns"]) == 1
@@ -392,7 +451,7 @@ async def test_a_client_that_leaves_ends_its_request_and_leaves_no_turn(
     await hold.entered.wait()
     asked.cancel()
     await bench.engines[0].peer_closed.wait()
-    assert (await bench.ask("/sessions/s/turns", "GET")).json["turns"] == []
+    assert (await bench.ask("/sessions/s", "GET")).json["turns"] == []
 
 
 async def test_an_engine_that_dies_within_a_stream_is_an_error_without_failover(

@@ -1,4 +1,4 @@
-"""The openai package, unchanged, in a session and with recorded turns, over vLLM engines."""
+"""The openai package, unchanged, in a session, over vLLM engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from engines.fake import faults
-from engines.fake.vllm.forms import ids_of, logprob_of, text_of
 from rollout.driver.client.branch_samples import branch_samples
 from tests.rollout.router.served_vllm import Served, served
 from tests.support.chat_models import write_chat_model
@@ -31,7 +30,7 @@ def client_of(whole: Served, path: str) -> openai.AsyncOpenAI:
 async def turns_of(whole: Served) -> list[dict[str, Any]]:
     async with (
         aiohttp.ClientSession() as client,
-        client.get(f"{whole.url}/sessions/s/turns") as reply,
+        client.get(f"{whole.url}/sessions/s") as reply,
     ):
         turns: list[dict[str, Any]] = (await reply.json())["turns"]
         return turns
@@ -113,51 +112,3 @@ async def test_routed_experts_of_a_session_are_refused_in_words(tmp_path: Path) 
                 messages=[USER],  # type: ignore[list-item]
                 extra_body={"return_routed_experts": True},
             )
-
-
-RECORDED = {"X-Session-ID": "s", "X-Record-Turn": "on"}
-
-
-async def test_a_recorded_chat_has_the_ids_that_vllm_reports() -> None:
-    async with served("vllm") as whole, client_of(whole, "/v1") as client:
-        chat: Any = {"model": "m", "messages": [USER], "max_tokens": 4, "extra_headers": RECORDED}
-        reply = await client.chat.completions.create(**chat)
-        stream = await client.chat.completions.create(**chat, stream=True)
-        parts = [part.choices[0].delta.content or "" async for part in stream]
-        turn, streamed = await whole.turns("s")
-    text = reply.choices[0].message.content
-    assert text == "".join(parts) == text_of(turn["output_ids"])
-    assert turn == streamed
-    assert turn["input_ids"] == list(ids_of("<user>2+2?</><assistant>"))
-    assert turn["output_ids"] == generated(turn["input_ids"], 4)
-    assert turn["output_logprobs"] == [logprob_of(one) for one in turn["output_ids"]]
-    assert turn["weight_versions"] == [{"version": "3", "start": 0, "end": 4}]
-    assert turn["finish_reason"] == {"type": "length", "matched": None}
-    # Its client requested neither.
-    assert reply.choices[0].logprobs is None
-    assert not (reply.model_extra or {}).keys() & {"prompt_token_ids"}
-    assert not (reply.choices[0].model_extra or {}).keys() & {"token_ids"}
-
-
-async def test_a_recorded_chat_starts_over_when_its_engine_dies() -> None:
-    async with served("vllm", "vllm") as whole, client_of(whole, "/v1") as client:
-        whole.engines[0].faults.strike("generate", faults.die(tokens=9))
-        for _ in range(2):
-            await client.chat.completions.create(
-                model="m", messages=[USER], max_tokens=NUM, extra_headers=RECORDED
-            )
-        assert whole.engines[0].is_dead
-        one, two = await whole.turns("s")
-    assert one == two
-    assert one["output_ids"] == generated(one["input_ids"], NUM)
-
-
-async def test_a_recorded_completion_has_the_ids_that_vllm_reports() -> None:
-    async with served("vllm") as whole, client_of(whole, "/v1") as client:
-        await client.completions.create(
-            model="m", prompt="2+2?", max_tokens=4, extra_headers=RECORDED
-        )
-        (turn,) = await whole.turns("s")
-    assert turn["input_ids"] == list(ids_of("2+2?"))
-    assert turn["output_ids"] == generated(turn["input_ids"], 4)
-    assert turn["output_logprobs"] == [logprob_of(one) for one in turn["output_ids"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from rollout.router.sessions.tree import Generated, Prompt, Turn
 from tests.support.tool_families import FAMILIES, TOOLS
 
 STOP = FinishReason("stop", 0)
-TURN = Turn(0, Prompt(None, [1]), Generated([2], [0.0], (), STOP, ""))
 CALL = '<tool_call>{"name": "f", "arguments": {"x": [1, "}"]}}</tool_call>'
 PIECES = [
     CALL,
@@ -40,6 +40,10 @@ PIECES = [
 FORM_NAMES = [form.name for form in FORMS]
 SCHEMAS = schemas_of(TOOLS)
 HERMES_READER = reader_of(HERMES, [])
+
+
+def texts_of(ids: Sequence[int]) -> list[str]:
+    return list(map(chr, ids))
 
 
 def reader_with(name: str, marks_are_special: bool) -> AnswerReader:
@@ -125,12 +129,14 @@ def test_a_stream_joined_is_the_whole_message(
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     reader = reader_with(name, marks_are_special) if name else None
     answer = reader.read(text, SCHEMAS, new_id) if reader else Answer(text)
-    whole = ChatAnswer({}, reader).whole(answer, TURN, 1)
-    writer = ChatAnswer({}, reader)
+    ids, logprobs = [ord(one) for one in text], [-float(place) for place in range(len(text))]
+    turn = Turn(0, Prompt(None, [1]), Generated(ids, logprobs, (), STOP, ""))
+    whole = ChatAnswer({}, reader, texts_of).whole(answer, turn, 1)
+    writer = ChatAnswer({}, reader, texts_of)
     payloads: list[Any] = []
     for end in cuts:
-        payloads += writer.piece(text[:end])
-    payloads += writer.last(answer, TURN, 1, usage=True)
+        payloads += writer.piece(text[:end], ids[:end], logprobs[:end])
+    payloads += writer.last(answer, turn, 1, usage=True)
     choices = [choice for payload in payloads for choice in payload["choices"]]
     deltas = [choice["delta"] for choice in choices]
     assert "".join(delta.get("content") or "" for delta in deltas) == answer.content
@@ -138,6 +144,9 @@ def test_a_stream_joined_is_the_whole_message(
         call["id"] for call in answer.calls
     ]
     assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+    entries = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", [])]
+    assert entries == whole["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == logprobs
     assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
     assert payloads[-1]["usage"] == whole["usage"]
 

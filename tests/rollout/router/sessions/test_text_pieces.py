@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
-from rollout.router.chat_sessions import make_plan
 from rollout.router.sessions import text_pieces
 from rollout.router.sessions.alignment import first_difference, tokenised
 from rollout.router.sessions.chat_request import ChatRequest
+from rollout.router.sessions.chat_sessions import make_plan
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from rollout.router.sessions.session_store import Session
 from rollout.router.sessions.text_pieces import borders_of, pieces
@@ -307,7 +307,7 @@ def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer
 async def test_a_long_chat_is_read_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from rollout.router import chat_sessions
+    from rollout.router.sessions import chat_sessions
 
     threads: list[bool] = []
 

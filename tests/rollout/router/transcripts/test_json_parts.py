@@ -71,8 +71,8 @@ def test_ids_that_are_not_json_go_to_the_engine_as_they_are():
 
 def test_requests_that_differ_in_ids_and_rid_share_nothing():
     bodies = [{"input_ids": [n, n + 1], "rid": f"r-{n}", "stream": False} for n in range(3)]
+    bodies[0]["return_logprob"] = True
     transcripts = [read_transcript(json.dumps(body).encode(), 32) for body in bodies]
-    transcripts[0].prepare_recording()
     transcripts[0].absorb(event_of([5], finish=None))
     transcripts[0].lose_engine()
     sent = [json.loads(transcript.body()) for transcript in transcripts]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.router.transcripts.openai import read_openai
-from rollout.router.transcripts.recorded_chat import read_recorded_chat
 
 PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
 PROMPT = [101, 102, 103]
@@ -341,80 +340,3 @@ def test_a_chat_that_cannot_be_continued_has_no_transcript(more):
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], None, 7])
 def test_only_a_single_prompt_can_be_continued(prompt):
     assert read_openai(json.dumps({"prompt": prompt}).encode(), is_chat=False) is None
-
-
-def test_the_turn_of_a_recorded_completion_is_whole():
-    body = request(False, 4, [])
-    transcript = read_openai(json.dumps(body).encode(), is_chat=False)
-    assert transcript is not None
-    assert transcript.prepare_recording() == ""
-    for event in Engine([0, 3, 0, 0], False).events(transcript.body(5)):
-        transcript.absorb(event)
-    assert transcript.recorded_turn() == {
-        "input_ids": PROMPT,
-        "output_ids": [0, 3, 0, 0],
-        "output_logprobs": [0, -1, -2, -3],
-        "weight_versions": [{"version": "5", "start": 0, "end": 4}],
-        "finish_reason": {"type": "length", "matched": None},
-    }
-    assert transcript.payload()["choices"][0]["logprobs"] is None, "they were not requested"
-
-
-ANSWER = {
-    **HEAD,
-    "object": "chat.completion",
-    "usage": {"completion_tokens": 2},
-    "choices": [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "ab", "tool_calls": [{"id": "t"}]},
-            "logprobs": {"content": []},
-            "finish_reason": "tool_calls",
-            "matched_stop": None,
-            "prompt_token_ids": PROMPT,
-            "response_token_ids": [5, 6],
-            "meta_info": {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]]},
-        }
-    ],
-}
-
-
-def test_a_recorded_chat_is_requested_unstreamed_and_sent_as_its_client_wants():
-    raw = {"messages": [], "stream": True, "stream_options": {"include_usage": True}, "tools": [1]}
-    chat = read_recorded_chat(json.dumps(raw).encode())
-    assert chat is not None
-    body = json.loads(chat.body(5))
-    assert (body["stream"], body["logprobs"], body["tools"]) == (False, True, [1])
-    assert "stream_options" not in body
-    chat.absorb(ANSWER)
-    assert chat.recorded_turn() == {
-        "input_ids": PROMPT,
-        "output_ids": [5, 6],
-        "output_logprobs": [-1.0, -2.0],
-        "weight_versions": [{"version": "5", "start": 0, "end": 2}],
-        "finish_reason": {"type": "tool_calls", "matched": None},
-    }
-    (choice,) = chat.payload()["choices"]
-    assert choice.keys() == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
-    begun, ended, usage = chat.new_payloads()
-    assert begun["choices"][0]["delta"]["tool_calls"] == [{"id": "t", "index": 0}]
-    assert ended["choices"][0]["finish_reason"] == "tool_calls"
-    assert usage["usage"] == {"completion_tokens": 2}
-
-
-def test_a_chat_whose_engine_reported_too_little_is_not_recorded():
-    chat = read_recorded_chat(b'{"messages": []}')
-    assert chat is not None
-    (choice,) = ANSWER["choices"]
-    chat.absorb({**ANSWER, "choices": [{**choice, "meta_info": None}]})
-    with pytest.raises(ValueError, match="0 log-probs for 2 tokens"):
-        chat.recorded_turn()
-
-
-def test_a_recorded_chat_that_loses_its_engine_starts_over():
-    chat = read_recorded_chat(b'{"messages": []}')
-    assert chat is not None
-    chat.absorb(ANSWER)
-    chat.lose_engine()
-    assert (chat.is_finished, chat.num_recomputed, chat.num_failovers) == (False, 2, 1)
-    assert read_recorded_chat(b'{"n": 2}') is None

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rollout.router.transcripts.generate import read_transcript
 from rollout.router.transcripts.openai import read_openai
-from rollout.router.transcripts.recorded_chat import read_recorded_chat
 from rollout.router.transcripts.request_body import read_object
 from tests.rollout.router.odd_bodies import (
     ODD,
@@ -70,7 +69,6 @@ def test_the_budget_is_the_one_that_sglang_reads(path, fields, budget):
 def test_a_body_that_could_not_be_written_again_is_not_read(path, value):
     body = json.dumps(PLAIN[path]).encode()[:-1] + b', "x": ' + value + b"}"
     assert read(path, body) is None
-    assert read_recorded_chat(b'{"messages": [], "x": ' + value + b"}") is None
 
 
 def test_only_the_end_of_the_text_is_compared_with_stop_strings():

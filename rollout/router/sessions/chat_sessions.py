@@ -64,20 +64,24 @@ class Plan:
     """A turn that is about to be generated: all ids of its prompt, and the new ones.
 
     Attributes:
+        tokenizer: that it was made with.
         reader: of an answer that may have tool calls.
     """
 
     history: History
     ids: list[int]
     prompt: Prompt
+    tokenizer: ChatTokenizer
     reader: AnswerReader | None
 
 
 class ChatSessions:
     """Answers the chats of a router's sessions.
 
-    Args:
+    Attributes:
         store: the sessions; used on the event loop only.
+
+    Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
         key: of the router for generation; empty for none.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
@@ -95,7 +99,7 @@ class ChatSessions:
         on_tokenizer: Callable[[ChatTokenizer], None],
         tool_call_parser: str = "auto",
     ) -> None:
-        self._store = store
+        self.store = store
         self._find_folder = find_folder
         self._headers = {"content-type": "application/json", "x-token-failover": "on"}
         if key:
@@ -151,14 +155,14 @@ class ChatSessions:
     async def _run(
         self, session_id: str, chat: ChatRequest, router: Endpoint
     ) -> AsyncGenerator[bytes, None]:
-        if why := self._store.why_full(session_id, self._now_s()):
+        if why := self.store.why_full(session_id, self._now_s()):
             raise failure(507, "sessions_full", why)
         if self._num_running >= _MOST_AT_ONCE:
             raise failure(503, "unavailable", f"{_MOST_AT_ONCE} chats of sessions are under way")
         if self._num_bytes + chat.num_bytes > _MOST_BYTES_AT_ONCE:
             message = f"chats of sessions under way take {self._num_bytes} bytes"
             raise failure(503, "unavailable", message)
-        session = self._store.begin_turn(session_id, self._now_s())
+        session = self.store.begin_turn(session_id, self._now_s())
         self._num_running += 1
         self._num_bytes += chat.num_bytes
         try:
@@ -173,7 +177,7 @@ class ChatSessions:
         finally:
             self._num_running -= 1
             self._num_bytes -= chat.num_bytes
-            self._store.end_turn(session_id, session, self._now_s())
+            self.store.end_turn(session_id, session, self._now_s())
 
     async def read(self, body: bytes) -> ChatRequest:
         """The request in ``body``; a long one is read in a thread.
@@ -211,19 +215,24 @@ class ChatSessions:
     ) -> AsyncGenerator[bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
         head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
-        writer, reader = ChatAnswer(head, plan.reader), plan.reader
+        token_texts = plan.tokenizer.token_texts if chat.wants_logprobs else None
+        writer, reader = ChatAnswer(head, plan.reader, token_texts), plan.reader
         has_begun = False
         try:
             async for reply in replies:
-                if reply.finish_reason is None and (payloads := writer.piece(reply.text)):
+                if reply.finish_reason is not None:
+                    continue
+                logprobs = reply.output_logprobs or ()
+                if payloads := writer.piece(reply.text, reply.output_ids, logprobs):
                     has_begun = True
                     yield as_events(payloads)
             answer = Answer(reply.text)
             if reader is not None:
                 answer = reader.read(reply.text, schemas_of(chat.tools), _new_id)
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
-            turn = _keep(session, plan, reply, answer.message())
-            self._store.num_turns[plan.prompt.drift] += 1
+            message = {**answer.message(), "content": chat.begun + answer.content}
+            turn = _keep(session, plan, reply, message)
+            self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
             if not has_begun:
                 raise
@@ -287,21 +296,27 @@ def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> 
     history = history_of(chat.messages, chat.tools)
     match = session.tree.match(history)
     reader = tokenizer.reader if chat.calls_tools else None
-    text = template.render(chat.messages, for_answer=True)
+    text = template.render(chat.messages, for_answer=True) + chat.begun
+    turn = match.turn
     new: list[int] | None = None
-    if match.turn is not None:
+    if chat.begun and (unfinished := session.tree.unfinished(history, chat.begun)) is not None:
+        turn, new = unfinished, []
+    elif turn is not None:
         mark = os.urandom(8).hex()
-        new = continuation(template, chat.messages, match.num_known, match.turn.end, mark)
-    if match.turn is None or new is None:
+        new = continuation(template, chat.messages, match.num_known, turn.end, mark)
+        if new is not None and chat.begun:
+            new += tokenised(template, chat.begun)[0]
+    if turn is None or new is None:
         ids, checkpoints = tokenised(template, text)
-        drift = drift_of(None, is_fork=match.is_fork or match.turn is not None)
-        return Plan(history, ids, Prompt(None, ids, drift, checkpoints=checkpoints), reader)
-    ids = session.tree.ids(match.turn) + new
-    known = session.tree.checkpoints(match.turn)
+        drift = drift_of(None, is_fork=match.is_fork or turn is not None)
+        prompt = Prompt(None, ids, drift, checkpoints=checkpoints)
+        return Plan(history, ids, prompt, tokenizer, reader)
+    ids = session.tree.ids(turn) + new
+    known = session.tree.checkpoints(turn)
     difference, checkpoints = compared(template, text, ids, known)
     drift = drift_of(difference, is_fork=match.is_fork)
-    prompt = Prompt(match.turn.number, new, drift, difference, checkpoints)
-    return Plan(history, ids, prompt, reader)
+    prompt = Prompt(turn.number, new, drift, difference, checkpoints)
+    return Plan(history, ids, prompt, tokenizer, reader)
 
 
 def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -> Turn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
@@ -12,60 +11,30 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from engines.protocol import Endpoint
 from rollout.core.errors import ConfigError
-from rollout.router.chat_sessions import ChatFailure, ChatSessions, failure
-from rollout.router.engine_queries import EngineQueryClient, error_reply, first_reply
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import MAX_SESSION_CHARACTERS
-from rollout.router.proxy.context import Proxy
-from rollout.router.sessions.chat_tokenizer import ChatTokenizer
+from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.tree import Turn
 
 T = TypeVar("T")
+_BAD_ID = f"a session id has at most {MAX_SESSION_CHARACTERS} printable characters"
+_NO_COMPLETIONS = (
+    "a session takes chats; send a prompt to /v1/completions with return_token_ids, or to "
+    "/generate, whose replies have the token ids and log-probs"
+)
 
 
-def chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
-    """The chats of this router; ``client`` finds the folder of the engines' tokenizer."""
-
-    async def find_folder() -> str:
-        if proxy.config.tokenizer_path:
-            return proxy.config.tokenizer_path
-        reply = await first_reply(proxy.gate, client, "/model_info")
-        if reply.status_code == 404:  # of vLLM
-            reply = await first_reply(proxy.gate, client, "/v1/models")
-        try:
-            info = json.loads(bytes(reply.body))
-            if "data" in info:
-                return str(info["data"][0]["root"])
-            return str(info.get("tokenizer_path") or info["model_path"])
-        except (ValueError, LookupError, AttributeError):
-            message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
-            raise failure(503, "unavailable", message) from None
-
-    def keep_decode(tokenizer: ChatTokenizer) -> None:
-        proxy.decode = tokenizer.tokenizer.decode
-
-    return ChatSessions(
-        proxy.chats,
-        find_folder,
-        key=proxy.config.client_key,
-        timeout_s=proxy.config.request_timeout_s,
-        now_s=lambda: proxy.now_s(),
-        on_tokenizer=keep_decode,
-        tool_call_parser=proxy.config.tool_call_parser,
-    )
-
-
-def add_chats(app: FastAPI, proxy: Proxy, chats: ChatSessions) -> None:
+def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     """Add the routes."""
+    store = chats.store
 
     @app.post("/sessions/{session_id}/v1/chat/completions")
     async def chat_completions(session_id: str, request: Request) -> Response:
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
-        if len(session_id) > MAX_SESSION_CHARACTERS or not session_id.isprintable():
-            message = f"a session id has at most {MAX_SESSION_CHARACTERS} printable characters"
-            return error_reply(400, "bad_request", message)
         try:
+            if len(session_id) > MAX_SESSION_CHARACTERS or not session_id.isprintable():
+                raise BadChat(_BAD_ID)
             chat = await chats.read(await request.body())
             router = Endpoint(*request.scope["server"])
             pieces = await _unless_left(request, chats.answer(session_id, chat, router))
@@ -74,22 +43,41 @@ def add_chats(app: FastAPI, proxy: Proxy, chats: ChatSessions) -> None:
             body = b"".join([piece async for piece in pieces])
             return Response(body, media_type="application/json")
         except (BadChat, RecursionError) as error:
-            return error_reply(400, "bad_request", str(error))
+            return _reply(failure(400, "bad_request", str(error)))
         except ConfigError as error:
-            return error_reply(501, "sessions_unavailable", str(error))
+            return _reply(failure(501, "sessions_unavailable", str(error)))
         except ChatFailure as error:
-            after = {"retry-after": error.retry_after} if error.retry_after else None
-            return Response(error.body, error.status, after, "application/json")
+            return _reply(error)
 
-    @app.get("/sessions/{session_id}/turns")
+    @app.post("/sessions/{session_id}/v1/completions")
+    async def completions(session_id: str) -> Response:
+        """Refused: a prompt has no messages that a later turn could continue."""
+        return _reply(failure(400, "bad_request", _NO_COMPLETIONS))
+
+    @app.get("/sessions/{session_id}")
     async def turns(session_id: str) -> Response:
-        """The turns of a session's chats, in the order in which they ended."""
-        session = proxy.chats.get(session_id)
+        """The turns of a session, in the order in which they ended."""
+        session = store.get(session_id)
         if session is None:
-            message = f"there are no chats of session {session_id}"
-            return JSONResponse({"error": {"type": "not_found", "message": message}}, 404)
+            return _reply(_no_session(session_id))
         parts = _parts(session_id, list(session.tree.turns))
         return StreamingResponse(parts, media_type="application/json")
+
+    @app.delete("/sessions/{session_id}")
+    async def delete(session_id: str) -> Response:
+        """Delete a session with its turns."""
+        if not store.delete(session_id):
+            return _reply(_no_session(session_id))
+        return JSONResponse({"session_id": session_id})
+
+
+def _no_session(session_id: str) -> ChatFailure:
+    return failure(404, "not_found", f"there is no session {session_id}")
+
+
+def _reply(error: ChatFailure) -> Response:
+    after = {"retry-after": error.retry_after} if error.retry_after else None
+    return Response(error.body, error.status, after, "application/json")
 
 
 async def _parts(session_id: str, turns: list[Turn]) -> AsyncIterator[bytes]:
