@@ -35,6 +35,7 @@ from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.ranks.trainer_rank import LoadCosts
 from rollout.weights.routes.trainer_groups import BroadcastSender
+from tests.support.lora import drawn_adapter
 from tests.support.megatron_shards import MegatronShards, Sizes
 
 TIED = "lm_head.weight"
@@ -120,6 +121,22 @@ class Trainer:
 
     def push(self, seed: int, **more: Any) -> Any:
         return self.pusher.push(self.sharded(seed), **more)
+
+    def adapter(self, seed: int, config: Mapping[str, Any]) -> Any:
+        """A LoRA adapter whose halves are sharded, of one that ``drawn_adapter`` draws."""
+        named = drawn_adapter(self.model_path, seed, config)
+        shards = {
+            name: distribute_tensor(one, self.mesh, [Shard(0)]) for name, one in named.items()
+        }
+        return self.pusher.push(shards, adapter=config)
+
+    def check_path(self) -> Any:
+        whole = load_file(self.model_path / "model.safetensors")
+        shards = {
+            name: distribute_tensor(whole[name], self.mesh, [Shard(0)])
+            for name in self.manifest.tensors
+        }
+        return self.pusher.check_push_path(shards)
 
     def offload(self, without: int | None = None) -> Any:
         """All ranks but one, which pushes instead."""

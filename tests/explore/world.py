@@ -427,7 +427,7 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "onload": lambda server, push: server.serve_weights(push),
     "update": lambda server, push: server.serve_weights(push),
     "update_weights": lambda server, push: server.update_weights(push),
-    "prove": lambda server, push: server.prove_push_path(push),
+    "prove": lambda server, push: server.check_push_path(push),
 }
 _BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose", "alike"})
 

@@ -36,6 +36,26 @@ def make_adapter(rank: int, seed: int) -> dict[str, Any]:
     return tensors
 
 
+def drawn_adapter(model_path: Path, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter of two modules of a model, of the ranks in PEFT's config, drawn from a seed."""
+    import torch
+
+    from engines.protocol.lora_config import rank_and_scale
+    from rollout.weights.format.manifest import read_checkpoint_manifest
+
+    manifest = read_checkpoint_manifest(model_path)
+    assert manifest is not None
+    make = torch.Generator().manual_seed(seed)
+    named = {}
+    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
+        rows, columns = manifest.tensors[f"{layer}.weight"].shape
+        rank, _ = rank_and_scale(config, layer)
+        for half, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            name = f"base_model.model.{layer}.lora_{half}.weight"
+            named[name] = torch.randn(shape, generator=make)
+    return named
+
+
 def merged_checkpoint(
     base: Path, adapter: Mapping[str, Any], settings: Mapping[str, Any], path: Path
 ) -> Path:

@@ -243,7 +243,8 @@ class RolloutServer:
                 free the memory that the KV cache needs.
         """
         async with self._lock.held("serve_weights"):
-            if self._must_prove and hold_loaded_weights(self._registry.phases.values()):
+            must_prove = self._must_prove and hold_loaded_weights(self._registry.phases.values())
+            if must_prove or push.checks_path:
                 return await self._prove(push)
             await self._check_push(push)
             return await self._phase_runner.advance(*up_to(until, SERVE_WEIGHTS), push=push)
@@ -260,7 +261,7 @@ class RolloutServer:
         async with self._lock.held("serve"):
             return await self._phase_runner.advance(*up_to(until, SERVE))
 
-    async def prove_push_path(self, push: WeightPush) -> StepReport:
+    async def check_push_path(self, push: WeightPush) -> StepReport:
         """Check that a push gives the engines the weights that they loaded from the checkpoint.
 
         They copy their weights, overwrite them with noise, get the push, and compare.  Before the
@@ -274,7 +275,7 @@ class RolloutServer:
                 did before.
             PhaseFailed: weights differ; the message names them.
         """
-        async with self._lock.held("prove_push_path"):
+        async with self._lock.held("check_push_path"):
             return await self._prove(push)
 
     async def advance(self, command: Command) -> StepReport:
@@ -489,7 +490,7 @@ class RolloutServer:
         push = replace(push, checks_path=True)
         await self._check_push(push)
         if why := why_no_path_check(self._config.weights, self._last_pushed_version()):
-            raise LifecycleError(f"cannot check the push path: {why}", command="prove_push_path")
+            raise LifecycleError(f"cannot check the push path: {why}", command="check_push_path")
         runner, was_open = self._phase_runner, self._gate.state == "open"
         report = await runner.advance(*MAKE_IDLE)
         try:

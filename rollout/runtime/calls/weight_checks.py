@@ -72,7 +72,7 @@ class WeightChecks:
             PhaseFailed: weights differ; the message names them.
         """
         push = self._pushes.push_of(named_tensors, version, name_map)
-        return self._pushes.send(RolloutServer.prove_push_path, push)
+        return self._pushes.send(RolloutServer.check_push_path, push)
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
         """Whether any tensor differs from the weights at ``model_path``.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from rollout.config import ServerConfig
 from rollout.core.arguments import check_kind, check_number
@@ -19,7 +20,13 @@ from rollout.weights.ranks.leader import Leader
 from rollout.weights.ranks.link import RankLink
 from rollout.weights.ranks.messages import encode
 from rollout.weights.ranks.protocol import PushRound, gather_timeout_s
-from rollout.weights.ranks.rank_push import RankOffload, RankPush, follower_of, report_of
+from rollout.weights.ranks.rank_push import (
+    RankOffload,
+    RankPush,
+    contents_of,
+    follower_of,
+    report_of,
+)
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.tensors import Dtype, NamedTensors, NameMap
 
@@ -68,6 +75,8 @@ class Pusher:
         name_map: NameMap | None = None,
         dtype: Dtype | None = None,
         before_kv: BeforeKv | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
     ) -> StepReport:
         """``ServerHandle.serve_weights`` from all ranks: these weights, verified and serving.
 
@@ -86,6 +95,10 @@ class Pusher:
                 raises, so does the push on all ranks: the engines hold the new weights and do not
                 serve, and ``serve()`` continues.  If the engines were not offloaded, it runs
                 after the push, while they serve.
+            adapter: with ``update: lora``, of a LoRA adapter with PEFT's names: PEFT's
+                ``adapter_config.json`` or ``config.to_dict()``.
+            is_base: with ``update: lora``: these are all base weights, or base and adapter
+                ``merged``.
 
         Raises:
             ConfigError: an argument is wrong; the other ranks find this one silent.
@@ -93,13 +106,57 @@ class Pusher:
             RankFailure: a rank failed, or is silent.
             RolloutError: the pusher is closed.
         """
-        self._check_open()
         check_before_kv(before_kv)
+        return self._push(
+            named_tensors,
+            version,
+            name_map,
+            dtype,
+            before_kv=before_kv,
+            adapter=adapter,
+            is_base=is_base,
+        )
+
+    def check_push_path(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+        dtype: Dtype | None = None,
+    ) -> StepReport:
+        """Before the first push: ``policy.checks.push_path`` from all ranks.
+
+        Args:
+            named_tensors: the weights of ``model_path``, as the ranks hold them.
+            version, name_map, dtype: see ``push``.
+
+        Raises:
+            LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
+            PhaseFailed: weights differ; the message names them.
+            ConfigError, WeightMismatch, RankFailure, RolloutError: as ``push``.
+        """
+        return self._push(named_tensors, version, name_map, dtype, checks_path=True)
+
+    def _push(
+        self,
+        named_tensors: NamedTensors,
+        version: int | None,
+        name_map: NameMap | None,
+        dtype: Dtype | None,
+        *,
+        before_kv: BeforeKv | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
+        checks_path: bool = False,
+    ) -> StepReport:
+        self._check_open()
         check_name_map(name_map)
         if dtype is not None:
             check_kind("dtype", dtype, Dtype, "a torch.dtype such as torch.bfloat16")
         link, turn = self.link, self._round("push")
         chosen = None if version is None else checked_version(version)
+        contents = contents_of(self.rank.config.weights, adapter, is_base=is_base)
         resources = ExitStack()
         follower = follower_of(
             self.rank,
@@ -108,13 +165,22 @@ class Pusher:
             resources,
             name_map=name_map,
             dtype=dtype,
+            adapter=adapter,
             timeout_s=gather_timeout_s(self._timeout_s),
         )
         leader = None
         if link.rank == 0:
-            leader = Leader(self.server, follower, None, may_stream=True, streams=True)
+            leader = Leader(self.server, follower, contents, may_stream=True, streams=True)
         expected, timeout_s = self._with_expected, self._timeout_s
-        work = RankPush(follower, self.server, before_kv, leader, expected, timeout_s)
+        work = RankPush(
+            follower,
+            self.server,
+            before_kv,
+            leader,
+            expected,
+            timeout_s,
+            checks_path=checks_path,
+        )
         ready = encode(follower.ready(chosen, has_turn=before_kv is not None))
         try:
             steps = turn.lead(ready) if leader is not None else turn.follow(ready)

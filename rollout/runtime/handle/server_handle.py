@@ -343,7 +343,7 @@ class ServerHandle:
             named_tensors,
             version,
             may_stream=False,
-            contents=WeightUpdate.FULL,
+            is_base=True,
         )
 
     def make_adapter_push(
@@ -363,7 +363,7 @@ class ServerHandle:
         Raises:
             WeightMismatch: it does not fit the model, or no engine honours a field of its config.
         """
-        return self._pushes.adapter(named_tensors, config, self._pushes.next_version(version))
+        return self._pushes.full(named_tensors, version, adapter=config, may_stream=False)
 
     def prepare(
         self, named_tensors: NamedTensors | WeightPush, version: int | None = None

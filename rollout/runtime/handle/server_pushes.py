@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from rollout.config import ServerConfig, WeightUpdate
+from rollout.config import ServerConfig
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import WeightMismatch
 from rollout.core.optional_deps import optional_import
@@ -22,10 +22,8 @@ from rollout.core.types import StepReport
 from rollout.rules.canary import Logprobs
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.handle.server_port import ServerCalls
-from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.routes.adapter import AsAdapter
 
 if TYPE_CHECKING:
     from rollout.weights.ranks.rank_push import LocalPush
@@ -78,12 +76,6 @@ class ServerPushes:
             return named_tensors
         return self.full(named_tensors, version, name_map=name_map, may_stream=True)
 
-    def next_version(self, version: int | None) -> int:
-        """This version; None is one more than the server's."""
-        if version is not None:
-            return checked_version(version)
-        return self.server.status().weight_version + 1
-
     @property
     def group_name(self) -> str:
         """Name of the broadcast group that is kept for the next push; empty for none."""
@@ -95,12 +87,15 @@ class ServerPushes:
         version: int | None,
         *,
         name_map: NameMap | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
         may_stream: bool,
-        contents: WeightUpdate | None = None,
     ) -> WeightPush:
-        """A push of the model's own tensors: all, or some with ``update: partial``.
+        """A push of the model's tensors, all or some, or of an adapter.
 
         Args:
+            adapter: of a LoRA adapter, its configuration.
+            is_base: all base weights, also where ``update`` is ``lora``.
             may_stream: the tensors do not change until it has ended; else it is a copy of them.
 
         Raises:
@@ -120,43 +115,12 @@ class ServerPushes:
             named_tensors,
             chosen,
             name_map=name_map,
-            contents=contents,
+            adapter=adapter,
+            is_base=is_base,
             may_stream=may_stream,
         )
         self._open[id(made.push)] = made
         return made.push
-
-    def adapter(
-        self, named_tensors: NamedTensors, config: Mapping[str, Any], version: int
-    ) -> WeightPush:
-        """A push of a LoRA adapter under ``weights.adapter``'s name, by value.
-
-        Raises:
-            WeightMismatch: it does not fit the model, the server takes no adapters, or no engine
-                honours a field of its config.
-        """
-        with _torch():
-            from rollout.weights.tensors.adapters import adapter_bucket
-
-        settings = self._config.weights
-        if settings.update is not WeightUpdate.LORA:
-            raise WeightMismatch(f"weights.update is {settings.update}: adapters need lora")
-        if not isinstance(config, Mapping):
-            raise WeightMismatch(
-                f"an adapter's config is the mapping in adapter_config.json, or PEFT's "
-                f"config.to_dict(), not {config!r:.80}"
-            )
-        kinds = {group.engine.kind for group in self._config.groups.values()}
-        tensors, payload, plain = adapter_bucket(
-            named_tensors, config, base=self.server.expected, kinds=kinds
-        )
-        return WeightPush(
-            version,
-            prefixed_manifest(settings.adapter, tensors),
-            [payload],
-            AsAdapter(settings.adapter, plain),
-            contents=WeightUpdate.LORA,
-        )
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
         """Whether these weights differ from the checkpoint that the engines load."""

@@ -40,7 +40,6 @@ class Follower:
     Args:
         open_source: the source of these tensors, in the order of rank 0's list.
         gpu: UUID of the GPU with its tensors; empty if they are in host memory.
-        contents: the part of the model that is pushed.
         timeout_s: for a broadcast of this rank.
         resources: what the push holds in this process; the caller closes it.
     """
@@ -53,15 +52,14 @@ class Follower:
         resources: ExitStack,
         *,
         gpu: str,
-        contents: WeightUpdate,
         timeout_s: float,
     ) -> None:
+        self.check: BucketCheck | None = None
         self.rank = rank
         self.gpu = gpu
         self.figures = PushFigures(rank.num_ranks)
         self.resources = resources
         self.held: HeldBuffers | None = None
-        self.check = BucketCheck(rank.config.weights, server.expected, contents)
         self._server = server
         self._open_source = open_source
         self._timeout_s = timeout_s
@@ -88,6 +86,7 @@ class Follower:
             WeightMismatch: they do not fit.
         """
         self._plan = plan
+        self.check = BucketCheck(self.rank.config.weights, self._server.expected, plan.contents)
         if plan.tensors is not None:
             self.rank.tensors = plan.tensors
         if isinstance(self.source, StreamedSource) is not plan.is_streamed:
@@ -149,6 +148,7 @@ class Follower:
         self.figures.begin()
         pairs, is_last = next(self._buckets)
         if isinstance(self.source, StreamedSource):
+            assert self.check is not None
             self.check(pairs, is_last)
             # The push announces the model's dtypes, because these are known only now.
             pairs = cast_to(pairs, self._server.expected)

@@ -14,22 +14,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.core.types import ServerStatus
+from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.stream_server import PushStreamServer
-from rollout.weights.push.weight_push import WeightPush, default_contents
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.follower import Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
 from rollout.weights.ranks.trainer_rank import ServerPort
+from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.by_value import MOST_BUCKET_BYTES
 from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
 from rollout.weights.routes.disk import CheckpointMaker
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
 from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
 from rollout.weights.routes.trainer_groups import BroadcastPush, NcclTerms
+from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,7 @@ class Leader:
 
     Args:
         follower: its part as one of the ranks.
-        contents: the part of the model that is pushed; None: that of ``weights.update``.
+        contents: the part of the model that is pushed.
         may_stream: the tensors do not change until the push has ended.
         streams: a push that may be streamed is.
     """
@@ -49,7 +53,7 @@ class Leader:
         self,
         server: ServerPort,
         follower: Follower,
-        contents: WeightUpdate | None,
+        contents: WeightUpdate,
         *,
         may_stream: bool,
         streams: bool,
@@ -88,24 +92,28 @@ class Leader:
         agreed = _agreed_version(readies)
         source = self.follower.source
         if isinstance(source, PlannedSource):
-            rank.check(source.manifest, self._server.expected, self._pushed)
+            rank.check(source.manifest, self._server.expected, self._contents)
         routes = self._choose(status)
         transports = {one.transport for one in routes}
         hosts = sorted(one.host for one in routes if one.transport == Transport.SHARED_MEMORY)
         # Only rank 0 joins folders, so only those of its own host.
         only_here = transports == {Transport.SHARED_MEMORY} and hosts == [0]
         at_once = only_here and rank.loads.is_at_once(Transport.SHARED_MEMORY)
-        is_complete = at_once or Transport.DISK in transports or not self._streams
+        # An adapter stays with the server, for engines that restart.
+        is_adapter = self._contents is WeightUpdate.LORA
+        is_whole = at_once or is_adapter or Transport.DISK in transports
+        is_complete = is_whole or not self._streams
         is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
         senders = sorted(set(rank.hosts)) if Transport.DISTRIBUTED in transports else []
         most = MOST_BUCKET_BYTES if Transport.TENSOR in transports else sys.maxsize
         self._plan = PushPlan(
             terms=PushTerms(
                 status.weight_version + 1 if agreed is None else agreed,
-                self._server.fingerprint_method(),
+                BYTES if is_adapter else self._server.fingerprint_method(),
                 hosts[0] if hosts else None,
                 tuple(senders),
             ),
+            contents=self._contents,
             is_streamed=not isinstance(source, PlannedSource),
             is_copied=is_copied,
             is_serving=status.gate == "open",
@@ -120,11 +128,6 @@ class Leader:
         return self._plan
 
     @property
-    def _pushed(self) -> WeightUpdate:
-        """The part of the model that is pushed."""
-        return self._contents or default_contents(self.follower.rank.config.weights.update)
-
-    @property
     def _ranks(self) -> list[RankPlace]:
         hosts = self.follower.rank.hosts
         return [
@@ -137,6 +140,9 @@ class Leader:
         rank = self.follower.rank
         wanted = rank.config.weights.transport
         source = self.follower.source
+        if isinstance(source, AdapterSource):
+            name = rank.config.weights.adapter
+            return (Chosen(ADAPTER, adapter=name, config=source.config),)
         share = source.num_bytes if isinstance(source, PlannedSource) else 0
         no_room = why_no_room_for(share, rank.pool, len(rank.writers)) if share else ""
         places = self._server.places(status)
@@ -170,7 +176,7 @@ class Leader:
             is_read: the store reads the buckets of the push itself.
         """
         rank = self.follower.rank
-        if rank.config.weights.store is None or self._pushed is not WeightUpdate.FULL:
+        if rank.config.weights.store is None or self._contents is not WeightUpdate.FULL:
             return None
         if is_read and not hosts:
             return None
@@ -234,6 +240,8 @@ class Leader:
         elif self.is_single:
             payloads = [next(iter(one.values())) for one in payloads]
         manifest = Manifest(self._manifest().tensors, self._fingerprints)
+        if self._contents is WeightUpdate.LORA:
+            manifest = prefixed_manifest(self.follower.rank.config.weights.adapter, manifest)
         return self._push(manifest, buckets=payloads)
 
     @property
@@ -294,6 +302,7 @@ class Leader:
         if isinstance(source, PlannedSource):
             return source.manifest
         if self.plan.is_copied:
+            assert self.follower.check is not None
             return Manifest(self.follower.check.seen)
         return self._server.expected or Manifest({})
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollout.config import Transport
+from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import RankFailure
 from rollout.weights.routes.route import Chosen, PushTerms
 
@@ -63,6 +63,7 @@ class PushPlan:
     """What rank 0 has decided.
 
     Attributes:
+        contents: the part of the model that is pushed.
         is_streamed: the tensors come from an iterator.
         is_copied: all buckets are made before the server is called.
         is_serving: the engines serve when the push begins, so ``before_kv`` runs after it.
@@ -74,6 +75,7 @@ class PushPlan:
     """
 
     terms: PushTerms
+    contents: WeightUpdate
     is_streamed: bool
     is_copied: bool
     is_serving: bool

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rollout.config import Transport
+from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
@@ -262,4 +262,5 @@ class CopiedPush:
             logger.warning("store: weight version %d is not kept: %s", version, self._why_not)
             return None
         manifest = Manifest(Manifest.of(self._specs).tensors, self._fingerprints)
-        return WeightPush(version, manifest, [{"path": path} for path in self._paths], ByPath())
+        payloads = [{"path": path} for path in self._paths]
+        return WeightPush(version, manifest, payloads, ByPath(), contents=WeightUpdate.FULL)

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout.config import WeightUpdate
-from rollout.core.errors import RolloutError
+from rollout.config import WeightsConfig, WeightUpdate
+from rollout.core.errors import RolloutError, WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
@@ -38,6 +38,7 @@ from rollout.weights.ranks.protocol import (
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.cuda_ipc import gpu_with
+from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.push_plan import Dtype, NameMap
 from rollout.weights.tensors.sources import (
     NamedTensors,
@@ -61,33 +62,33 @@ def follower_of(
     *,
     name_map: NameMap | None = None,
     dtype: Dtype | None = None,
-    contents: WeightUpdate | None = None,
+    adapter: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> Follower:
     """The part of one rank in a push of these tensors.
 
     Args:
+        adapter: of a LoRA adapter, its configuration.
         timeout_s: for each gather and broadcast with other ranks; None for a single process,
             which has no shards.
     """
 
     def open_source(tensors: TensorList | None) -> PlannedSource | StreamedSource:
-        shared: Any = {
-            "expected": server.expected,
-            "name_map": name_map,
-            "dtype": dtype,
-            "gather_timeout_s": timeout_s,
-        }
-        if isinstance(named_tensors, Iterator):
-            return StreamedSource(named_tensors, **shared)
-        is_on_all_ranks = rank.num_ranks > 1
-        return PlannedSource(
-            named_tensors,
-            tensors=tensors,
-            plans=rank.plans,
-            is_on_all_ranks=is_on_all_ranks,
+        shared: Any = {"name_map": name_map, "dtype": dtype, "gather_timeout_s": timeout_s}
+        planned: Any = {
+            "tensors": tensors,
+            "plans": rank.plans,
+            "is_on_all_ranks": rank.num_ranks > 1,
             **shared,
-        )
+        }
+        if adapter is not None:
+            kinds = {group.engine.kind for group in rank.config.groups.values()}
+            return AdapterSource(
+                named_tensors, adapter, base=server.expected, kinds=kinds, **planned
+            )
+        if isinstance(named_tensors, Iterator):
+            return StreamedSource(named_tensors, expected=server.expected, **shared)
+        return PlannedSource(named_tensors, expected=server.expected, **planned)
 
     return Follower(
         rank,
@@ -95,9 +96,33 @@ def follower_of(
         open_source,
         resources,
         gpu=gpu_with(named_tensors),
-        contents=contents or default_contents(rank.config.weights.update),
         timeout_s=timeout_s or rank.config.weights.group_timeout_s,
     )
+
+
+def contents_of(
+    config: WeightsConfig, adapter: Mapping[str, Any] | None, *, is_base: bool
+) -> WeightUpdate:
+    """The part of the model that is pushed.
+
+    Args:
+        adapter: of a LoRA adapter, its configuration.
+        is_base: all base weights, also where ``update`` is ``lora``.
+
+    Raises:
+        WeightMismatch: the server takes no adapters, or this is no adapter's configuration.
+    """
+    if adapter is None:
+        return WeightUpdate.FULL if is_base else default_contents(config.update)
+    if config.update is not WeightUpdate.LORA:
+        raise WeightMismatch(f"weights.update is {config.update}: adapters need lora")
+    if is_base or not isinstance(adapter, Mapping):
+        found = "with is_base" if is_base else f"not {adapter!r:.80}"
+        raise WeightMismatch(
+            "an adapter's config is the mapping in adapter_config.json, or PEFT's "
+            f"config.to_dict(), {found}"
+        )
+    return WeightUpdate.LORA
 
 
 # -- one process ------------------------------------------------------------------------------
@@ -118,15 +143,17 @@ class LocalPush:
         version: int | None,
         *,
         name_map: NameMap | None = None,
-        contents: WeightUpdate | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
         may_stream: bool,
     ) -> None:
+        contents = contents_of(rank.config.weights, adapter, is_base=is_base)
         if isinstance(named_tensors, Iterator):
             named_tensors = list(named_tensors)
         self._server = server
         self._resources = ExitStack()
         follower = follower_of(
-            rank, server, named_tensors, self._resources, name_map=name_map, contents=contents
+            rank, server, named_tensors, self._resources, name_map=name_map, adapter=adapter
         )
         streams = may_stream and rank.config.weights.stream
         self._leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
@@ -186,6 +213,7 @@ class RankPush:
     Args:
         leader: on rank 0.
         with_expected: adds the log-probs that the engines are compared with.
+        checks_path: the engines compare what they held before with what they get.
         timeout_s: after a failure, for the server to end the push.
     """
 
@@ -197,8 +225,11 @@ class RankPush:
         leader: Leader | None,
         with_expected: Callable[[WeightPush], WeightPush],
         timeout_s: float,
+        *,
+        checks_path: bool = False,
     ) -> None:
         self._follower = follower
+        self._checks_path = checks_path
         self._server = server
         self._before_kv = before_kv
         self._leader = leader
@@ -283,8 +314,9 @@ class RankPush:
         # Before the next push, and after the stream is closed, which ends a push that has failed.
         self._follower.resources.callback(self._await_end)
         push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._handover)
+        push = replace(self._with_expected(push), checks_path=self._checks_path)
         until = Command.VERIFY if plan.has_turn and not plan.is_serving else Command.CONTINUE
-        pending = self._server.serve_weights(self._with_expected(push), until)
+        pending = self._server.serve_weights(push, until)
         self._pending = pending.then(self._handover.close)
 
     def _await_engines(self, index: int | None, timeout_s: float) -> Mapping[str, Any] | None:

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from engines.protocol.errors import EngineRejected
 from rollout.core.errors import WeightMismatch
-from rollout.weights.routes.route import Payload, PushTarget, Route, Stage, encoded
+from rollout.weights.routes.by_value import ValueMaker, join
+from rollout.weights.routes.route import (
+    Chosen,
+    EnginePlace,
+    Payload,
+    Places,
+    PushTarget,
+    RankEnd,
+    Route,
+    RouteRow,
+    Stage,
+    encoded,
+)
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors.sources import Pairs
+
+ADAPTER = "adapter"
+
+
+def reach(ranks: Places, engine: EnginePlace) -> Chosen:
+    return Chosen(ADAPTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +49,7 @@ class AsAdapter(Route):
     """
 
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(hash=False)
 
     def __post_init__(self) -> None:
         try:
@@ -53,3 +74,27 @@ class AsAdapter(Route):
         if stage.is_last:
             await engine.flush_cache()
             await engine.update_weight_version(str(stage.version))
+
+
+class AdapterMaker(ValueMaker):
+    """Pickles the only bucket, on rank 0, as SGLang loads an adapter."""
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
+        from rollout.weights.tensors.payload import adapter_payload
+
+        return {"value": adapter_payload(pairs)}
+
+
+def open_share(end: RankEnd, chosen: Chosen) -> AdapterMaker | None:
+    """Rank 0 sends."""
+    return AdapterMaker() if end.rank == 0 else None
+
+
+ROW = RouteRow(
+    ADAPTER,
+    reach,
+    lambda chosen: AsAdapter(chosen.adapter, chosen.config),
+    open_share,
+    join,
+    is_automatic=False,
+)

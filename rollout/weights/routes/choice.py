@@ -13,12 +13,12 @@ from engines.kinds import kind_of
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
-from rollout.weights.routes import broadcast, by_value, cuda_ipc, disk, shared_memory
+from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
 from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow, why_far
 
 ROUTES: dict[str, RouteRow] = {
     row.transport: row
-    for row in (cuda_ipc.ROW, shared_memory.ROW, broadcast.ROW, disk.ROW, by_value.ROW)
+    for row in (cuda_ipc.ROW, shared_memory.ROW, broadcast.ROW, disk.ROW, adapter.ROW, by_value.ROW)
 }
 """The best first.  ``auto`` takes the first that reaches an engine."""
 

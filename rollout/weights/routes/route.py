@@ -188,12 +188,15 @@ class Chosen:
         host: with shared memory, the lowest of the ranks that write for it.
         gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
         why: with a choice of the last resort, why no other route reaches it.
+        adapter, config: with an adapter, its name and configuration.
     """
 
     transport: str
     host: int = 0
     gpus: tuple[str, ...] = ()
     why: str = ""
+    adapter: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def payload(self) -> str:

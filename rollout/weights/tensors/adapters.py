@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,14 @@ from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from engines.protocol.lora_config import module_and_half, rank_and_scale
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.lora_check import check_adapter
-from rollout.weights.format.manifest import Manifest
+from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.plain_adapter import PlainAdapter, plain_adapter
-from rollout.weights.tensors.payload import Pairs, adapter_payload
 from rollout.weights.tensors.push_plan import specs_of
-from rollout.weights.tensors.sources import NamedTensors, PlannedSource
+from rollout.weights.tensors.sources import NamedTensors, Pairs, PlannedSource
 
 
-def adapter_bucket(
-    named_tensors: NamedTensors,
-    config: Mapping[str, Any],
-    *,
-    base: Manifest | None = None,
-    kinds: Collection[str] = (),
-) -> tuple[Manifest, bytes, Mapping[str, Any]]:
-    """A copy of one adapter as engines take it: tensors, the only bucket of a push, and config.
+class AdapterSource(PlannedSource):
+    """A LoRA adapter as engines load it: one bucket, under PEFT's names.
 
     Args:
         named_tensors: under PEFT's names (``base_model.model....lora_A.weight``).
@@ -35,16 +29,39 @@ def adapter_bucket(
             ``lora_alpha``.
         base: the model's tensors; None if the checkpoint has no manifest.
         kinds: of the engines.
+        more: see ``PlannedSource``.
+
+    Attributes:
+        config: for the engines.
 
     Raises:
         WeightMismatch: the adapter does not match the model, or no engine can serve it.
     """
-    buckets = PlannedSource(named_tensors).buckets(sys.maxsize)
-    own = [pair for bucket, _ in buckets for pair in bucket]
-    plain = plain_adapter(config, Manifest.of(specs_of(own)), base, kinds)
-    pairs = list(_made_plain(own, plain))
-    fingerprints = {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
-    return Manifest.of(specs_of(pairs), fingerprints), adapter_payload(pairs), plain.config
+
+    def __init__(
+        self,
+        named_tensors: NamedTensors,
+        config: Mapping[str, Any],
+        *,
+        base: Manifest | None = None,
+        kinds: Collection[str] = (),
+        **more: Any,
+    ) -> None:
+        super().__init__(named_tensors, **more)
+        self._plain = plain_adapter(config, self.manifest, base, kinds)
+        self.config = self._plain.config
+        own = (self._padded(spec) for spec in self.manifest.tensors.values())
+        self.manifest = Manifest.of((*own, *self._plain.zeros))
+
+    def _padded(self, spec: TensorSpec) -> TensorSpec:
+        added = self._plain.padding.get(spec.name, (0, 0))
+        shape = tuple(size + more for size, more in zip(spec.shape, added, strict=True))
+        return replace(spec, shape=shape)
+
+    def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
+        """The one bucket."""
+        for pairs, is_last in super().buckets(sys.maxsize):
+            yield Pairs.of(_made_plain(pairs, self._plain)), is_last
 
 
 def _made_plain(pairs: Pairs, plain: PlainAdapter) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,7 +94,7 @@ def merged(
     Push this as full weights where an engine does not serve adapters, or their cost matters.
 
     Args:
-        adapter, config: see ``adapter_bucket``.
+        adapter, config: see ``AdapterSource``.
 
     Raises:
         WeightMismatch: the adapter does not match the base, or is more than an addition to it.

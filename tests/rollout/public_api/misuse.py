@@ -400,6 +400,11 @@ WINDOW = {
         ConfigError,
         "dtype = 'bfloat16': must be a torch.dtype",
     ),
+    "Pusher.check_push_path": Case(
+        of_pusher(lambda pusher: pusher.check_push_path(WEIGHTS, name_map=5)),
+        WeightMismatch,
+        "name_map is a function, not a int",
+    ),
     "Pusher.give_memory": Case(
         of_pusher(lambda pusher: pusher.give_memory(), is_closed=True),
         RolloutError,

@@ -1,4 +1,4 @@
-"""``prove_push_path``: what is sent, and that weights which differ never serve."""
+"""``check_push_path``: what is sent, and that weights which differ never serve."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def states(bench: ServerBench) -> set[str]:
 
 async def test_a_right_path_is_proved_and_serves_under_the_new_version(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, TWO)
-    report = await bench.server.prove_push_path(same())
+    report = await bench.server.check_push_path(same())
     for engine in bench.engines:
         assert checks(engine) == ["checksum", "snapshot", "reset_tensors", "compare", "checksum"]
         assert not engine.weights_are_garbage
@@ -80,7 +80,7 @@ async def test_a_right_path_is_proved_and_serves_under_the_new_version(tmp_path:
 async def test_weights_that_differ_never_serve_and_are_named(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, TWO)
     with pytest.raises(PhaseFailed) as caught:
-        await bench.server.prove_push_path(SWAPPED)
+        await bench.server.check_push_path(SWAPPED)
     for name in (TENSOR_NAMES[0], TENSOR_NAMES[2]):
         assert name in str(caught.value)
     assert TENSOR_NAMES[1] not in str(caught.value)
@@ -101,7 +101,7 @@ async def test_an_engine_that_fails_after_the_snapshot_is_fenced_and_the_other_s
     nth = {"reset_tensors": 3, "compare": 4}.get(action, 1)
     operation = "weights_checker" if nth > 1 else action
     bench["main-0"].faults.strike(operation, fault, nth=nth)
-    await bench.server.prove_push_path(same())
+    await bench.server.check_push_path(same())
     assert bench["main-0"].is_dead
     assert bench.router.states["main-1"] == "serving"
     await bench.server.stop()
@@ -114,7 +114,7 @@ async def lost_bucket() -> bytes:
 async def test_a_push_that_breaks_off_after_the_reset_fences_all(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, TWO)
     with pytest.raises(PhaseFailed, match="the trainer is gone"):
-        await bench.server.prove_push_path(replace(same(), buckets=[lost_bucket()]))
+        await bench.server.check_push_path(replace(same(), buckets=[lost_bucket()]))
     assert all(engine.is_dead for engine in bench.engines)
     await bench.server.stop()
 
@@ -124,10 +124,10 @@ async def test_after_a_failed_check_the_engines_come_back_with_their_checkpoint(
 ) -> None:
     bench = await started_server(tmp_path, ONE, health={"backoff_s": 1e-6})
     with pytest.raises(PhaseFailed):
-        await bench.server.prove_push_path(SWAPPED)
+        await bench.server.check_push_path(SWAPPED)
     await bench.server._recovery.probe_once()
     await bench.server._recovery.recover()
-    await bench.server.prove_push_path(same())
+    await bench.server.check_push_path(same())
     assert (bench.router.gate, bench.server.weight_version) == ("open", 1)
     await bench.server.stop()
 
@@ -135,7 +135,7 @@ async def test_after_a_failed_check_the_engines_come_back_with_their_checkpoint(
 async def test_a_cancelled_proof_comes_to_its_end(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE)
     gate = bench["main-0"].hold("update_weights_from_tensor")
-    proving = asyncio.create_task(bench.server.prove_push_path(SWAPPED))
+    proving = asyncio.create_task(bench.server.check_push_path(SWAPPED))
     await gate.entered.wait()
     proving.cancel()
     assert bench["main-0"].weights_are_garbage
@@ -152,7 +152,7 @@ async def test_between_reset_and_comparison_an_engine_reports_no_version(tmp_pat
     bench = await started_server(tmp_path, ONE)
     engine = bench["main-0"]
     gate = engine.hold("weights_checker")
-    proving = asyncio.create_task(bench.server.prove_push_path(same()))
+    proving = asyncio.create_task(bench.server.check_push_path(same()))
     await gate.entered.wait()
     gate.open()
     versions = set()
@@ -188,7 +188,7 @@ async def test_a_checker_that_refuses_is_told_before_anything_is_changed(tmp_pat
     bench = await started_server(tmp_path, TWO)
     bench["main-1"].faults.strike("weights_checker", reject(400, "no ComparableWeight"))
     with pytest.raises(LifecycleError, match=r"no ComparableWeight; nothing was changed"):
-        await bench.server.prove_push_path(same())
+        await bench.server.check_push_path(same())
     assert all("reset_tensors" not in checks(engine) for engine in bench.engines)
     assert states(bench) == {""}
     assert bench.router.gate == "open"
@@ -208,7 +208,7 @@ async def test_an_engine_without_a_checker_is_told(tmp_path: Path) -> None:
     bench.launcher._make = make
     await bench.server.start()
     with pytest.raises(LifecycleError, match="engine main-0 has no /weights_checker"):
-        await bench.server.prove_push_path(same())
+        await bench.server.check_push_path(same())
     assert bench.router.gate == "open"
     await bench.server.stop()
 
@@ -217,7 +217,7 @@ async def test_after_a_push_there_is_nothing_to_compare_with(tmp_path: Path) -> 
     bench = await started_server(tmp_path, ONE)
     await bench.server.serve_weights(push(1))
     with pytest.raises(LifecycleError, match="the engines hold pushed weights, version 1"):
-        await bench.server.prove_push_path(same(2))
+        await bench.server.check_push_path(same(2))
     assert bench.router.gate == "open"
     await bench.server.stop()
 
@@ -225,7 +225,7 @@ async def test_after_a_push_there_is_nothing_to_compare_with(tmp_path: Path) -> 
 async def test_only_pushes_of_all_weights_can_be_proved(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE, update="partial")
     with pytest.raises(LifecycleError, match=r"weights\.update is partial"):
-        await bench.server.prove_push_path(same())
+        await bench.server.check_push_path(same())
     await bench.server.stop()
     with pytest.raises(ValueError, match="prove_first_push"):
         server_config(ONE).model_validate(
@@ -240,7 +240,7 @@ async def test_only_pushes_of_all_weights_can_be_proved(tmp_path: Path) -> None:
 async def test_tensors_that_are_not_pushed_would_be_lost_so_it_is_refused(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE, not_pushed=["lm_head.*"])
     with pytest.raises(LifecycleError, match=r"weights\.not_pushed do not come with a push"):
-        await bench.server.prove_push_path(push(1, TENSOR_NAMES[:2]))
+        await bench.server.check_push_path(push(1, TENSOR_NAMES[:2]))
     assert bench.router.gate == "open"
     await bench.server.stop()
     with pytest.raises(ValueError, match=r"leave out one of the two"):

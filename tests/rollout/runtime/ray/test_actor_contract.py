@@ -120,7 +120,7 @@ def test_a_push_that_differs_from_the_checkpoint_is_named_across_actors(
         policy = deployment["policy"]
         sent = policy._caller.ship(push(1))
         with pytest.raises(PhaseFailed, match=r"weights differ .*lm_head\.weight"):
-            policy._caller.call(RolloutServer.prove_push_path, sent).result(TIMEOUT_S)
+            policy._caller.call(RolloutServer.check_push_path, sent).result(TIMEOUT_S)
         assert policy.status().result(TIMEOUT_S).gate == "closed"
 
 

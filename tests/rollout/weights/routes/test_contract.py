@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import Transport
+from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow
 
@@ -56,7 +57,7 @@ def test_an_engine_out_of_reach_is_refused_with_a_reason_or_reached_from_anywher
         "e", "n9", is_reached=False, why_no_groups="no groups", why_no_handles="no handles"
     )
     found = row.reach([RankPlace("n0")], away)
-    is_anywhere = row.transport in (Transport.TENSOR, Transport.DISK)
+    is_anywhere = row.transport in (Transport.TENSOR, Transport.DISK, ADAPTER)
     assert isinstance(found, Chosen) is is_anywhere
     assert found
 

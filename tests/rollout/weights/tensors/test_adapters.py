@@ -18,7 +18,8 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter
-from rollout.weights.tensors.adapters import adapter_bucket, merged
+from rollout.weights.tensors.adapters import AdapterSource, merged
+from rollout.weights.tensors.payload import adapter_payload
 from rollout.weights.tensors.push_plan import specs_of
 
 pytestmark = pytest.mark.embedded
@@ -79,9 +80,13 @@ def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
 def pushed(trainer: Any, model: Any, *kinds: EngineKind) -> tuple[WeightPush, AsAdapter]:
     base = Manifest.of(specs_of(list(model.named_parameters())))
     config = trainer.peft_config["default"].to_dict()
-    tensors, payload, plain = adapter_bucket(tensors_of(trainer), config, base=base, kinds=kinds)
-    route = AsAdapter("policy", plain)
-    return WeightPush(1, tensors, [payload], route, contents=WeightUpdate.LORA), route
+    source = AdapterSource(tensors_of(trainer), config, base=base, kinds=kinds)
+    [(pairs, is_last)] = source.buckets(1)
+    assert is_last
+    assert source.manifest == Manifest.of(specs_of(pairs)), "known before anything is gathered"
+    route = AsAdapter("policy", source.config)
+    payload = adapter_payload(pairs)
+    return WeightPush(1, source.manifest, [payload], route, contents=WeightUpdate.LORA), route
 
 
 def received(push: WeightPush) -> dict[str, torch.Tensor]:
