@@ -18,8 +18,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import machine, parse_arguments, publish
-from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher
+from rollout.testing.tiny_model import make_tiny_model
 
 PROMPT_TOKENS = 32
 CONCURRENT = 16

@@ -117,7 +117,7 @@ def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "")
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     large = {"hidden_size": 1024, "num_layers": 16}
     size = arguments.by_size(smoke={}, quick={}, full=large)

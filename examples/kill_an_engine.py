@@ -25,9 +25,9 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import rollout
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_lines
+from rollout.testing.tiny_model import make_tiny_model
 
 without_proxy = build_opener(ProxyHandler({}))
 SPAN_NAMES = (

@@ -22,6 +22,7 @@ FOLDERS = (
     "engines.http",
     "engines.process",
     "engines.tensors",
+    "engines.tensors.collective",
     "engines.embedded.core",
     "engines.embedded.memory",
     "engines.embedded.weights",
@@ -79,11 +80,11 @@ FOLDERS = (
     "rollout",
     "rollout.adapters.trl",
     "rollout.adapters",
+    "rollout.testing",
     "rollout.cli.lib",
     "rollout.cli.bench",
     "rollout.cli.trial",
     "rollout.cli",
-    "rollout.testing",
 )
 ABOVE_ALL = ("rollout.__main__",)
 MOST_ENTRIES = 12
@@ -128,6 +129,7 @@ PURE = (
 )
 NEED_TORCH = (
     "engines.cpu.vllm.worker",
+    "engines.tensors.torch_fingerprint",
     "rollout.__main__",
     "rollout.driver.data.batch_torch",
     "rollout.driver.logprobs.token_logprobs",
@@ -258,6 +260,11 @@ def test_nobody_imports_what_runs_engines_on_cpus() -> None:
     assert importers_of("engines.cpu") == set()
 
 
+def test_nobody_imports_the_embedded_engine() -> None:
+    """It is one kind of several, loaded by the name of its command in ``engines.kinds``."""
+    assert importers_of("engines.embedded") == set()
+
+
 DECISIONS = [module for module in MODULES if any(is_in(module, place) for place in PURE)]
 
 
@@ -286,7 +293,7 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
         if not name.startswith(
             (
                 *("rollout.runtime.ray", "engines.embedded", "engines.cpu.sglang.shims"),
-                "engines.vllm_plugin",
+                *("engines.tensors.collective", "engines.vllm_plugin"),
             )
         )
         and not name.startswith(("rollout.weights.tensors", "rollout.weights.ranks"))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import aiohttp
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from rollout.config import RouterConfig
 from rollout.router import Backend, RouterHost
+from rollout.testing.tiny_model import make_tiny_model
 
 NUM_ENGINES = 2
 NUM_PREFIXES = 48

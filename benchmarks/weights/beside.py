@@ -46,7 +46,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     layers = max(1, min(num_bytes, _MOST_BYTES) // (36 << 20))
     with ExitStack() as stack:

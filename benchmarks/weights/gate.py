@@ -62,7 +62,7 @@ def _row(policy: ServerHandle, weights: dict[str, Any], repeats: int) -> Row:
 
 
 def _model(folder: Path, shape: str, num_bytes: int) -> Path:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     is_small = num_bytes < 64 << 20
     more: dict[str, Any] = {"architecture": "qwen3"}

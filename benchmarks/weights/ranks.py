@@ -73,7 +73,7 @@ def _to_one_rank(own: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
 
 def _model(folder: Path, shape: str, num_bytes: int) -> Path:
     """Float32, so that an expert's tensor of 256 times 128 has 128 KiB."""
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     is_small = num_bytes < _SMALL_BYTES
     if shape == "dense":

@@ -22,12 +22,12 @@ from fastapi import FastAPI, Request
 
 from benchmarks.weights.holder import Holder, allocated
 from engines.embedded.memory.mapped_files import MappedFiles
-from engines.embedded.weights.broadcast_bucket import content_of
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
 from engines.embedded.weights.restricted_unpickler import read_payload
-from engines.embedded.weights.update_groups import UpdateGroups
+from engines.tensors.collective.bucket import content_of
+from engines.tensors.collective.groups import UpdateGroups
 
 
 class Receiver:

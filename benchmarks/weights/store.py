@@ -73,7 +73,7 @@ class Model:
 
         from benchmarks.weights.holder import Holder, allocated
         from engines.embedded.weights.model_weights import ModelWeights
-        from engines.embedded.weights.torch_fingerprint import fingerprints
+        from engines.tensors.torch_fingerprint import fingerprints
 
         self.manifest = manifest
         generator = torch.Generator().manual_seed(0)

@@ -18,6 +18,12 @@ from math import prod
 from engines.tensors.dtypes import element_bytes
 
 FLATTENED_BUCKET = "flattened_bucket"
+_ALIGNMENT = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up so that the next piece starts on a cache line."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def wide_first(dtypes: Iterable[str]) -> list[int]:

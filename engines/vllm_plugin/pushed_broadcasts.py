@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from engines.embedded.core.errors import Invalid
-from engines.embedded.memory.bucket_buffers import BucketBuffers
-from engines.embedded.weights.broadcast_bucket import content_of, parts_of, pieces_of
-from engines.embedded.weights.update_groups import UpdateGroups
+from engines.tensors.collective.bucket import BroadcastRefused, content_of, parts_of, pieces_of
+from engines.tensors.collective.buffers import BucketBuffers
+from engines.tensors.collective.groups import UpdateGroups
 
 
 class PushedBroadcasts:
@@ -44,7 +43,7 @@ class PushedBroadcasts:
             check: gets the shapes by name, and raises if the model does not take them.
 
         Raises:
-            Invalid: no trainer sends such a bucket, the worker is not in the group, or the
+            BroadcastRefused: no trainer sends such a bucket, the worker is not in the group, or the
                 broadcast failed; the group is then left.
         """
         content = content_of(asked)
@@ -69,5 +68,5 @@ class PushedBroadcasts:
 
     def leave_all(self) -> None:
         for name in self.groups.names():
-            with suppress(Invalid):  # its rank 0 is gone, and it was left
+            with suppress(BroadcastRefused):  # its rank 0 is gone, and it was left
                 self.groups.leave(name)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.embedded.weights.torch_fingerprint import dtype_name, fingerprints
 from engines.tensors.fingerprint import BYTES
+from engines.tensors.torch_fingerprint import dtype_name, fingerprints
 from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,2 @@
-"""Test doubles for code that uses this library; its tests compare them with the real thing."""
+"""Test doubles and tiny models for code that uses this library; tests here compare the doubles with
+the real thing."""

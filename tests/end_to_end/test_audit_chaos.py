@@ -77,7 +77,7 @@ class Killer:
 
 @pytest.fixture
 def policy(kind: str, tmp_path: Path):
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     shape = FOR_VLLM if kind == "vllm" else {}
     python = "" if kind == "embedded" else f"{kind}-cpu"

@@ -19,7 +19,7 @@ SIZES = {"num_groups": 4, "group_size": 2, "sampling": SAMPLING}
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.ServerHandle]:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     folder = tmp_path_factory.mktemp("modes")
     options = {"max-total-tokens": 8192, "log-level": "warning"}
@@ -43,7 +43,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rollout.ServerH
 def weights(policy: rollout.ServerHandle, tmp_path_factory: pytest.TempPathFactory):
     from transformers import AutoModelForCausalLM
 
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     path = make_tiny_model(tmp_path_factory.mktemp("same") / "model")
     return AutoModelForCausalLM.from_pretrained(path, dtype="float32")

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import RolloutConfig, launch
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support.processes import wait_until
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.http.client import EngineClient
 from engines.protocol import SamplingParams
 from rollout import RolloutConfig, launch
 from rollout.core.errors import WeightMismatch
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
 from rollout.weights.tensors.adapters import merged
 from tests.support.processes import wait_until

@@ -85,7 +85,7 @@ def trainer_logprobs(model: Any, groups: list[SampleGroup], temperature: float) 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", architecture="qwen3")
 

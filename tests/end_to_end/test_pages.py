@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rollout
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.pages import code_of, run_code
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]

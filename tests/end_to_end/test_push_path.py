@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import PhaseFailed, RolloutConfig
 from rollout.runtime.local import launch_local
+from rollout.testing.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow]
 KEY, VALUE = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.rank_processes import Ranks, served_seed
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(300)]

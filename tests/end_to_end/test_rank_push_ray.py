@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RankFailure, RolloutConfig, launch
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.routes.buffers import remove_leftovers
 from tests.support.ray_worlds import RayWorld
 

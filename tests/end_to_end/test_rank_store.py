@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig, launch
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.weight_push import WITHOUT_KV
 from tests.support.processes import wait_until

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.pages import code_of
 from tests.support.processes import ROOT, Program, program, wait_until
 

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 import rollout
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.driver import padded
 from rollout.runtime.handle import ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.busy_engines import busy_engines
 
 pytest.importorskip("torch")

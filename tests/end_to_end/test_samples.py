@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 import rollout
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.core.errors import GenerationFailed
 from rollout.runtime.handle import ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.busy_engines import busy_engines
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", request.param)
 
@@ -121,7 +121,7 @@ def test_what_is_not_pushed_survives_an_offload_and_a_kill_without_the_trainer(
 ) -> None:
     from safetensors.torch import load_file
 
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(tmp_path / "model", "llama")
     pushed = load_file(model_path / "model.safetensors")

@@ -17,7 +17,7 @@ from tests.support.store_without_trainer import check
 def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
     ray_cluster: RayWorld, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(tmp_path / "model")
     address = ray_cluster.ray.get_runtime_context().gcs_address

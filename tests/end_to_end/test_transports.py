@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.http.client import EngineClient
 from engines.protocol.errors import EngineRejected
 from rollout import RolloutConfig, launch
 from rollout.core.errors import ConfigError, WeightMismatch, WeightsUnavailable
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.broadcast import leave_group

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.adapters.trl import RolloutFunction, RolloutWorker, WeightTransfer
 from rollout.core.errors import WeightMismatch
 from rollout.runtime.handle import ServerHandle
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.processes import ROOT, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(420)]

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from rollout import RolloutConfig
 from rollout.core.errors import PhaseFailed
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import canary_logprobs
 
 pytestmark = pytest.mark.embedded

@@ -35,7 +35,7 @@ _GPU_BYTES = 8 << 30
 
 @pytest.fixture(scope="session")
 def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     root = tmp_path_factory.mktemp("contract")
     first, second = (make_tiny_model(root / f"model-{seed}", seed=seed) for seed in (0, 1))
@@ -45,7 +45,7 @@ def contract_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """With heads of 32: the CPU kernels of vLLM know no smaller ones."""
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     root = tmp_path_factory.mktemp("contract-vllm")
     first, second = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.torch_fingerprint import (
+from engines.tensors.torch_fingerprint import (
     COLUMN_WORDS,
     as_bytes,
     bytes_fingerprint,

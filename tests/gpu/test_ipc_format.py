@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from engines.embedded.weights.torch_fingerprint import device_fingerprint
+from engines.tensors.torch_fingerprint import device_fingerprint
 from rollout.weights.tensors.payload import (
     Pairs,
     around_handle,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.core.errors import RolloutError
 from rollout.runtime.handle import ServerHandle
 from tests.support.gpu.figures import record

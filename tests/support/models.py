@@ -21,7 +21,7 @@ def make_plain_model(path: Path, seed: int, **shape: int) -> Path:
     """
     from safetensors.torch import load_file, save_file
 
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     make_tiny_model(path, seed=seed, **{"hidden_size": 32, "num_layers": 1} | shape)
     tensors = load_file(path / "model.safetensors")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from engines.embedded.tiny_model import make_tiny_model
 from rollout import DeploymentHandle, RolloutConfig
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint

@@ -34,7 +34,7 @@ def make_vision_model(path: Path, seed: int) -> Path:
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    from engines.embedded.tiny_model import make_byte_tokenizer
+    from rollout.testing.tiny_model import make_byte_tokenizer
 
     tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [_START, _IMAGE, _VIDEO, _END]})

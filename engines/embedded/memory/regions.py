@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from engines.embedded.memory.releasable_memory import ReleasableMemory, aligned
+from engines.embedded.memory.releasable_memory import ReleasableMemory
 from engines.protocol import MemoryTag
+from engines.tensors.flattened_bucket import aligned
 
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
 # Names the GPUs of a double of NVML; set by tests.

@@ -12,20 +12,16 @@ import mmap
 import os
 from collections.abc import Callable
 
+from engines.tensors.flattened_bucket import aligned
+
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MADV_POPULATE_WRITE = 23
-_ALIGNMENT = 64
 _COPY_BYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up so that the next piece starts on a cache line."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class ReleasableMemory:

@@ -8,10 +8,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.embedded.core.errors import EngineRefusal
+from engines.embedded.core.errors import EngineRefusal, Invalid
 from engines.embedded.server import control_api, generate_api, info_api, openai_api
 from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.request_runner import json_response
+from engines.tensors.collective.bucket import BroadcastRefused
 
 Handler = Callable[[EmbeddedEngine, Request], Awaitable[Response]]
 _GET, _POST, _EITHER = ["GET"], ["POST"], ["GET", "POST"]
@@ -71,7 +72,8 @@ def _bound(engine: EmbeddedEngine, handler: Handler) -> Callable[[Request], Awai
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(engine, request)
-        except EngineRefusal as refusal:
+        except (EngineRefusal, BroadcastRefused) as error:
+            refusal = error if isinstance(error, EngineRefusal) else Invalid(str(error))
             return json_response(refusal.body(), refusal.status)
 
     endpoint.__doc__ = handler.__doc__

@@ -10,12 +10,12 @@ from starlette.responses import PlainTextResponse, Response
 from engines.embedded.core.errors import Invalid
 from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.request_runner import json_response, read_json
-from engines.embedded.weights.broadcast_bucket import content_of
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.lora_adapters import read_adapter
 from engines.embedded.weights.restricted_unpickler import NamedTensors, read_payload
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.plain_text import differing_text
+from engines.tensors.collective.bucket import content_of
 
 
 def _ok(message: str, **more: Any) -> Response:

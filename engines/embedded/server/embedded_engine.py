@@ -23,7 +23,7 @@ from engines.embedded.memory.regions import Memory
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.update_groups import UpdateGroups
+from engines.tensors.collective.groups import UpdateGroups
 
 
 class EmbeddedEngine:

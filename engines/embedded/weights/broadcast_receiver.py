@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from engines.embedded.memory.batched_copy import Copy, copy_all, joined
-from engines.embedded.memory.bucket_buffers import BucketBuffers, finished
-from engines.embedded.weights.broadcast_bucket import BucketContent, Piece, parts_of, pieces_of
 from engines.embedded.weights.model_weights import ModelWeights
+from engines.tensors.collective.bucket import BucketContent, Piece, parts_of, pieces_of
+from engines.tensors.collective.buffers import BucketBuffers, finished
 
 # Some hundred bytes each.
 _MOST_KEPT_TENSORS = 1 << 16

@@ -17,11 +17,11 @@ import orjson
 
 from engines.embedded.memory.batched_copy import at, read_all
 from engines.embedded.weights.model_weights import Location
-from engines.embedded.weights.torch_fingerprint import dtype_name
 from engines.protocol import FINGERPRINTS
 from engines.tensors import bulk_copy
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.fingerprint import head_of, host_fingerprint_of, start
+from engines.tensors.torch_fingerprint import dtype_name
 
 # Fits in a core's own cache.
 _PIECE_BYTES = 512 << 10

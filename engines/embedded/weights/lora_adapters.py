@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from engines.embedded.core.errors import Invalid, Unsupported
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from engines.protocol.lora_config import (
     module_and_half,
     rank_and_scale,
     why_incomplete,
     why_unsupported,
 )
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Tokens of a prompt are 32-bit in the prefix cache, and no vocabulary needs more than 20 of them.

@@ -15,14 +15,14 @@ import torch
 
 from engines.embedded.core.errors import Invalid
 from engines.embedded.memory.regions import Memory
-from engines.embedded.weights.torch_fingerprint import (
+from engines.protocol import MemoryTag
+from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
+from engines.tensors.stacked_experts import first_expert_of, split_experts
+from engines.tensors.torch_fingerprint import (
     device_fingerprint,
     dtype_name,
     fingerprints,
 )
-from engines.protocol import MemoryTag
-from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
-from engines.tensors.stacked_experts import first_expert_of, split_experts
 
 Spec = tuple[str, Sequence[int], torch.dtype]
 

@@ -42,7 +42,7 @@ _FAKE_TOKEN_S = 0.002
 
 def _write_tiny_model(folder: Path) -> None:
     with optional_import("embedded", "--engine embedded needs torch, which is not installed"):
-        from engines.embedded.tiny_model import make_tiny_model
+        from rollout.testing.tiny_model import make_tiny_model
 
         make_tiny_model(folder)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.weights.tensors.bucket_bytes import CheckpointWriter
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from engines.protocol.lora_config import module_and_half, rank_and_scale
+from engines.tensors.torch_fingerprint import bytes_fingerprint
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.lora_check import check_adapter
 from rollout.weights.format.manifest import Manifest, TensorSpec

@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from engines.embedded.memory.bucket_buffers import BucketBuffers, host_memory
-from engines.embedded.weights.torch_fingerprint import (
+from engines.tensors import bulk_copy, flattened_bucket
+from engines.tensors.collective.buffers import BucketBuffers, host_memory
+from engines.tensors.fingerprint import BYTES
+from engines.tensors.torch_fingerprint import (
     as_bytes,
     bytes_fingerprint,
     device_fingerprint,
     is_in_memory,
 )
-from engines.tensors import bulk_copy, flattened_bucket
-from engines.tensors.fingerprint import BYTES
 from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, lay_out, split_by_size
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.tensors.sources import Pairs

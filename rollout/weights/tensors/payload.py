@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from engines.embedded.weights.torch_fingerprint import as_bytes
+from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.errors import WeightMismatch
 
 Pairs = Sequence[tuple[str, torch.Tensor]]

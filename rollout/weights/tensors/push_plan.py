@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engines.embedded.weights.torch_fingerprint import dtype_name
+from engines.tensors.torch_fingerprint import dtype_name
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.bucket_layout import split_by_size
 from rollout.weights.format.manifest import Manifest, TensorSpec

@@ -491,7 +491,7 @@ async def test_the_checker_sees_what_changed(bench: Bench) -> None:
 async def test_a_trainer_broadcasts_weights_through_a_group(bench: Bench) -> None:
     import torch
 
-    from engines.embedded.weights.update_groups import join
+    from engines.tensors.collective.groups import join
 
     new = bench.tensors("second")
     with reserve_port("127.0.0.1") as reservation:

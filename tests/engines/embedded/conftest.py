@@ -11,7 +11,7 @@ from tests.engines.embedded.engine_client import Asker, Server, connected
 
 
 def tiny(path: Path, **options: Any) -> Path:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     return make_tiny_model(path, **options)
 

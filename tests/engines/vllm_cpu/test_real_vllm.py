@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from engines.cpu.vllm.recipe import RECIPE
-from engines.embedded.tiny_model import make_tiny_model
 from rollout.router.transcripts.openai import OpenAITranscript, read_openai
 from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
+from rollout.testing.tiny_model import make_tiny_model
 from tests.engines.embedded.reference import greedy
 from tests.support.contract import Models
 from tests.support.real_vllm import (

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.embedded.core.errors import Invalid
-from engines.embedded.weights import update_groups
+from engines.tensors.collective import groups
+from engines.tensors.collective.bucket import BroadcastRefused
 from engines.vllm_plugin.pushed_broadcasts import PushedBroadcasts
 from engines.vllm_plugin.worker import WorkerExtension
 from tests.support.group_trainer import tensors
@@ -128,9 +128,9 @@ def test_a_bucket_that_the_model_does_not_take_is_refused_before_anything_is_rec
         with pytest.raises(ValueError, match="no tensor wide"):
             broadcasts.receive(asked("fits"), refuse)
         twice = asked("fits") | {"names": ["wide", "plain", "plain"]}
-        with pytest.raises(Invalid, match="two tensors have the same name"):
+        with pytest.raises(BroadcastRefused, match="two tensors have the same name"):
             broadcasts.receive(twice, accept)
-        with pytest.raises(Invalid, match="no weight update group 'other'"):
+        with pytest.raises(BroadcastRefused, match="no weight update group 'other'"):
             broadcasts.receive(asked("other"), accept)
         send(process, "flat")
         check_received(broadcasts.receive(asked("fits"), accept))
@@ -142,7 +142,7 @@ def test_a_trainer_that_leaves_before_it_sends_ends_the_receive_and_the_next_gro
     with trainer(broadcasts, "left") as process:
         process.kill()
         began = time.monotonic()
-        with pytest.raises(Invalid, match="'left'"):
+        with pytest.raises(BroadcastRefused, match="'left'"):
             broadcasts.receive(asked("left"), accept)
         assert time.monotonic() - began < 10
         assert broadcasts.groups.names() == []
@@ -154,10 +154,10 @@ def test_a_trainer_that_leaves_before_it_sends_ends_the_receive_and_the_next_gro
 def test_a_trainer_that_does_not_send_in_time_ends_the_receive_and_the_group(
     broadcasts: PushedBroadcasts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_groups, "RECEIVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(groups, "RECEIVE_TIMEOUT_S", 1.0)
     with trainer(broadcasts, "late"):
         began = time.monotonic()
-        with pytest.raises(Invalid, match=r"broadcast in 'late' failed: .*; it was left"):
+        with pytest.raises(BroadcastRefused, match=r"broadcast in 'late' failed: .*; it was left"):
             broadcasts.receive(asked("late"), accept)
         assert 1 <= time.monotonic() - began < 10
         assert broadcasts.groups.names() == []
@@ -166,7 +166,7 @@ def test_a_trainer_that_does_not_send_in_time_ends_the_receive_and_the_group(
 def test_a_group_whose_other_rank_does_not_come_is_not_joined(
     broadcasts: PushedBroadcasts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_groups, "JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(groups, "JOIN_TIMEOUT_S", 1.0)
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)

@@ -325,7 +325,11 @@ class Missing(MetaPathFinder):
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in ("torch", "transformers") or name.startswith(
-            ("rollout.weights.tensors", "engines.embedded.weights")
+            (
+                "rollout.weights.tensors",
+                "engines.tensors.collective",
+                "engines.tensors.torch_fingerprint",
+            )
         ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Missing("torch", "transformers"), *sys.meta_path])

@@ -16,7 +16,7 @@ NUM_TOKENS = {"cpu": 16384, "cuda": 65536}
 
 def make_model(folder: Path, gpu: Gpu, seed: int = 0) -> Path:
     """The directory of a checkpoint with tied embeddings."""
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     options: dict[str, Any] = {"hidden_size": 256, "num_layers": 2}
     if gpu.is_real:

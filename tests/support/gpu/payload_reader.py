@@ -51,7 +51,7 @@ def _make(name: str, head: str, body: ast.Module) -> None:
 
 def main(sources: Path) -> None:
     load_sglang(sources)
-    from engines.embedded.weights.torch_fingerprint import device_fingerprint
+    from engines.tensors.torch_fingerprint import device_fingerprint
 
     if uuids := os.environ.get("ROLLOUT_CUDA_DOUBLE"):
         cuda_double.CudaDouble(uuids.split(",")).install(setattr)

@@ -19,7 +19,7 @@ LONG = list(range(60))  # over several pages of the cache
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "moe", "qwen3_moe", num_layers=3)
 

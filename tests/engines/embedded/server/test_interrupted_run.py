@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines.embedded.tiny_model import make_tiny_model
+from rollout.testing.tiny_model import make_tiny_model
 from tests.support.processes import program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(300)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from engines.embedded.core.errors import Invalid
-from engines.embedded.memory.bucket_buffers import BucketBuffers
-from engines.embedded.weights.broadcast_bucket import BucketContent, content_of
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.model_weights import ModelWeights
+from engines.tensors.collective.bucket import BroadcastRefused, BucketContent, content_of
+from engines.tensors.collective.buffers import BucketBuffers
 
 CPU = torch.device("cpu")
 SHAPES = {"wide": ((5, 3), torch.float64), "a": ((3,), torch.bfloat16), "b": ((), torch.float32)}
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(
     shapes: list[list[int]],
     words: str,
 ) -> None:
-    with pytest.raises(Invalid, match=words):
+    with pytest.raises((Invalid, BroadcastRefused), match=words):
         receiver.plan(BucketContent(names, dtypes, shapes, is_flat=True))
 
 
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused(
     "raw", [{}, {"names": "a", "dtypes": [], "shapes": []}, {"names": [["a"]]}]
 )
 def test_a_request_that_does_not_say_is_refused(raw: dict[str, Any]) -> None:
-    with pytest.raises(Invalid, match="names"):
+    with pytest.raises(BroadcastRefused, match="names"):
         content_of({"dtypes": [], "shapes": [], **raw})
 
 

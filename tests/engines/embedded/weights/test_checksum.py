@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from engines.embedded.memory.regions import Memory
-from engines.embedded.weights import torch_fingerprint
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
+from engines.tensors import torch_fingerprint
 from engines.tensors.fingerprint import way_of
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 
 pytestmark = pytest.mark.embedded
 # Larger than what the sums of any tensor bring to the host.

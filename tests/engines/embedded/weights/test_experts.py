@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from engines.embedded.tiny_model import make_tiny_model
 from engines.embedded.weights.model_weights import ModelWeights
+from rollout.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.embedded
 

@@ -12,8 +12,8 @@ import torch
 from engines.embedded.core.errors import Invalid
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
 from engines.protocol import FINGERPRINTS, STAYS
+from engines.tensors.torch_fingerprint import bytes_fingerprint
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.embedded

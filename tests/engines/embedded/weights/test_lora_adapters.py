@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines.embedded.weights.lora_adapters import CONFIG_FILE, TENSOR_FILE
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint
+from engines.tensors.torch_fingerprint import bytes_fingerprint
 from safetensors.torch import save_file
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, payload

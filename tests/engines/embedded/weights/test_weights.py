@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.embedded.weights.update_groups import join
 from engines.process.tcp_ports import reserve_port
+from engines.tensors.collective.groups import join
 from engines.tensors.fingerprint import way_of
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, payload

@@ -9,9 +9,9 @@ import json
 import aiohttp
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher
 from rollout.router import Backend, RouterHost
+from rollout.testing.tiny_model import make_tiny_model
 from tests.rollout.router.conftest import router_config
 
 NUM = 200

@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.launch import EngineSpec, LocalLauncher
 from rollout.router import Backend, RouterHost
+from rollout.testing.tiny_model import make_tiny_model
 from tests.rollout.router.conftest import router_config
 
 pytestmark = pytest.mark.embedded

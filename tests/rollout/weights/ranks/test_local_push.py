@@ -18,7 +18,7 @@ from tests.support.still_server import HERE, StillServer, server_config
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
-from engines.embedded.weights import torch_fingerprint  # noqa: E402
+from engines.tensors import torch_fingerprint  # noqa: E402
 from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import bucket_bytes as bucket_writer  # noqa: E402

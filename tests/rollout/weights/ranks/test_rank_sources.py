@@ -56,7 +56,7 @@ def test_stacked_experts_are_pushed_as_the_checkpoint_has_them(tmp_path: Path) -
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from engines.embedded.tiny_model import make_tiny_model
+    from rollout.testing.tiny_model import make_tiny_model
 
     path = make_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=3, tie_embeddings=True)
     saved = load_file(path / "model.safetensors")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.embedded.tiny_model import make_tiny_model
 from engines.embedded.weights.lora_adapters import Adapters
 from rollout.config import EngineKind, WeightUpdate
 from rollout.core.errors import WeightMismatch
+from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter

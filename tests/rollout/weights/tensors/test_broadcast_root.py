@@ -217,7 +217,7 @@ async def test_an_engine_that_says_it_has_left_holds_nothing() -> None:
     server._terms_of = lambda members: joined.extend(members) or terms(members)  # type: ignore[func-returns-value]
     target = PushTarget(engine, process="same", reports_groups=True)
     await push_weights(a_push(server), {"a": target}, budget_s=20, held=held)
-    assert joined == [BroadcastMember("a", 1, "same", "")]
+    assert joined == [BroadcastMember("a", 1, "same", "", takes_flat=True)]
     assert engine.operations()[:3] == ["weight_version", "server_info", "init_weights_update_group"]
     server.close()
 

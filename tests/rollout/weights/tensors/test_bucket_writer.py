@@ -9,7 +9,7 @@ from engines.tensors.fingerprint import BYTES
 from rollout.weights.routes.buffers import FILE_NAME, ShmBufferPool
 
 torch = pytest.importorskip("torch")
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint  # noqa: E402
+from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
 from rollout.weights.routes.shared_memory import write_buffer  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 

@@ -8,7 +8,7 @@ from engines.tensors.fingerprint import BYTES, SUMS
 from engines.tensors.flattened_bucket import lay_out
 
 torch = pytest.importorskip("torch")
-from engines.embedded.weights.torch_fingerprint import (  # noqa: E402
+from engines.tensors.torch_fingerprint import (  # noqa: E402
     as_bytes,
     bytes_fingerprint,
     device_fingerprint,

@@ -9,7 +9,7 @@ import torch
 
 from engines.embedded.core.errors import Invalid
 from engines.embedded.weights.restricted_unpickler import read_payload
-from engines.embedded.weights.torch_fingerprint import bytes_fingerprint, device_fingerprint
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.core.errors import WeightMismatch
 from rollout.weights.tensors.payload import around_handle, ipc_handle
 from tests.support import cuda_double

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from engines.embedded.core.errors import Invalid
-from engines.embedded.memory.bucket_buffers import finished
+from engines.tensors.collective.bucket import BroadcastRefused
+from engines.tensors.collective.buffers import finished
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +92,16 @@ class UpdateGroups:
     def join(self, *, group_name: str, backend: str, **where: Any) -> None:
         """Blocks until all have joined, ``JOIN_TIMEOUT_S`` at most."""
         if group_name in self._groups:
-            raise Invalid(f"weight update group {group_name!r} exists already")
+            raise BroadcastRefused(f"weight update group {group_name!r} exists already")
         if self._device.type == "cpu" and backend != "gloo":
-            raise Invalid(f"backend {backend!r} needs a GPU; this engine runs on CPU: use gloo")
+            raise BroadcastRefused(
+                f"backend {backend!r} needs a GPU; this engine runs on CPU: use gloo"
+            )
         try:
             timeout_s = JOIN_TIMEOUT_S
             group = join(group_name=group_name, backend=backend, timeout_s=timeout_s, **where)
         except (RuntimeError, ValueError, OSError) as error:
-            raise Invalid(
+            raise BroadcastRefused(
                 f"could not join weight update group {group_name!r} within "
                 f"{JOIN_TIMEOUT_S:g} s: {error}"
             ) from error
@@ -133,7 +135,9 @@ class UpdateGroups:
                 finished(self._device)
         except RuntimeError as error:
             self._abandon(group_name, joined)
-            raise Invalid(f"broadcast in {group_name!r} failed: {error}; it was left") from error
+            raise BroadcastRefused(
+                f"broadcast in {group_name!r} failed: {error}; it was left"
+            ) from error
 
     def _watch(self, group_name: str, joined: _JoinedGroup) -> None:
         """Nothing is sent on this connection; it ends with rank 0, or when the group is left."""
@@ -159,7 +163,7 @@ class UpdateGroups:
     def _get(self, group_name: str) -> _JoinedGroup:
         joined = self._groups.get(group_name)
         if joined is None:
-            raise Invalid(
+            raise BroadcastRefused(
                 f"no weight update group {group_name!r}; call init_weights_update_group first"
             )
         return joined

@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engines.embedded.weights import torch_fingerprint
-from engines.embedded.weights.torch_fingerprint import (
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engines.tensors import torch_fingerprint
+from engines.tensors.torch_fingerprint import (
     as_bytes,
     bytes_fingerprint,
     device_fingerprint,
     fingerprints,
 )
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.embedded
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from engines.embedded.core.errors import Invalid
-from engines.embedded.memory.releasable_memory import aligned
 from engines.tensors import flattened_bucket
+
+
+class BroadcastRefused(ValueError):
+    """The request is wrong, or its broadcast failed: nothing was updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,12 @@ def content_of(raw: Mapping[str, Any]) -> BucketContent:
     """The bucket of a request.
 
     Raises:
-        Invalid: the request does not describe its tensors.
+        BroadcastRefused: the request does not describe its tensors.
     """
     if not all(isinstance(raw.get(key), list) for key in ("names", "dtypes", "shapes")):
-        raise Invalid("names, dtypes and shapes must be given, as lists")
+        raise BroadcastRefused("names, dtypes and shapes must be given, as lists")
     if not all(isinstance(name, str) for name in raw["names"]):
-        raise Invalid("names must be texts")
+        raise BroadcastRefused("names must be texts")
     return BucketContent(
         raw["names"],
         raw["dtypes"],
@@ -61,12 +63,12 @@ def pieces_of(content: BucketContent) -> list[Piece]:
     """Where each tensor lies in the buffer; the last one ends where the buffer does.
 
     Raises:
-        Invalid: no trainer sends such a bucket.
+        BroadcastRefused: no trainer sends such a bucket.
     """
     try:
         return _pieces(content)
     except (ValueError, TypeError, AttributeError) as error:
-        raise Invalid(f"{error}; nothing was updated") from error
+        raise BroadcastRefused(f"{error}; nothing was updated") from error
 
 
 def parts_of(pieces: Sequence[Piece], buffer: torch.Tensor, *, is_flat: bool) -> list[torch.Tensor]:
@@ -102,7 +104,7 @@ def _apart(
     for dtype, shape in zip(dtypes, shapes, strict=True):
         end = begin + prod(shape) * dtype.itemsize
         places.append((begin, end))
-        begin = aligned(end)
+        begin = flattened_bucket.aligned(end)
     return places
 
 
