@@ -14,7 +14,7 @@ from engines.protocol import Endpoint
 from rollout.rules.load_balancing import make_policy
 from rollout.rules.routing import Backend, Hint, InFlight
 
-POLICIES = ("least_in_flight", "session", "prefix")
+POLICIES = ("least_in_flight", "affinity", "prefix")
 NUMS_OF_ENGINES = (4, 64, 1024)
 _PER_ENGINE = 8
 _NUM_REQUESTS = 3000
@@ -32,11 +32,11 @@ def measure_choice(repeats: int) -> dict[str, dict[str, int]]:
 
 def _choice_ns(name: str, num_engines: int, repeats: int) -> int:
     rng = Random(1)
-    policy = make_policy(name, session_ttl_s=3600.0, max_sessions=100_000)
+    policy = make_policy(name, affinity_ttl_s=3600.0, max_affinities=100_000)
     prefixes = [rng.randbytes(1024) for _ in range(_NUM_PREFIXES)]
     hints = [
         Hint(
-            f"session {rng.randrange(4 * num_engines)}" if policy.wants_session else "",
+            f"affinity {rng.randrange(4 * num_engines)}" if policy.wants_affinity else "",
             rng.choice(prefixes) + rng.randbytes(512) if policy.wants_prompt else b"",
         )
         for _ in range(_NUM_HINTS)

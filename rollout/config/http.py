@@ -37,11 +37,15 @@ class RouterConfig(ConfigSection):
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
     held; after it, the client gets a 504 or an incomplete reply."""
-    policy: Literal["least_in_flight", "session", "prefix"] = "least_in_flight"
-    """How an engine is chosen for a request. ``session`` uses ``X-Session-ID`` or ``session_id``,
+    policy: Literal["least_in_flight", "affinity", "prefix"] = "least_in_flight"
+    """How an engine is chosen for a request. ``affinity`` uses ``X-Affinity`` or ``affinity``,
     ``prefix`` the beginning of the prompt; both skip an engine whose load is too high."""
+    affinity_ttl_s: Seconds = 3600.0
+    """An affinity without requests for this long is removed."""
+    max_affinities: Annotated[int, Field(ge=1)] = 100_000
+    """Most affinities kept. Beyond it, the oldest is removed."""
     session_ttl_s: Seconds = 3600.0
-    """A session without requests for this long is removed, with its engine and its turns."""
+    """A session of an agent without requests for this long is removed, with its turns."""
     max_sessions: Annotated[int, Field(ge=1)] = 100_000
     """Most sessions kept. Beyond it, a new one is refused."""
     token_failover: Literal["off", "asked", "on"] = "asked"

@@ -69,8 +69,8 @@ class RouterHost:
             policy=policy
             or make_policy(
                 config.policy,
-                session_ttl_s=config.session_ttl_s,
-                max_sessions=config.max_sessions,
+                affinity_ttl_s=config.affinity_ttl_s,
+                max_affinities=config.max_affinities,
             ),
             on_failure=self._pass_failure_on,
             on_idle=self._wake_drained,

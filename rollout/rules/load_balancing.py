@@ -3,9 +3,9 @@
 Always true: the cost of a choice does not depend on the number of engines; only the cost of a
 change of the membership does.
 
-Bounded load: a policy with a preferred engine (session, prefix) uses it only while it has less
-than its share of all requests, plus some slack.  So an engine that many sessions or prompts prefer
-is not overloaded.
+Bounded load: a policy with a preferred engine (affinity, prefix) uses it only while it has less
+than its share of all requests, plus some slack.  So an engine that many requests prefer is not
+overloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, RoutingPol
 
 
 class _RoutingPolicy:
-    wants_session = False
+    wants_affinity = False
     wants_prompt = False
 
 
@@ -51,58 +51,56 @@ class _BoundedLoad(_RoutingPolicy):
         return max(self._at_least, math.ceil(self._SLACK * share))
 
 
-class Sessions(_BoundedLoad):
-    """All requests of a session go to one engine, by consistent hashing with bounded load.
+class Affinity(_BoundedLoad):
+    """All requests with one affinity go to one engine, by consistent hashing with bounded load.
 
-    A session keeps its engine when engines are added.  While its engine is unavailable, all its
-    requests go to one other engine; they return when it is available again.  Sessions without a
-    request for ``ttl_s``, and the oldest beyond ``max_sessions``, are removed.
+    An affinity keeps its engine when engines are added.  While its engine is unavailable, all its
+    requests go to one other engine; they return when it is available again.  Affinities without a
+    request for ``ttl_s``, and the oldest beyond ``max_num``, are removed.
     """
 
-    wants_session = True
+    wants_affinity = True
     _POINTS = 64
 
-    def __init__(
-        self, *, ttl_s: float = 3600.0, max_sessions: int = 100_000, at_least: int = 4
-    ) -> None:
+    def __init__(self, *, ttl_s: float = 3600.0, max_num: int = 100_000, at_least: int = 4) -> None:
         super().__init__(at_least)
         self._ttl_s = ttl_s
-        self._max_sessions = max_sessions
+        self._max_num = max_num
         self._homes: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._ring: list[tuple[int, str]] = []
         self._on_ring: set[str] = set()
         self._ring_is_for: Candidates | None = None
 
     def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend:
-        if not hint.session:
+        if not hint.affinity:
             return candidates.least()
         self._forget(hint.now_s)
         bound = self._bound(candidates)
-        home = self._homes.get(hint.session, ("", 0.0))[0]
+        home = self._homes.get(hint.affinity, ("", 0.0))[0]
         chosen = candidates.get(home)
         if chosen is None or candidates.load(home) >= bound:
-            chosen = self._walk(candidates, hint.session, bound)
-        self._homes[hint.session] = (home or chosen.engine_id, hint.now_s)
-        self._homes.move_to_end(hint.session)
+            chosen = self._walk(candidates, hint.affinity, bound)
+        self._homes[hint.affinity] = (home or chosen.engine_id, hint.now_s)
+        self._homes.move_to_end(hint.affinity)
         return chosen
 
     @property
-    def num_sessions(self) -> int:
+    def num_kept(self) -> int:
         return len(self._homes)
 
     def _forget(self, now_s: float) -> None:
         while self._homes:
-            session, (_, seen_s) = next(iter(self._homes.items()))
-            if len(self._homes) <= self._max_sessions and seen_s > now_s - self._ttl_s:
+            affinity, (_, seen_s) = next(iter(self._homes.items()))
+            if len(self._homes) <= self._max_num and seen_s > now_s - self._ttl_s:
                 return
-            del self._homes[session]
+            del self._homes[affinity]
 
-    def _walk(self, candidates: Candidates, session: str, bound: int) -> Backend:
-        """The first candidate under the bound, from the position of the session on the ring."""
+    def _walk(self, candidates: Candidates, affinity: str, bound: int) -> Backend:
+        """The first candidate under the bound, from the position of the affinity on the ring."""
         if candidates is not self._ring_is_for:
             self._extend_ring(candidates)
         ring, load = self._ring, candidates.load
-        start = bisect_right(ring, (_hash(session.encode()), ""))
+        start = bisect_right(ring, (_hash(affinity.encode()), ""))
         for step in range(len(ring)):
             member = candidates.get(ring[(start + step) % len(ring)][1])
             if member is not None and load(member.engine_id) < bound:
@@ -180,8 +178,8 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest())
 
 
-def make_policy(name: str, *, session_ttl_s: float, max_sessions: int) -> RoutingPolicy:
+def make_policy(name: str, *, affinity_ttl_s: float, max_affinities: int) -> RoutingPolicy:
     """The policy for a value of ``router.policy``."""
-    if name == "session":
-        return Sessions(ttl_s=session_ttl_s, max_sessions=max_sessions)
+    if name == "affinity":
+        return Affinity(ttl_s=affinity_ttl_s, max_num=max_affinities)
     return PrefixAffinity() if name == "prefix" else LeastInFlight()

@@ -71,11 +71,11 @@ class Hint:
     """The properties of a request that a policy may use, besides load.
 
     Attributes:
-        session: id of the session of the request.
+        affinity: requests with the same one prefer the same engine; empty for none.
         prompt: the first bytes of the prompt as they are in the body.
     """
 
-    session: str = ""
+    affinity: str = ""
     prompt: bytes = b""
     now_s: float = 0.0
 
@@ -187,18 +187,18 @@ class RoutingPolicy(Protocol):
     ``choose`` gets at least one candidate and must return one of them::
 
         class FillOneByOne:
-            wants_session = wants_prompt = False
+            wants_affinity = wants_prompt = False
 
             def choose(self, candidates, hint=NO_HINT):
                 return max(candidates.members, key=lambda member: candidates.load(member.engine_id))
 
     Attributes:
-        wants_session: the policy uses ``Hint.session``; otherwise the router does not parse it.
+        wants_affinity: the policy uses ``Hint.affinity``; otherwise the router does not parse it.
         wants_prompt: the same for ``Hint.prompt``.
     """
 
     @property
-    def wants_session(self) -> bool: ...
+    def wants_affinity(self) -> bool: ...
     @property
     def wants_prompt(self) -> bool: ...
     def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend: ...

@@ -113,7 +113,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "peers": set(),
         "choice_ns": {
             "least_in_flight": NUMS_OF_ENGINES,
-            "session": NUMS_OF_ENGINES,
+            "affinity": NUMS_OF_ENGINES,
             "prefix": NUMS_OF_ENGINES,
         },
         "cached_share": {"least_in_flight", "prefix"},

@@ -86,7 +86,7 @@ class Completer:
         scope: AbortScope,
         is_stale: Callable[[Sample], bool],
         base: int = 0,
-        session_id: str = "",
+        affinity: str = "",
     ) -> None:
         """Generate until ``sample`` ends or the scope stops.
 
@@ -97,7 +97,7 @@ class Completer:
         async with self.limiter.slot():
             state = RetryState()
             try:
-                while await self._step(sample, sampling, scope, state, is_stale, base, session_id):
+                while await self._step(sample, sampling, scope, state, is_stale, base, affinity):
                     pass
             except GenerationError as error:
                 sample.fail(str(error))
@@ -112,7 +112,7 @@ class Completer:
         state: RetryState,
         is_stale: Callable[[Sample], bool],
         base: int,
-        session_id: str,
+        affinity: str,
     ) -> bool:
         """Send one request.  Returns whether another is needed."""
         rest = remaining(sampling, len(sample.output_ids) - base)
@@ -129,7 +129,7 @@ class Completer:
             return False
         ids = [*sample.prompt_ids, *sample.output_ids]
         try:
-            reply = await self._request(ids, rest, scope, session_id)
+            reply = await self._request(ids, rest, scope, affinity)
         except GenerationError as error:
             scope.num_lost += error.kind is FailureKind.LOST
             await self._wait_or_raise(error, scope, state)
@@ -157,12 +157,12 @@ class Completer:
             self.weight_version = max(version, self.weight_version or 0)
 
     async def _request(
-        self, ids: list[int], sampling: SamplingParams, scope: AbortScope, session_id: str
+        self, ids: list[int], sampling: SamplingParams, scope: AbortScope, affinity: str
     ) -> GenerateReply:
         rid = scope.prefix + os.urandom(_HALF_RID_BYTES).hex()
         scope.rids.add(rid)
         try:
-            return await self.client.generate(GenerationRequest(rid, ids, sampling, session_id))
+            return await self.client.generate(GenerationRequest(rid, ids, sampling, affinity))
         finally:
             scope.rids.discard(rid)
 

@@ -17,7 +17,7 @@ class GenerationRequest:
     Attributes:
         rid: request id, never used twice.  All ids have one length, because engines abort by
             prefix; requests that may be aborted together share a prefix.
-        session_id: requests with the same session id prefer the same engine.
+        affinity: requests with the same one prefer the same engine.
         fields: more fields of the body, with SGLang's names.
         fails_over: the router keeps its tokens, so that another engine can continue it.
         timeout_s: until its last byte, including time held at the gate; None: the client's.
@@ -26,7 +26,7 @@ class GenerationRequest:
     rid: str
     input_ids: Sequence[int]
     sampling: SamplingParams
-    session_id: str = ""
+    affinity: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     fails_over: bool = False
     timeout_s: float | None = None

@@ -141,8 +141,8 @@ class HttpGenerationClient:
 
     def _headers_of(self, request: GenerationRequest) -> dict[str, str]:
         headers = self._headers
-        if request.session_id:
-            headers = headers | {"x-session-id": request.session_id}
+        if request.affinity:
+            headers = headers | {"x-affinity": request.affinity}
         return headers | {"x-token-failover": "on"} if request.fails_over else headers
 
     async def abort(self, rids: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ class SampleOptions(TypedDict, total=False):
             prompt's too with ``prompt_logprobs``.
         routed_experts: the reply has ``routed_experts``.
         lora_path: name of a LoRA adapter; None: the base; by default what was pushed last.
-        session_id: requests with the same one prefer the same engine.
+        affinity: requests with the same one prefer the same engine.
         timeout_s: seconds for each reply, including time held at the gate; by default 600.
     """
 
@@ -47,7 +47,7 @@ class SampleOptions(TypedDict, total=False):
     top_logprobs: int
     routed_experts: bool
     lora_path: str | None
-    session_id: str
+    affinity: str
     timeout_s: float
 
 
@@ -94,8 +94,8 @@ def make_requests(
     check_positive("timeout_s", timeout_s)
     prompts = _prompts(token_ids, sampling)
     prefix = rid_prefix(request_id or os.urandom(_PREFIX_BYTES).hex())
-    session_id = options.get("session_id", "")
-    check_kind("session_id", session_id, str, "a text")
+    affinity = options.get("affinity", "")
+    check_kind("affinity", affinity, str, "a text")
     fields = _with_images(_fields(options), options, len(prompts), is_batch(token_ids))
     pairs = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.n)]
     return [
@@ -103,7 +103,7 @@ def make_requests(
             f"{prefix}{number:08x}",
             prompts[index],
             _copy_of(sampling, copy),
-            session_id,
+            affinity,
             fields[index],
             fails_over=True,
             timeout_s=timeout_s,

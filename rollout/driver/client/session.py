@@ -33,7 +33,7 @@ class Session:
     ) -> None:
         self.sample = sample
         self.sampling = sampling
-        self.session_id = os.urandom(8).hex()
+        self._affinity = os.urandom(8).hex()
         self._complete = complete
 
     @property
@@ -57,7 +57,7 @@ class Session:
         base = len(self.sample.output_ids)
         chosen = sampling or self.sampling
         turn = replace(chosen, max_new_tokens=min(chosen.max_new_tokens, self.num_left))
-        await self._complete(self.sample, turn, base=base, session_id=self.session_id)
+        await self._complete(self.sample, turn, base=base, affinity=self._affinity)
         if self.sample.is_unfinished:
             raise GenerationAborted("the rollout ends before this turn did", sample=self.sample)
         if self.sample.status is SampleStatus.FAILED:

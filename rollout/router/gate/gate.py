@@ -462,7 +462,7 @@ class Gate:
         member = _choose(self.policy, members.choosable, excluded_engine, hint)
         partner = None
         if member is None:
-            # The cached prompts and sessions are on the prefill engine, so the policy chooses that.
+            # The cached prompts are on the prefill engine, so the policy chooses that.
             member = _choose(self._decode_policy, members.decode, excluded_engine, NO_HINT)
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):

@@ -38,7 +38,7 @@ from rollout.router.http.routes import (
 )
 
 MAX_PARSED_BYTES = 1 << 20
-MAX_SESSION_CHARACTERS = 256
+MAX_AFFINITY_CHARACTERS = 256
 MAX_KEY_CHARACTERS = 128
 """vLLM takes no longer ``cache_salt``, and none with a slash."""
 _OPENS = re.compile(rb"\s*\{")
@@ -52,18 +52,18 @@ _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
 
 
-def session_of(body: bytes, headers: Headers) -> str:
-    """The session id of a request, from a header or its body; empty if it has none.
+def affinity_of(body: bytes, headers: Headers) -> str:
+    """What names the requests that prefer one engine, from a header or the body; empty for none.
 
-    Ids are kept, so one of more than ``MAX_SESSION_CHARACTERS`` counts as none.
+    It is kept, so one of more than ``MAX_AFFINITY_CHARACTERS`` counts as none.
     """
-    session: object = next(
-        (value.decode("latin-1") for name, value in headers if name == b"x-session-id"), None
+    affinity: object = next(
+        (value.decode("latin-1") for name, value in headers if name == b"x-affinity"), None
     )
-    if session is None:
-        session = find_field(body, "session_id")[1]
-    is_id = isinstance(session, str) and len(session) <= MAX_SESSION_CHARACTERS
-    return str(session) if is_id else ""
+    if affinity is None:
+        affinity = find_field(body, "affinity")[1]
+    is_one = isinstance(affinity, str) and len(affinity) <= MAX_AFFINITY_CHARACTERS
+    return str(affinity) if is_one else ""
 
 
 def prompt_of(body: bytes) -> bytes:

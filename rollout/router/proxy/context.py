@@ -13,7 +13,7 @@ from rollout.router.gate.gate import Gate, Refusal
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.engine_pool import EnginePool
 from rollout.router.http.head_cache import HeadCache, RequestHead
-from rollout.router.http.request import Request, prompt_of, session_of
+from rollout.router.http.request import Request, affinity_of, prompt_of
 from rollout.router.proxy.metrics import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
 from rollout.router.transcripts.transcript import Decode
@@ -85,7 +85,7 @@ class Proxy:
         self.gate = gate
         self.pool = pool
         self.config = config
-        self.wants_hint = gate.policy.wants_session or gate.policy.wants_prompt
+        self.wants_hint = gate.policy.wants_affinity or gate.policy.wants_prompt
         self.keys = BearerKeys(config.client_key, config.control_key)
         self.sessions = SessionStore(
             max_bytes=config.max_session_bytes,
@@ -135,10 +135,10 @@ class Proxy:
         return self._run if weight_version is None else f"{self._run}:v{weight_version}"
 
     def hint_of(self, request: Request) -> Hint:
-        """The session and prompt of a request, as far as the policy uses them."""
+        """The affinity and prompt of a request, as far as the policy uses them."""
         policy = self.gate.policy
         return Hint(
-            session_of(request.body, request.head.headers) if policy.wants_session else "",
+            affinity_of(request.body, request.head.headers) if policy.wants_affinity else "",
             prompt_of(request.body) if policy.wants_prompt else b"",
             self.now_s(),
         )

@@ -12,13 +12,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from engines.protocol import Endpoint
 from rollout.core.errors import ConfigError
 from rollout.router.http.fast_json import dumps
-from rollout.router.http.request import MAX_SESSION_CHARACTERS
 from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.tree import Turn
 
 T = TypeVar("T")
-_BAD_ID = f"a session id has at most {MAX_SESSION_CHARACTERS} printable characters"
+_MAX_ID_CHARACTERS = 256
+_BAD_ID = f"a session id has at most {_MAX_ID_CHARACTERS} printable characters"
 _NO_COMPLETIONS = (
     "a session takes chats; send a prompt to /v1/completions with return_token_ids, or to "
     "/generate, whose replies have the token ids and log-probs"
@@ -33,7 +33,7 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     async def chat_completions(session_id: str, request: Request) -> Response:
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
         try:
-            if len(session_id) > MAX_SESSION_CHARACTERS or not session_id.isprintable():
+            if len(session_id) > _MAX_ID_CHARACTERS or not session_id.isprintable():
                 raise BadChat(_BAD_ID)
             chat = await chats.read(await request.body())
             router = Endpoint(*request.scope["server"])

@@ -267,7 +267,7 @@ class ChatSessions:
             async with self._http.post(
                 f"{router.url}/generate",
                 data=BytesIO(dumps(body)),  # aiohttp warns of bytes over 1 MiB
-                headers=self._headers | {"x-session-id": session_id},
+                headers=self._headers | {"x-affinity": session_id},
             ) as response:
                 if response.status != 200:
                     after = response.headers.get("retry-after", "")

@@ -27,7 +27,7 @@ _NAMES = {
     "return_logprob": "",
     "logprob_start_len": "",
     "text": "",
-    "session_id": "",
+    "affinity": "",
     "log_metrics": "",
 }
 

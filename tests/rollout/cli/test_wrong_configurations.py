@@ -119,7 +119,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{E}", ATTACHED | {"gpus": 1}, f"{E}.gpus", "does not launch attached engines"),
     (G, {"num_engines": 2, "engine": ATTACHED}, f"{G}.num_engines", "leave num_engines out"),
     (f"{S}.router.port", 70000, "", "less than or equal to 65535"),
-    (f"{S}.router.policy", "round_robin", "", "'least_in_flight', 'session' or 'prefix'"),
+    (f"{S}.router.policy", "round_robin", "", "'least_in_flight', 'affinity' or 'prefix'"),
     (f"{S}.router.token_failover", "sometimes", "", "'off', 'asked' or 'on'"),
     (f"{S}.router.tool_call_parser", "qwen25", "", "'auto', 'hermes'"),
     (f"{S}.router.hold_timeout_s", -1, "", POSITIVE),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
 from rollout.rules.load_balancing import (
+    Affinity,
     LeastInFlight,
     PrefixAffinity,
-    Sessions,
     make_policy,
 )
 from rollout.rules.routing import Backend, Candidates, Hint, InFlight
@@ -35,7 +35,7 @@ def loaded(**loads: int) -> Candidates:
 def policies():
     return [
         LeastInFlight(),
-        Sessions(at_least=1),
+        Affinity(at_least=1),
         PrefixAffinity(at_least=1, block_bytes=4),
     ]
 
@@ -56,9 +56,9 @@ def policies():
 def test_every_policy_chooses_a_candidate_and_counts_return_to_zero(number, events):
     policy, in_flight = policies()[number], InFlight[int]()
     live: dict[int, str] = {}
-    for request, (ending, ids, session, prompt) in enumerate(events):
+    for request, (ending, ids, affinity, prompt) in enumerate(events):
         (candidates,) = in_flight.offer(members("".join(sorted(ids))))
-        hint = Hint(session, prompt, float(request))
+        hint = Hint(affinity, prompt, float(request))
         chosen = policy.choose(candidates, hint)
         assert chosen in candidates.members
         in_flight.add(chosen.engine_id, request)
@@ -76,54 +76,54 @@ def test_every_policy_chooses_a_candidate_and_counts_return_to_zero(number, even
     st.lists(st.tuples(st.sampled_from(["s", "t", "u"]), st.binary(max_size=12)), max_size=200),
     st.booleans(),
 )
-def test_a_preference_never_takes_an_engine_over_its_share(num_engines, requests, is_session):
-    policy = Sessions(at_least=1) if is_session else PrefixAffinity(at_least=1, block_bytes=4)
+def test_a_preference_never_takes_an_engine_over_its_share(num_engines, requests, is_affinity):
+    policy = Affinity(at_least=1) if is_affinity else PrefixAffinity(at_least=1, block_bytes=4)
     in_flight = InFlight[int]()
     (engines,) = in_flight.offer(members("abcdefgh"[:num_engines]))
-    for number, (session, prompt) in enumerate(requests):
-        chosen = policy.choose(engines, Hint(session, prompt))
+    for number, (affinity, prompt) in enumerate(requests):
+        chosen = policy.choose(engines, Hint(affinity, prompt))
         in_flight.add(chosen.engine_id, number)
         fair = (number + 1) / num_engines
         assert in_flight.num(chosen.engine_id) <= math.ceil(1.25 * fair)
 
 
 @given(st.text(min_size=1, max_size=8), st.integers(1, 8))
-def test_a_session_sticks(session, num_engines):
-    policy, engines = Sessions(), idle("abcdefgh"[:num_engines])
-    chosen = {policy.choose(engines, Hint(session)).engine_id for _ in range(5)}
+def test_an_affinity_sticks(affinity, num_engines):
+    policy, engines = Affinity(), idle("abcdefgh"[:num_engines])
+    chosen = {policy.choose(engines, Hint(affinity)).engine_id for _ in range(5)}
     assert len(chosen) == 1
 
 
 @given(st.text(min_size=1, max_size=8))
-def test_a_session_fails_over_to_one_engine_and_comes_back(session):
-    policy, engines = Sessions(), idle("abcd")
-    home = policy.choose(engines, Hint(session))
+def test_an_affinity_fails_over_to_one_engine_and_comes_back(affinity):
+    policy, engines = Affinity(), idle("abcd")
+    home = policy.choose(engines, Hint(affinity))
     rest = engines.without(home.engine_id)
-    away = {policy.choose(rest, Hint(session)).engine_id for _ in range(5)}
+    away = {policy.choose(rest, Hint(affinity)).engine_id for _ in range(5)}
     assert len(away) == 1
-    assert policy.choose(engines, Hint(session)) == home
+    assert policy.choose(engines, Hint(affinity)) == home
 
 
-def test_a_session_stays_where_it_is_when_engines_are_added():
-    policy = Sessions()
+def test_an_affinity_stays_where_it_is_when_engines_are_added():
+    policy = Affinity()
     few, many = idle("ab"), idle("abcdefgh")
     homes = {n: policy.choose(few, Hint(f"s{n}")) for n in range(50)}
     assert {n: policy.choose(many, Hint(f"s{n}")) for n in range(50)} == homes
 
 
-def test_a_session_keeps_its_engine_when_others_come_and_go():
+def test_an_affinity_keeps_its_engine_when_others_come_and_go():
     """The ring keeps those that are gone for a while; it must not matter."""
-    sessions = [Hint(f"s{n}") for n in range(100)]
-    policy, engines = Sessions(), idle("adgz")
+    affinities = [Hint(f"s{n}") for n in range(100)]
+    policy, engines = Affinity(), idle("adgz")
     for others in ("abcd", "efgh", "az", "adg"):
         policy.choose(idle(others), Hint(f"on {others}"))
-    fresh = Sessions()
-    for hint in sessions:
+    fresh = Affinity()
+    for hint in affinities:
         assert policy.choose(engines, hint) == fresh.choose(engines, hint)
 
 
 def test_the_ring_forgets_engines_that_are_gone_for_good():
-    policy = Sessions()
+    policy = Affinity()
     for number in range(50):
         policy.choose(
             Candidates(members(["a", "b", f"c{number}"]), lambda engine_id: 0), Hint(f"s{number}")
@@ -131,20 +131,20 @@ def test_the_ring_forgets_engines_that_are_gone_for_good():
     assert len(policy._ring) <= 2 * 3 * 64
 
 
-def test_sessions_spread_over_the_engines():
-    policy, engines = Sessions(), idle("abcd")
+def test_affinities_spread_over_the_engines():
+    policy, engines = Affinity(), idle("abcd")
     chosen = Counter(policy.choose(engines, Hint(f"s{n}")).engine_id for n in range(400))
     assert len(chosen) == 4
     assert max(chosen.values()) < 200
 
 
-def test_sessions_are_forgotten_past_their_time_and_beyond_the_cap():
-    policy, engines = Sessions(ttl_s=10, max_sessions=3), idle("ab")
+def test_affinities_are_forgotten_past_their_time_and_beyond_the_cap():
+    policy, engines = Affinity(ttl_s=10, max_num=3), idle("ab")
     for n in range(5):
         policy.choose(engines, Hint(f"s{n}", now_s=n))
-    assert policy.num_sessions <= 4
+    assert policy.num_kept <= 4
     policy.choose(engines, Hint("late", now_s=100))
-    assert policy.num_sessions == 1
+    assert policy.num_kept == 1
 
 
 def test_a_prompt_goes_where_its_beginning_went():
@@ -181,9 +181,9 @@ def test_the_memory_of_prefixes_is_bounded():
     assert len(policy._engines) == 10
 
 
-@pytest.mark.parametrize("name", ["least_in_flight", "session", "prefix"])
+@pytest.mark.parametrize("name", ["least_in_flight", "affinity", "prefix"])
 def test_every_policy_of_the_configuration_exists(name):
-    policy = make_policy(name, session_ttl_s=1, max_sessions=1)
+    policy = make_policy(name, affinity_ttl_s=1, max_affinities=1)
     assert policy.choose(idle("a")).engine_id == "a"
 
 

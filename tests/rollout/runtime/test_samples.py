@@ -169,7 +169,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1}, "prompt_logprobs = 1: must be True or False"),
     ({"routed_experts": "all"}, "routed_experts = 'all'"),
     ({"lora_path": 7}, "lora_path = 7"),
-    ({"session_id": 7}, "session_id = 7"),
+    ({"affinity": 7}, "affinity = 7"),
     ({"request_id": 7}, "request_id = 7"),
     ({"token_ids": [[1], [2]], "image_data": ["a"]}, "the images of each of 2"),
 ]

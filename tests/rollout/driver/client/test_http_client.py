@@ -124,18 +124,18 @@ async def test_a_broken_or_refused_connection_is_a_lost_engine() -> None:
     await unreachable.close()
 
 
-async def test_the_id_goes_first_and_the_session_in_a_header() -> None:
+async def test_the_id_goes_first_and_the_affinity_in_a_header() -> None:
     seen = []
 
     async def handler(request: web.Request) -> web.Response:
-        seen.append((await request.text(), request.headers.get("x-session-id")))
+        seen.append((await request.text(), request.headers.get("x-affinity")))
         return web.Response(status=400)
 
     async with serving(handler) as client:
-        for session in ("", "s1"):
+        for affinity in ("", "s1"):
             with pytest.raises(GenerationError):
                 await client.generate(
-                    GenerationRequest(REQUEST.rid, [1], SamplingParams(), session)
+                    GenerationRequest(REQUEST.rid, [1], SamplingParams(), affinity)
                 )
     assert seen[0][0].startswith(f'{{"rid": "{REQUEST.rid}"')
     assert [header for _, header in seen] == [None, "s1"]

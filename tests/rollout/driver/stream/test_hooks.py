@@ -183,7 +183,7 @@ async def test_turns_keep_their_tokens_and_the_tools_are_masked() -> None:
     first, second = client.requests
     assert second.input_ids == [*first.input_ids, *sample.output_ids[:6]]
     assert second.sampling.max_new_tokens == 6
-    assert first.session_id == second.session_id != ""
+    assert first.affinity == second.affinity != ""
 
 
 @virtual_time

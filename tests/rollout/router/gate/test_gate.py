@@ -256,7 +256,7 @@ def test_the_choice_goes_by_all_live_requests_whatever_membership_they_began_und
 
 
 class FillOneByOne:
-    wants_session = wants_prompt = False
+    wants_affinity = wants_prompt = False
 
     def choose(self, candidates, hint=NO_HINT):
         return max(candidates.members, key=lambda entry: candidates.load(entry.engine_id))

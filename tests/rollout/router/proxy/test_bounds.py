@@ -8,7 +8,7 @@ import pytest
 
 from rollout.router.http.head_cache import HeadCache, RequestHead, head_key
 from rollout.router.http.headers import to_engine
-from rollout.router.http.request import MAX_SESSION_CHARACTERS, session_of
+from rollout.router.http.request import MAX_AFFINITY_CHARACTERS, affinity_of
 from rollout.router.http.routes import route_of
 from rollout.router.proxy.client_connection import _MAX_UNPARSED_BYTES
 from tests.rollout.router.conftest import router_config
@@ -45,10 +45,10 @@ def test_heads_with_many_headers_are_not_kept():
     assert kept_bytes(come) < 1e6
 
 
-def test_a_session_id_that_is_long_counts_as_none():
-    assert session_of(b"{}", [(b"x-session-id", b"s" * MAX_SESSION_CHARACTERS)]) != ""
-    assert session_of(b"{}", [(b"x-session-id", b"s" * (MAX_SESSION_CHARACTERS + 1))]) == ""
-    assert session_of(b'{"session_id": "%s"}' % (b"s" * 1000), []) == ""
+def test_an_affinity_that_is_long_counts_as_none():
+    assert affinity_of(b"{}", [(b"x-affinity", b"s" * MAX_AFFINITY_CHARACTERS)]) != ""
+    assert affinity_of(b"{}", [(b"x-affinity", b"s" * (MAX_AFFINITY_CHARACTERS + 1))]) == ""
+    assert affinity_of(b'{"affinity": "%s"}' % (b"s" * 1000), []) == ""
 
 
 @pytest.mark.slow

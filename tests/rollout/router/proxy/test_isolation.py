@@ -436,12 +436,12 @@ async def send(bench, body):
 
 
 class Choosy(LeastInFlight):
-    """Fails on the requests of one session."""
+    """Fails on the requests with one affinity."""
 
-    wants_session = True
+    wants_affinity = True
 
     def choose(self, candidates, hint=None):
-        if hint.session == "bad":
+        if hint.affinity == "bad":
             raise RuntimeError("a policy of somebody else")
         return candidates.least()
 
@@ -451,8 +451,8 @@ async def test_a_policy_that_fails_on_one_request_fails_that_one(make_bench, gat
     monkeypatch.setattr("rollout.router.host.make_policy", lambda *_, **__: Choosy())
     bench = await make_bench(reply())
     await bench.host.set_gate(gate)
-    bad = bench.begin(json={}, headers={"X-Session-ID": "bad"})
-    good = bench.begin(json={}, headers={"X-Session-ID": "good"})
+    bad = bench.begin(json={}, headers={"X-Affinity": "bad"})
+    good = bench.begin(json={}, headers={"X-Affinity": "good"})
     if gate == "holding":
         await bench.wait_until_held(2)
     await bench.host.set_gate("open")

@@ -177,12 +177,12 @@ async def test_a_client_that_leaves_ends_the_work_of_both(make_bench):
 
 
 async def test_sessions_reach_their_engine_by_header_and_by_body(make_bench):
-    bench = await make_bench(*[reply()] * 4, config=router_config(policy="session"))
+    bench = await make_bench(*[reply()] * 4, config=router_config(policy="affinity"))
     by_header = {
-        (await bench.ask(json={}, headers={"X-Session-ID": "s1"})).headers["x-engine-id"]
+        (await bench.ask(json={}, headers={"X-Affinity": "s1"})).headers["x-engine-id"]
         for _ in range(5)
     }
-    by_body = {(await bench.ask(json={"session_id": "s1"})).headers["x-engine-id"] for _ in "ab"}
+    by_body = {(await bench.ask(json={"affinity": "s1"})).headers["x-engine-id"] for _ in "ab"}
     without = {(await bench.ask()).headers["x-engine-id"] for _ in range(5)}
     assert (len(by_header), by_body == by_header, len(without)) == (1, True, 4)
 

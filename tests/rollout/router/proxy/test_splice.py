@@ -218,7 +218,7 @@ async def test_completions_take_only_post(make_bench, method, path):
 async def test_trailers_are_not_headers(make_bench):
     bench = await make_bench(reply())
     head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
-    trailers = b"Authorization: Bearer a\r\nX-Session-ID: b\r\nContent-Type: c\r\n"
+    trailers = b"Authorization: Bearer a\r\nX-Affinity: b\r\nContent-Type: c\r\n"
     assert b"200 OK" in await response_to(bench, head, b"1\r\na\r\n0\r\n", trailers, b"\r\n")
     (seen,) = bench.engines[0].seen
     assert {name.lower() for name, _ in seen.headers} == {"host", "content-length"}
