@@ -175,8 +175,7 @@ class Trainer:
         finally:
             self.ways = moved.ways
             server.caller, rank.hosts = caller, hosts_before
-            root = rank.sender_group.root
-            self.sender_group = "" if root is None else root.name
+            self.sender_group = rank.idle_group.name if rank.rank else ""
 
     @contextmanager
     def at_broadcast(

@@ -71,7 +71,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
         for engine in engines(policy):
             found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
             assert found == {name: wanted[name] for name in found}
-        return policy._pushes.group_name
+        return policy._pushes.idle_group.name
 
     return pushed
 
@@ -102,6 +102,21 @@ def test_the_group_of_one_push_is_that_of_the_next(
     # Connections of others come and go; one of each push's would be five.
     more = [one.num_fds() - were for one, were in zip(processes, before, strict=True)]
     assert all(one < 5 for one in more), more
+
+
+def test_pushes_of_the_handle_and_of_its_pusher_go_through_one_group(
+    policy: ServerHandle, push: Callable[[], str], model_path: Path
+) -> None:
+    name = push()
+    with policy.pusher() as pusher:
+        pusher.push(load_file(model_path / "model.safetensors"))
+        assert groups(policy) == [[name], [name]]
+        assert push() == name
+        assert groups(policy) == [[name], [name]]
+    with policy.pusher() as another:  # the first one has left it
+        another.push(load_file(model_path / "model.safetensors"))
+        name = push()
+        assert groups(policy) == [[name], [name]]
 
 
 def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
@@ -186,7 +201,7 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 
     with pytest.raises(RolloutError, match="out of memory"):
         policy.serve_weights(weights, name_map=breaks_off).result(60)
-    assert policy._pushes.group_name == ""
+    assert policy._pushes.idle_group.name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
 

@@ -28,6 +28,7 @@ from rollout.weights.ranks.rank_push import (
     report_of,
 )
 from rollout.weights.ranks.trainer_rank import TrainerRank
+from rollout.weights.routes.trainer_groups import IdleGroup
 from rollout.weights.tensors import Dtype, NamedTensors, NameMap
 
 # Messages of so many pushes and offloads stay for ranks that are late.
@@ -42,6 +43,7 @@ class Pusher:
     Args:
         timeout_s: for a rank that is silent, see ``ranks.protocol``.
         with_expected: adds the log-probs that the handle expects of the next push.
+        idle_group: of all pushes of the handle.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class Pusher:
         *,
         timeout_s: float,
         with_expected: Callable[[WeightPush], WeightPush] = lambda push: push,
+        idle_group: IdleGroup | None = None,
     ) -> None:
         self.link = link
         self.server = ServerCalls(config, caller)
         hosts = link.hosts(config.weights.shared_memory_path)
-        self.rank = TrainerRank(config, link.rank, hosts)
+        self.rank = TrainerRank(config, link.rank, hosts, idle_group)
         self._timeout_s = timeout_s
         self._with_expected = with_expected
         self._is_closed = False
@@ -226,7 +229,7 @@ class Pusher:
         return PushRound(name, link.rank, link.num_ranks, timeout_s or self._timeout_s, call)
 
     def close(self) -> None:
-        """Free this rank's shared memory, and leave the broadcast groups; for good."""
+        """Free this rank's shared memory, for good, and leave the broadcast group."""
         self._is_closed = True
         self.rank.close()
 

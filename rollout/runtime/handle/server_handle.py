@@ -397,9 +397,13 @@ class ServerHandle:
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
-        expected = self._pushes.with_expected
         return Pusher(
-            self._config, self._caller, link, timeout_s=rank_timeout_s, with_expected=expected
+            self._config,
+            self._caller,
+            link,
+            timeout_s=rank_timeout_s,
+            with_expected=self._pushes.with_expected,
+            idle_group=self._pushes.idle_group,
         )
 
     @property

@@ -28,6 +28,7 @@ from rollout.weights.push.weight_push import WeightPush
 if TYPE_CHECKING:
     from rollout.weights.ranks.rank_push import LocalPush
     from rollout.weights.ranks.trainer_rank import TrainerRank
+    from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors import NamedTensors, NameMap
 
 P = ParamSpec("P")
@@ -59,6 +60,7 @@ class ServerPushes:
         # By the identity of what the caller has: two pushes may have the same version.
         self._open: dict[int, LocalPush] = {}
         self._rank: TrainerRank | None = None
+        self._idle_group: IdleGroup | None = None
 
     def __reduce__(self) -> tuple[type[ServerPushes], tuple[ServerConfig, Caller]]:
         return ServerPushes, (self._config, self._caller)
@@ -77,9 +79,13 @@ class ServerPushes:
         return self.full(named_tensors, version, name_map=name_map, may_stream=True)
 
     @property
-    def group_name(self) -> str:
-        """Name of the broadcast group that is kept for the next push; empty for none."""
-        return "" if self._rank is None else self._rank.groups.name
+    def idle_group(self) -> IdleGroup:
+        """The broadcast group of this process, also for its pushers; needs torch."""
+        if self._idle_group is None:
+            from rollout.weights.routes.trainer_groups import IdleGroup
+
+            self._idle_group = IdleGroup()
+        return self._idle_group
 
     def full(
         self,
@@ -108,7 +114,7 @@ class ServerPushes:
             from rollout.weights.ranks.rank_push import LocalPush
             from rollout.weights.ranks.trainer_rank import TrainerRank
         if self._rank is None:
-            self._rank = TrainerRank(self._config)
+            self._rank = TrainerRank(self._config, idle_group=self.idle_group)
         made = LocalPush(
             self._rank,
             self.server,
@@ -172,3 +178,6 @@ class ServerPushes:
         if self._rank is not None:
             self._rank.close()
             self._rank = None
+        if self._idle_group is not None:
+            self._idle_group.close()
+            self._idle_group = None

@@ -76,8 +76,8 @@ class Follower:
         """The message with which a push begins."""
         rank = self.rank
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
-        group = rank.sender_group.name
-        return Ready(knows, version, has_turn, self._server.own_node, self.gpu, group)
+        node, group = self._server.own_node, rank.idle_group.name
+        return Ready(knows, version, has_turn, node, self.gpu, group)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.
@@ -115,8 +115,6 @@ class Follower:
             self._makers[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
         for maker in self._makers.values():
             self.resources.callback(maker.close)
-        if self.sender is None or plan.group != rank.sender_group.first:
-            rank.sender_group.close()  # rank 0 has left it, or will
 
     def _end(self, plan: PushPlan, buffers: ShmBufferPool | HeldBuffers) -> RankEnd:
         rank = self.rank
@@ -126,7 +124,7 @@ class Follower:
             self.gpu,
             plan.terms,
             buffers,
-            rank.sender_group,
+            rank.idle_group,
             rank.config,
             self._timeout_s,
         )
@@ -191,9 +189,9 @@ class Follower:
             raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
 
     def keep(self) -> None:
-        """After a push that succeeded: stay in the groups."""
+        """After a push that succeeded: stay in the group."""
         if self.sender is not None:
-            self.sender.keep()
+            self.sender.stay()
 
 
 class BucketCheck:

@@ -32,7 +32,7 @@ from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only
 from rollout.weights.routes.disk import CheckpointMaker
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
 from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
-from rollout.weights.routes.trainer_groups import BroadcastPush, NcclTerms
+from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
 
@@ -112,6 +112,7 @@ class Leader:
                 BYTES if is_adapter else self._server.fingerprint_method(),
                 hosts[0] if hosts else None,
                 tuple(senders),
+                rank.idle_group.name,
             ),
             contents=self._contents,
             is_streamed=not isinstance(source, PlannedSource),
@@ -121,7 +122,6 @@ class Leader:
             routes=routes,
             at_once=at_once,
             bucket_bytes=min(weights.bucket_bytes, most),
-            group=rank.groups.name,
             store=self._stored(hosts, is_read=is_copied and len(routes) == 1),
             tensors=_unknown_to(readies, source) if isinstance(source, PlannedSource) else None,
         )
@@ -268,16 +268,15 @@ class Leader:
         return self._push(self._manifest(), stream=server.address)
 
     def _broadcast(self) -> BroadcastPush:
-        config, plan = self.follower.rank.config, self.plan
+        rank, terms = self.follower.rank, self.plan.terms
+        others = [self._readies[sender].group for sender in terms.senders[1:]]
         return BroadcastPush(
-            plan.terms.version,
-            config.weights,
+            rank.config,
+            terms,
             self._server.own_host,
-            self.follower.rank.groups,
-            NcclTerms(config.why_no_nccl, config.nccl_cumem),
-            plan.terms.fingerprints if plan.terms.hashing_host is None else "",
+            rank.idle_group,
+            others=others if rank.num_ranks > 1 else None,
             is_on_cuda=self.follower.source.is_on_cuda,
-            others=[self._readies[rank].group for rank in plan.terms.senders[1:]],
         )
 
     @property

@@ -70,7 +70,6 @@ class PushPlan:
         has_turn: a rank has ``before_kv``.
         routes: one for each payload of a bucket.
         at_once: engines load all buckets in one call.
-        group: name of the first sender's group, if it is there.
         tensors: those of rank 0, if another rank does not know them; None: as in the last push.
     """
 
@@ -83,7 +82,6 @@ class PushPlan:
     routes: tuple[Chosen, ...]
     at_once: bool
     bucket_bytes: int
-    group: str
     store: StorePlan | None = None
     tensors: Any = None
 

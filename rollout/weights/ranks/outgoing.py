@@ -189,11 +189,7 @@ class OutgoingStream:
             del bucket
             yield StreamedBucket(payload, is_last, fingerprints)
             return
-        parts = (
-            self._asked(bucket)
-            if bucket.sender
-            else self.broadcast.parts(bucket.pairs, is_last=True)
-        )
+        parts = self._asked(bucket) if bucket.sender else self.broadcast.parts(bucket.pairs)
         del bucket
         for part in parts:
             # The other engines get the whole bucket with its last part.

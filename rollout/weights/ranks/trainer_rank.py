@@ -19,7 +19,7 @@ from rollout.weights.routes.buffers import ShmBufferPool, StoreCopies
 from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_cost
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
-from rollout.weights.routes.trainer_groups import KeptGroup, SenderGroup
+from rollout.weights.routes.trainer_groups import IdleGroup
 from rollout.weights.tensors.push_plan import PushPlanCache
 from rollout.weights.tensors.sources import TensorList
 
@@ -56,20 +56,26 @@ class TrainerRank:
 
     Args:
         hosts: for each rank, the lowest one that shares its host's memory.
+        idle_group: of all pushes from this process; by default, those through this object.
 
     Attributes:
         tensors: of the last push, as rank 0 has planned them.
     """
 
-    def __init__(self, config: ServerConfig, rank: int = 0, hosts: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        rank: int = 0,
+        hosts: Sequence[int] = (0,),
+        idle_group: IdleGroup | None = None,
+    ) -> None:
         self.config = config
         self.rank = rank
         self.hosts = list(hosts)
         self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
         self.copies = StoreCopies()
         self.plans = PushPlanCache()
-        self.groups = KeptGroup()
-        self.sender_group = SenderGroup()
+        self.idle_group = idle_group or IdleGroup()
         self.loads = LoadCosts(config)
         self.tensors: TensorList = ()
         self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
@@ -96,9 +102,8 @@ class TrainerRank:
             self._checked = manifest, contents
 
     def close(self) -> None:
-        """Free this rank's shared memory, and leave the broadcast groups."""
-        self.groups.close()
-        self.sender_group.close()
+        """Free this rank's shared memory, and leave the broadcast group."""
+        self.idle_group.leave()
         self.pool.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.protocol import Engine, ProcessIdentity
 from engines.protocol.errors import EngineRejected
@@ -25,9 +25,6 @@ from rollout.weights.routes.route import (
     ShareMaker,
     Stage,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class ByBroadcast(Route):
 
     Always true: an engine gets the request to join only when the trainer's store is open and every
     engine of the push has answered a query.  An engine that waits for another one waits until the
-    deadline: then the trainer closes its store (``tensors.broadcast_root``).  SGLang itself would
+    deadline: then the trainer closes its store (``trainer_groups``).  SGLang itself would
     wait 30 minutes.
 
     Behaviour of SGLang 0.5.23 with groups on CPU (``contract/test_contract_groups.py``):
@@ -153,11 +150,14 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareMaker | None:
     """A rank other than 0 that sends; rank 0 sends in the thread of the stream."""
-    if end.rank not in end.terms.senders[1:]:
+    if end.rank == 0:
+        return None
+    if end.rank not in end.terms.senders:
+        end.idle_group.leave()
         return None
     from rollout.weights.routes.trainer_groups import BroadcastSender
 
-    return BroadcastSender.of(end)
+    return BroadcastSender(end)
 
 
 ROW = RouteRow(

@@ -18,7 +18,7 @@ from rollout.core.errors import WeightMismatch
 
 if TYPE_CHECKING:
     from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
-    from rollout.weights.routes.trainer_groups import SenderGroup
+    from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors.sources import Pairs
 
 # A bucket may be made while engines apply the one before it.
@@ -213,12 +213,19 @@ class PushTerms:
         fingerprints: the method of those that are taken of a bucket; empty takes none.
         hashing_host: the host whose ranks take them, if files are written; None: rank 0 does.
         senders: the ranks that broadcast buckets one after the other; rank 0 is the first.
+        group: name of the first sender's group, if it is there.
     """
 
     version: int
     fingerprints: str = ""
     hashing_host: int | None = None
     senders: tuple[int, ...] = ()
+    group: str = ""
+
+    @property
+    def hashed_by_senders(self) -> str:
+        """The method of the fingerprints that senders take; empty if writers of files do."""
+        return self.fingerprints if self.hashing_host is None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +236,7 @@ class RankEnd:
         hosts: for each rank, the lowest one that shares its host's memory.
         gpu: UUID of this rank's GPU, if its tensors are there.
         buffers: of shared memory.
+        idle_group: what this rank has of a broadcast between two pushes.
         timeout_s: for one bucket, and for all engines to join a group.
     """
 
@@ -237,7 +245,7 @@ class RankEnd:
     gpu: str
     terms: PushTerms
     buffers: ShmBufferPool | HeldBuffers
-    sender_group: SenderGroup
+    idle_group: IdleGroup
     config: ServerConfig
     timeout_s: float
 

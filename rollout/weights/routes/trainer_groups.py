@@ -1,15 +1,15 @@
-"""The trainer's end of broadcasts: the groups of its ranks, which are kept between pushes.
+"""The trainer's end of broadcasts: the groups of its ranks, which stay from push to push.
 
 Engines receive from rank 0 of a group, so each rank of the trainer that sends, one for each host,
 has a group of its own with all engines.  The stores of all groups run in the process of rank 0.
 
-Always true: one push at a time uses a group; a group is kept only after a push that every engine
-received; it is closed if it is not kept, if other engines join, or with the handle.  Ranks other
+Always true: one push at a time uses a group; a group stays only after a push that every engine
+received; it is closed if it does not stay, if other engines join, or with the handle.  Ranks other
 than 0 join and send in the caller's thread, when rank 0 says that the engines wait.
 
 A new group costs a request to every engine, a connection for each pair of engines and, with NCCL,
-seconds.  A kept group costs idle connections and, with NCCL, buffers on each GPU.  Firewalls drop
-idle connections, some after 350 s, and then a push would fail at its deadline.  So a group that was
+seconds.  An idle group costs connections and, with NCCL, buffers on each GPU.  Firewalls drop idle
+connections, some after 350 s, and then a push would fail at its deadline.  So a group that was
 idle for some minutes is created again.
 """
 
@@ -23,7 +23,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
@@ -32,12 +32,11 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from engines.tensors.fingerprint import BYTES
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
-from rollout.config import WeightsConfig
+from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError, WeightsUnavailable
 from rollout.weights.routes.broadcast import BroadcastMember, can_be_kept, is_same_group
-from rollout.weights.routes.route import RankEnd, StreamedBucket
+from rollout.weights.routes.route import PushTerms, RankEnd, StreamedBucket
 from rollout.weights.tensors.bucket_bytes import (
     FlatLayoutCache,
     Flattener,
@@ -189,28 +188,33 @@ class BroadcastRoot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A group that all ranks have joined, and those in which other ranks of the trainer send.
+class SenderGroup:
+    """The group in which one rank of the trainer sends, after all engines have joined.
+
+    Only rank 0 knows its members, and decides whether the next push uses it.
 
     Attributes:
-        members: the engines of all its ranks but the trainer's.
+        root: this rank's end.
+        first: name of the first sender's group: that of rank 0.
+        takes_flat: all its engines accept many tensors in one broadcast.
+        stays: it can be used in the next push.
+        members: the engines, on rank 0.
         num_senders: ranks of the trainer that send, each in a group of its own.
         idle_since: when its last push ended.
     """
 
     root: BroadcastRoot
-    members: Sequence[BroadcastMember]
+    first: str
+    takes_flat: bool
+    stays: bool
+    members: Sequence[BroadcastMember] = ()
     num_senders: int = 1
     idle_since: float = 0.0
 
     @property
     def names(self) -> str:
-        """Of all groups, with blanks between."""
-        return " ".join(group_name(self.root.name, sender) for sender in range(self.num_senders))
-
-    @property
-    def takes_flat(self) -> bool:
-        return all(member.takes_flat for member in self.members)
+        """Of the groups of all senders, with blanks between."""
+        return " ".join(group_name(self.first, sender) for sender in range(self.num_senders))
 
 
 def group_name(first: str, sender: int) -> str:
@@ -222,73 +226,68 @@ def group_name(first: str, sender: int) -> str:
     return f"{first}.{sender}" if sender else first
 
 
-class KeptGroup:
-    """The group of a server's last push, if it is kept. Thread-safe."""
+class IdleGroup:
+    """The group of a trainer's last push, for the next one, by whichever call. Thread-safe.
+
+    Attributes:
+        layouts: of flat buckets, from earlier pushes.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.layouts = FlatLayoutCache()
         self._clock = clock
         self._lock = threading.Lock()
-        self._group: _Group | None = None
+        self._group: SenderGroup | None = None
         self._is_closed = False
 
     @property
     def name(self) -> str:
-        """Name of the kept group; empty for none."""
+        """Name of the first sender's group; empty for none, also if the trainer has ended all its
+        groups (``destroy_process_group()``)."""
         group = self._group
-        return "" if group is None else group.root.name
+        return group.first if group is not None and group.root.is_there else ""
 
-    def take(self) -> _Group | None:
+    def take(self) -> SenderGroup | None:
         """Take the group out; the caller owns it."""
         with self._lock:
             group, self._group = self._group, None
         return group
 
-    def is_fresh(self, group: _Group) -> bool:
+    def is_fresh(self, group: SenderGroup) -> bool:
         """Whether it was used recently enough for its connections to work."""
         return self._clock() - group.idle_since <= _MOST_IDLE_S
 
-    def keep(self, group: _Group) -> None:
-        """Keep the group for the next push."""
+    def put(self, group: SenderGroup) -> None:
+        """Leave the group to the next push."""
         group = replace(group, idle_since=self._clock())
         with self._lock:
             over = group if self._is_closed else self._group
             if not self._is_closed:
                 self._group = group
-        if over is not None:  # another push kept it meanwhile
+        if over is not None:  # another push has put one here meanwhile
             over.root.close()
 
-    def close(self) -> None:
-        """Close the group and keep no other; engines notice that the trainer has left."""
-        with self._lock:
-            group, self._group, self._is_closed = self._group, None, True
-        if group is not None:
+    def leave(self) -> None:
+        """Leave the group; the next push makes another."""
+        if (group := self.take()) is not None:
             group.root.close()
 
-
-@dataclass(frozen=True, slots=True)
-class NcclTerms:
-    """What NCCL needs to know of a server's engines.
-
-    Attributes:
-        why_not: why they cannot be in one NCCL group with the trainer; empty if they can.
-        cumem: group -> ``NCCL_CUMEM_ENABLE`` of its engines; None if only their owner knows it.
-    """
-
-    why_not: str = ""
-    cumem: Mapping[str, str | None] = field(default_factory=dict)
+    def close(self) -> None:
+        """Leave the group, and each that comes back; engines notice that the trainer has left."""
+        with self._lock:
+            self._is_closed = True
+        self.leave()
 
 
 class BroadcastPush:
-    """One push by broadcast.
+    """Rank 0's part in one push by broadcast.
 
     Args:
-        is_on_cuda: whether the tensors are on a GPU.
         host: address of this machine for the engines.
-        kept: keeps the group for the next push; None closes it.
-        others: of each other rank of the trainer that sends, the name that ``KeptGroup`` would have
-            for the groups that it has kept.
-        fingerprints: the method of the fingerprints that are taken; empty takes none.
+        idle: has the group of the last push, and gets that of this one.
+        others: what ``IdleGroup.name`` is on each other rank of the trainer that sends; None in a
+            push of this process alone, which leaves the groups of the others as they are.
+        is_on_cuda: whether the tensors are on a GPU.
 
     Raises:
         ConfigError: NCCL would fail; nothing was sent.
@@ -296,64 +295,62 @@ class BroadcastPush:
 
     def __init__(
         self,
-        version: int,
-        settings: WeightsConfig,
+        config: ServerConfig,
+        terms: PushTerms,
         host: str,
-        kept: KeptGroup | None,
-        nccl: NcclTerms | None = None,
-        fingerprints: str = BYTES,
+        idle: IdleGroup,
         *,
-        is_on_cuda: bool,
-        others: Sequence[str] = (),
+        others: Sequence[str] | None = None,
+        is_on_cuda: bool = False,
     ) -> None:
-        self._version = version
-        self._settings = settings
+        self._push = terms
+        self._timeout_s = config.weights.group_timeout_s
         self._host = host
-        self._kept = kept
-        self._fingerprints = fingerprints
-        self._flattener = Flattener(FlatLayoutCache() if kept is None else kept.layouts)
+        self._idle = idle
+        self._flattener = Flattener(idle.layouts)
         self._others = others
-        self._group: _Group | None = None
+        self._group: SenderGroup | None = None
         # For the other senders, if they must join new groups.
         self.terms_of_others: Mapping[str, Any] = {}
         self._must_join = True
-        self._backend = _backend(settings, nccl or NcclTerms(), is_on_cuda=is_on_cuda)
+        self._backend = _backend(config, is_on_cuda=is_on_cuda)
 
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
-        """Terms of the group for this push: the kept one if it fits, else a new one."""
-        before = None if self._kept is None else self._kept.take()
-        keeps = self._kept is not None and can_be_kept(members)
-        if before is not None and self._can_go_on(before, members):
+        """Terms of the group for this push: the idle one if it fits, else a new one."""
+        before = self._idle.take()
+        stays = can_be_kept(members)
+        if before is not None and self._fits(before, members):
             self._group, self._must_join = before, False
-            return {"group_name": before.names, "is_new": False, "keeps": keeps, "over": ""}
+            return {"group_name": before.names, "is_new": False, "keeps": stays, "over": ""}
         if before is not None:
             before.root.close()
-        timeout_s = self._settings.group_timeout_s
         root = BroadcastRoot(
-            f"push-{self._version}-{secrets.token_hex(4)}",
+            f"push-{self._push.version}-{secrets.token_hex(4)}",
             self._backend,
             host=self._host,
-            join_timeout_s=timeout_s,
-            send_timeout_s=timeout_s,
+            join_timeout_s=self._timeout_s,
+            send_timeout_s=self._timeout_s,
         )
         where = root.terms(sum(member.num_ranks for member in members))
-        group = self._group = _Group(root, tuple(members), 1 + len(self._others))
-        terms = {**where, "backend": self._backend, "keeps": keeps}
+        takes_flat = all(member.takes_flat for member in members)
+        num_senders = 1 + len(self._others or ())
+        group = SenderGroup(root, root.name, takes_flat, stays, tuple(members), num_senders)
+        self._group = group
+        terms = {**where, "backend": self._backend, "keeps": stays}
         if self._others:
             cumem = os.environ.get(NCCL_CUMEM)
-            more = {"first": root.name, "takes_flat": group.takes_flat, "cumem": cumem}
+            more = {"first": root.name, "takes_flat": takes_flat, "cumem": cumem}
             self.terms_of_others = {**terms, **more}
         over = "" if before is None else before.names
         return {**terms, "group_name": group.names, "is_new": True, "over": over}
 
-    def _can_go_on(self, group: _Group, members: Sequence[BroadcastMember]) -> bool:
-        assert self._kept is not None
+    def _fits(self, group: SenderGroup, members: Sequence[BroadcastMember]) -> bool:
+        others = self._others
         return (
             group.root.is_there
             and group.root.backend == self._backend
-            and group.num_senders == 1 + len(self._others)
-            and all(name == group.root.name for name in self._others)
-            and self._kept.is_fresh(group)
+            and (others is None or [group.first] * (group.num_senders - 1) == list(others))
+            and self._idle.is_fresh(group)
             and is_same_group(group.names, group.members, members)
         )
 
@@ -363,67 +360,124 @@ class BroadcastPush:
         if self._must_join:
             self._group.root.join()
 
-    def parts(self, pairs: Pairs, is_last: bool) -> Iterator[StreamedBucket]:
-        """One bucket, in parts if it is large; ``is_last`` is that of its last part."""
+    def parts(self, pairs: Pairs) -> Iterator[StreamedBucket]:
+        """One bucket, in parts if it is large."""
         assert self._group is not None
-        root = self._group.root
-        parts = broadcast_parts(
-            pairs,
-            root,
-            repeat(self._flattener),
-            takes_flat=self._group.takes_flat,
-            method=self._fingerprints,
+        return broadcast_parts(
+            pairs, self._group, repeat(self._flattener), self._push.hashed_by_senders
         )
-        del pairs
-        for part in parts:
-            send = partial(root.send, part.tensors)
-            yield StreamedBucket(part.payload, is_last and part.is_last, part.fingerprints, send)
-            del part, send
 
-    def ended(self, is_kept: bool) -> None:
-        """The push has ended. ``is_kept``: all engines got it and stay in the group."""
+    def ended(self, is_whole: bool) -> None:
+        """The push has ended. ``is_whole``: all engines got it and stay in the group."""
         group, self._group = self._group, None
         self._flattener.free()
         if group is None:
             return
-        if is_kept and self._kept is not None:
-            self._kept.keep(group)
+        if is_whole:
+            self._idle.put(group)
         else:
             group.root.close()
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastPart:
-    """What goes to the engines in one request, and one broadcast or several.
+class BroadcastSender:
+    """A rank other than 0 that broadcasts one bucket of as many as there are senders.
 
-    Attributes:
-        payload: the arguments of the request.
+    Args:
+        end: what it has of the push; its number among the senders is not 0.
     """
 
-    payload: Mapping[str, Any]
-    fingerprints: Mapping[str, str]
-    tensors: Sequence[torch.Tensor]
-    is_last: bool = True
+    def __init__(self, end: RankEnd) -> None:
+        self._rank = end.rank
+        self._push = end.terms
+        self._number = end.terms.senders.index(end.rank)
+        self._timeout_s = min(end.config.weights.group_timeout_s, end.timeout_s)
+        self._idle = end.idle_group
+        self._group = end.idle_group.take()
+        self._flatteners: list[Flattener] = []
+        self._parts: list[StreamedBucket] = []
+        if self._group is not None and self._group.first != end.terms.group:
+            self._leave()  # rank 0 has left it, or will
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+        """The requests that the engines get for this rank's bucket; its tensors stay until they
+        are sent."""
+        if index % len(self._push.senders) != self._number:
+            return None
+        if self._group is None:
+            raise WeightsUnavailable("it has no group with the engines")
+        flatteners, method = self._each_its_own(), self._push.hashed_by_senders
+        self._parts = list(broadcast_parts(pairs, self._group, flatteners, method))
+        found = dict(ChainMap(*(dict(part.fingerprints) for part in self._parts)))
+        return {"parts": [part.payload for part in self._parts], "fingerprints": found}
+
+    def carry_out(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Join the engines, or send them a part of the bucket, if the task is this rank's."""
+        try:
+            if task["do"] == JOIN:
+                self._join(task["terms"])
+            elif task["sender"] == self._rank:
+                send = self._parts[task["part"]].then
+                assert send is not None
+                send()
+                if task["part"] == len(self._parts) - 1:
+                    self._parts = []
+        except WeightsUnavailable as error:
+            # The engines' end of it is known to the server, which ends the push.
+            return {"why_not": f"rank {self._rank}: {error}"}
+        return {}
+
+    def stay(self) -> None:
+        """After a push that has succeeded."""
+        if self._group is not None and self._group.stays:
+            self._idle.put(self._group)
+            self._group = None
+
+    def close(self) -> None:
+        """End a push; without ``stay`` the group is left."""
+        self._parts, self._flatteners = [], []
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.root.close()
+
+    def _join(self, terms: Mapping[str, Any]) -> None:
+        self._leave()
+        own = os.environ.get(NCCL_CUMEM)
+        if terms["backend"] == "nccl" and own != terms["cumem"]:
+            raise WeightsUnavailable(f"{NCCL_CUMEM} is {own}, and {terms['cumem']} on rank 0")
+        root = BroadcastRoot(
+            group_name(terms["first"], self._number),
+            terms["backend"],
+            join_timeout_s=self._timeout_s,
+            send_timeout_s=self._timeout_s,
+        )
+        root.join_at(terms)
+        self._group = SenderGroup(root, terms["first"], terms["takes_flat"], terms["keeps"])
+
+    def _each_its_own(self) -> Iterator[Flattener]:
+        """The parts of a bucket are in memory together."""
+        yield from self._flatteners
+        while True:
+            self._flatteners.append(Flattener(self._idle.layouts))
+            yield self._flatteners[-1]
 
 
 def broadcast_parts(
-    pairs: Pairs,
-    root: BroadcastRoot,
-    flatteners: Iterable[Flattener],
-    *,
-    takes_flat: bool,
-    method: str,
-) -> Iterator[BroadcastPart]:
-    """The parts of a bucket, made one by one; ``is_last`` of the last one of the bucket.
+    pairs: Pairs, group: SenderGroup, flatteners: Iterable[Flattener], method: str
+) -> Iterator[StreamedBucket]:
+    """The parts of a bucket, made one by one: a request to the engines, and then a broadcast.
 
     Args:
         flatteners: one for each part.  A part is valid until its flattener takes another one.
-        takes_flat: the engines accept many tensors in one broadcast.
         method: of the fingerprints; empty takes none.
     """
-    if not (takes_flat and is_worth_flattening(pairs)):
+    root = group.root
+    if not (group.takes_flat and is_worth_flattening(pairs)):
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
-        yield BroadcastPart(payload, fingerprints_of(pairs, method), pairs.tensors)
+        send = partial(root.send, pairs.tensors)
+        yield StreamedBucket(payload, True, fingerprints_of(pairs, method), send)
         return
     device = pairs.tensors[0].device if root.backend == "nccl" else torch.device("cpu")
     parts = split_bucket(pairs, device)
@@ -431,23 +485,25 @@ def broadcast_parts(
     for flattener in flatteners:
         flat = flattener.flatten(parts.pop(0), device, method=method)
         payload = {**flat.description, "group_name": root.name, "load_format": FLATTENED_BUCKET}
-        yield BroadcastPart(payload, flat.fingerprints, [flat.tensor], not parts)
+        send = partial(root.send, [flat.tensor])
+        yield StreamedBucket(payload, not parts, flat.fingerprints, send)
         if not parts:
             return
 
 
-def _backend(settings: WeightsConfig, nccl: NcclTerms, *, is_on_cuda: bool) -> str:
-    backend = choose_backend(settings.backend, nccl.why_not, is_on_cuda=is_on_cuda)
+def _backend(config: ServerConfig, *, is_on_cuda: bool) -> str:
+    wanted, why_no_nccl = config.weights.backend, config.why_no_nccl
+    backend = choose_backend(wanted, why_no_nccl, is_on_cuda=is_on_cuda)
     if backend != "nccl":
-        if is_on_cuda and settings.backend == "auto":
+        if is_on_cuda and wanted == "auto":
             logger.warning(
                 "weights.transport = distributed sends by gloo, through host memory: %s; "
                 "cuda_ipc or shared_memory is faster",
-                nccl.why_not,
+                why_no_nccl,
             )
         return backend
-    if why := why_cumem_differs(os.environ.get(NCCL_CUMEM), nccl.cumem):
-        raise ConfigError(why, setting="weights.backend", value=settings.backend)
+    if why := why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem):
+        raise ConfigError(why, setting="weights.backend", value=wanted)
     return backend
 
 
@@ -477,142 +533,3 @@ def why_cumem_differs(own: str | None, engines: Mapping[str, str | None]) -> str
                 "starts, or engine.env of the group to the trainer's value"
             )
     return ""
-
-
-@dataclass(slots=True)
-class SenderGroup:
-    """The group of this rank, from push to push.
-
-    Attributes:
-        first: name of the first sender's group; empty if there is none.
-        takes_flat: its engines accept many tensors in one broadcast.
-        keeps: whether it can be used in the next push.
-        layouts: of flat buckets, from earlier pushes.
-    """
-
-    first: str = ""
-    root: BroadcastRoot | None = None
-    takes_flat: bool = False
-    keeps: bool = False
-    layouts: FlatLayoutCache = field(default_factory=FlatLayoutCache)
-
-    @property
-    def name(self) -> str:
-        """``first``, if the group still is there: a trainer's ``destroy_process_group()`` ends all
-        groups."""
-        return self.first if self.root is not None and self.root.is_there else ""
-
-    def close(self) -> None:
-        """Leave the group."""
-        root, self.root, self.first = self.root, None, ""
-        if root is not None:
-            root.close()
-
-
-class BroadcastSender:
-    """A rank other than 0 that broadcasts one bucket of ``num_senders``.
-
-    Args:
-        group: of this rank; joined again if rank 0 says so.
-        number: of this rank among the senders; that of rank 0 is 0.
-        timeout_s: for one bucket, and for all engines to join.
-        fingerprints: the method of the fingerprints that are taken; empty takes none.
-    """
-
-    def __init__(
-        self,
-        group: SenderGroup,
-        *,
-        rank: int,
-        number: int,
-        num_senders: int,
-        timeout_s: float,
-        fingerprints: str,
-    ) -> None:
-        self._group = group
-        self._rank = rank
-        self._number = number
-        self._num_senders = num_senders
-        self._timeout_s = timeout_s
-        self._fingerprints = fingerprints
-        self._flatteners: list[Flattener] = []
-        self._parts: list[BroadcastPart] = []
-
-    @classmethod
-    def of(cls, end: RankEnd) -> BroadcastSender:
-        """The sender of a rank other than 0."""
-        return cls(
-            end.sender_group,
-            rank=end.rank,
-            number=end.terms.senders.index(end.rank),
-            num_senders=len(end.terms.senders),
-            timeout_s=min(end.config.weights.group_timeout_s, end.timeout_s),
-            fingerprints=end.terms.fingerprints if end.terms.hashing_host is None else "",
-        )
-
-    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
-        """The requests that the engines get for this rank's bucket; its tensors stay until they
-        are sent."""
-        if index % self._num_senders != self._number:
-            return None
-        root = self._group.root
-        if root is None:
-            raise WeightsUnavailable("it has no group with the engines")
-        self._parts = list(
-            broadcast_parts(
-                pairs,
-                root,
-                self._each_its_own(),
-                takes_flat=self._group.takes_flat,
-                method=self._fingerprints,
-            )
-        )
-        found = dict(ChainMap(*(dict(part.fingerprints) for part in self._parts)))
-        return {"parts": [part.payload for part in self._parts], "fingerprints": found}
-
-    def carry_out(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Join the engines, or send them a part of the bucket, if the task is this rank's."""
-        try:
-            if task["do"] == JOIN:
-                self._join(task["terms"])
-            elif task["sender"] == self._rank:
-                assert self._group.root is not None
-                self._group.root.send(self._parts[task["part"]].tensors)
-                if task["part"] == len(self._parts) - 1:
-                    self._parts = []
-        except WeightsUnavailable as error:
-            # The engines' end of it is known to the server, which ends the push.
-            return {"why_not": f"rank {self._rank}: {error}"}
-        return {}
-
-    def keep(self) -> None:
-        """After a push that has succeeded."""
-        if self._group.keeps:
-            self._group = SenderGroup()  # ``close`` leaves the kept one alone
-
-    def close(self) -> None:
-        """End a push; without ``keep`` the group is left."""
-        self._parts, self._flatteners = [], []
-        self._group.close()
-
-    def _join(self, terms: Mapping[str, Any]) -> None:
-        self._group.close()
-        own = os.environ.get(NCCL_CUMEM)
-        if terms["backend"] == "nccl" and own != terms["cumem"]:
-            raise WeightsUnavailable(f"{NCCL_CUMEM} is {own}, and {terms['cumem']} on rank 0")
-        root = BroadcastRoot(
-            group_name(terms["first"], self._number),
-            terms["backend"],
-            join_timeout_s=self._timeout_s,
-            send_timeout_s=self._timeout_s,
-        )
-        root.join_at(terms)
-        self._group.first, self._group.root = terms["first"], root
-        self._group.takes_flat, self._group.keeps = terms["takes_flat"], terms["keeps"]
-
-    def _each_its_own(self) -> Iterator[Flattener]:
-        """The parts of a bucket are in memory together."""
-        yield from self._flatteners
-        while True:
-            self._flatteners.append(Flattener(self._group.layouts))
-            yield self._flatteners[-1]

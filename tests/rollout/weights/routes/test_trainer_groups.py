@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from rollout.config import WeightsConfig
+from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError
 from rollout.weights.routes.broadcast import BroadcastMember
-from rollout.weights.routes.route import StreamedBucket
+from rollout.weights.routes.route import PushTerms, StreamedBucket
+from tests.support.still_server import server_config
 
 torch = pytest.importorskip("torch")
 from rollout.weights.routes.trainer_groups import (  # noqa: E402
     BroadcastPush,
-    KeptGroup,
-    NcclTerms,
+    IdleGroup,
     choose_backend,
     why_cumem_differs,
 )
@@ -36,15 +36,24 @@ ENGINES = (
 
 
 @pytest.fixture
-def kept() -> Iterator[KeptGroup]:
-    group = KeptGroup()
+def idle() -> Iterator[IdleGroup]:
+    group = IdleGroup()
     yield group
     group.close()
 
 
-def a_broadcast(kept: KeptGroup | None) -> BroadcastPush:
-    settings = WeightsConfig(group_timeout_s=10)
-    return BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False)
+def a_broadcast(idle: IdleGroup, others: list[str] | None = None) -> BroadcastPush:
+    config = server_config(group_timeout_s=10)
+    terms = PushTerms(1, fingerprints="xxh3")
+    return BroadcastPush(config, terms, "127.0.0.1", idle, others=others)
+
+
+def on_gpus(idle: IdleGroup, *, offloads: bool = False, **weights: Any) -> BroadcastPush:
+    """Of tensors on a GPU, to an SGLang engine with one."""
+    group = {"needs_offload": offloads, "engine": {"kind": "sglang", "gpus": 1}}
+    values = {"model_path": "/model", "groups": {"main": group}, "weights": weights}
+    config = ServerConfig.model_validate(values)
+    return BroadcastPush(config, PushTerms(1), "127.0.0.1", idle, is_on_cuda=True)
 
 
 def weights_of(**tensors: torch.Tensor) -> PlannedSource:
@@ -53,15 +62,15 @@ def weights_of(**tensors: torch.Tensor) -> PlannedSource:
 
 def buckets_of(broadcast: BroadcastPush, weights: PlannedSource) -> Iterator[StreamedBucket]:
     broadcast.join()
-    for pairs, is_last in weights.buckets(256 << 20):
-        yield from broadcast.parts(pairs, is_last)
+    for pairs, _ in weights.buckets(256 << 20):
+        yield from broadcast.parts(pairs)
 
 
 def sent(
-    kept: KeptGroup | None, members: tuple[BroadcastMember, ...] = ENGINES, *, well: bool = True
+    idle: IdleGroup, members: tuple[BroadcastMember, ...] = ENGINES, *, well: bool = True
 ) -> Mapping[str, Any]:
     """One push through any group; returns its terms."""
-    broadcast = a_broadcast(kept)
+    broadcast = a_broadcast(idle)
     terms = broadcast.terms(members)
     for bucket in buckets_of(broadcast, weights_of()):
         assert bucket.then is not None
@@ -77,53 +86,53 @@ def holding(
 
 
 def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
+    idle: IdleGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, nccl = WeightsConfig(backend="nccl"), NcclTerms(cumem={"main": "0"})
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set in the trainer, and the"):
-        BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
+        on_gpus(idle, transport="distributed", backend="nccl")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    BroadcastPush(1, settings, "127.0.0.1", None, nccl, is_on_cuda=False)
+    on_gpus(idle, transport="distributed", backend="nccl")
 
 
 def test_auto_says_why_tensors_on_a_gpu_go_by_gloo(
-    caplog: pytest.LogCaptureFixture,
+    idle: IdleGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nccl = NcclTerms("group main: it offloads", {"main": "0"})
-    push = BroadcastPush(1, WeightsConfig(), "127.0.0.1", None, nccl, is_on_cuda=True)
+    push = on_gpus(idle, offloads=True)
     assert push.terms(ENGINES)["backend"] == "gloo"
-    push.ended(is_kept=False)
+    push.ended(is_whole=False)
     assert "by gloo, through host memory: group main: it offloads" in caplog.text
 
 
-def test_the_same_engines_are_sent_to_through_the_same_group(kept: KeptGroup) -> None:
-    first = sent(kept)
+def test_the_same_engines_are_sent_to_through_the_same_group(idle: IdleGroup) -> None:
+    first = sent(idle)
     assert first["is_new"]
     assert first["keeps"]
     name = first["group_name"]
-    again = sent(kept, holding(name))
+    again = sent(idle, holding(name))
     assert (again["is_new"], again["group_name"], again["over"]) == (False, name, "")
-    assert kept.name == name
+    assert idle.name == name
 
 
-def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(kept: KeptGroup) -> None:
-    def terms(others: list[str], held: str = "") -> Mapping[str, Any]:
-        settings = WeightsConfig(group_timeout_s=10)
-        push = BroadcastPush(1, settings, "127.0.0.1", kept, is_on_cuda=False, others=others)
+def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(idle: IdleGroup) -> None:
+    def terms(others: list[str] | None, held: str = "") -> Mapping[str, Any]:
+        push = a_broadcast(idle, others)
         found = push.terms(holding(held))
         assert bool(push.terms_of_others) is bool(found["is_new"] and others)
         push.join()
-        push.ended(is_kept=True)
+        push.ended(is_whole=True)
         return found
 
     names = terms(["", ""])["group_name"]
-    first = kept.name
+    first = idle.name
     assert names == f"{first} {first}.1 {first}.2"
+    assert not terms([first, first], names)["is_new"]
+    alone = terms(None, names)  # a push of this process, in which the others take no part
+    assert (alone["is_new"], alone["group_name"]) == (False, names)
     assert not terms([first, first], names)["is_new"]
     after = terms([first, ""], names)
     assert (after["is_new"], after["over"]) == (True, names)
-    first = kept.name
+    first = idle.name
     assert terms([first], after["group_name"])["is_new"], "another number of senders"
 
 
@@ -138,83 +147,77 @@ def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(kept: 
     ids=["removed", "added", "restarted", "left"],
 )
 def test_others_are_sent_to_through_another_and_told_what_is_over(
-    kept: KeptGroup, now: Any
+    idle: IdleGroup, now: Any
 ) -> None:
-    name = sent(kept)["group_name"]
-    other = sent(kept, now(name))
+    name = sent(idle)["group_name"]
+    other = sent(idle, now(name))
     assert other["is_new"]
     assert other["over"] == name
-    assert kept.name == other["group_name"] != name
+    assert idle.name == other["group_name"] != name
 
 
 def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
     now = [0.0]
-    kept = KeptGroup(clock=lambda: now[0])
-    name = sent(kept)["group_name"]
+    idle = IdleGroup(clock=lambda: now[0])
+    name = sent(idle)["group_name"]
     for _ in range(3):  # each push restarts the idle time
         now[0] += 200
-        assert not sent(kept, holding(name))["is_new"]
+        assert not sent(idle, holding(name))["is_new"]
     now[0] += 250
-    other = sent(kept, holding(name))
+    other = sent(idle, holding(name))
     assert (other["is_new"], other["over"]) == (True, name)
-    kept.close()
+    idle.close()
 
 
-def test_engines_of_unknown_processes_are_not_asked_to_stay(kept: KeptGroup) -> None:
+def test_engines_of_unknown_processes_are_not_asked_to_stay(idle: IdleGroup) -> None:
     attached = tuple(replace(engine, process="") for engine in ENGINES)
-    assert not sent(kept, attached, well=False)["keeps"]
-    assert kept.name == ""
+    assert not sent(idle, attached, well=False)["keeps"]
+    assert idle.name == ""
 
 
-def test_after_a_push_that_failed_nothing_is_kept(kept: KeptGroup) -> None:
-    name = sent(kept)["group_name"]
-    sent(kept, holding(name), well=False)
-    assert kept.name == ""
-    assert sent(kept, holding(name))["is_new"]
-
-
-def test_without_a_place_to_keep_it_a_group_is_for_one_push() -> None:
-    terms = sent(None)
-    assert terms["is_new"]
-    assert not terms["keeps"]
+def test_after_a_push_that_failed_nothing_is_kept(idle: IdleGroup) -> None:
+    name = sent(idle)["group_name"]
+    sent(idle, holding(name), well=False)
+    assert idle.name == ""
+    assert sent(idle, holding(name))["is_new"]
 
 
 def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
-    kept = KeptGroup()
-    broadcast = a_broadcast(kept)
+    idle = IdleGroup()
+    broadcast = a_broadcast(idle)
     broadcast.terms(ENGINES)
     list(buckets_of(broadcast, weights_of()))
-    kept.close()
+    idle.close()
     broadcast.ended(True)
-    assert kept.name == ""
-    assert kept.take() is None
+    assert idle.name == ""
+    assert idle.take() is None
 
 
-def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(kept: KeptGroup) -> None:
+def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(idle: IdleGroup) -> None:
     """``torch.distributed.destroy_process_group()``, which means every group of the process."""
-    name = sent(kept)["group_name"]
-    group = kept.take()
+    name = sent(idle)["group_name"]
+    group = idle.take()
     assert group is not None
     torch.distributed.destroy_process_group(group.root._group)
-    kept.keep(group)
-    assert sent(kept, holding(name))["is_new"]
-    group = kept.take()
+    idle.put(group)
+    assert sent(idle, holding(name))["is_new"]
+    group = idle.take()
     assert group is not None
     torch.distributed.destroy_process_group(group.root._group)
-    kept.keep(group)
-    kept.close()
+    idle.put(group)
+    idle.close()
 
 
-def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(kept: KeptGroup) -> None:
-    name = sent(kept)["group_name"]
-    a_broadcast(kept).ended(False)
-    assert kept.name == name
+def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(idle: IdleGroup) -> None:
+    name = sent(idle)["group_name"]
+    a_broadcast(idle).ended(False)
+    assert idle.name == name
 
 
 def all_of(
     members: tuple[BroadcastMember, ...] = ENGINES, **tensors: torch.Tensor
 ) -> list[StreamedBucket]:
-    broadcast = a_broadcast(None)
+    broadcast = a_broadcast(IdleGroup())
     broadcast.terms(members)
     buckets = list(buckets_of(broadcast, weights_of(**tensors)))
     broadcast.ended(False)
