@@ -8,7 +8,6 @@ until it has ended).
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
 from rollout.weights.ranks.trainer_rank import ServerPort
 from rollout.weights.routes.adapter import ADAPTER
-from rollout.weights.routes.by_value import MOST_BUCKET_BYTES
 from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
 from rollout.weights.routes.disk import CheckpointMaker
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
@@ -105,7 +103,8 @@ class Leader:
         is_complete = is_whole or not self._streams
         is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
         senders = sorted(set(rank.hosts)) if Transport.DISTRIBUTED in transports else []
-        most = MOST_BUCKET_BYTES if Transport.TENSOR in transports else sys.maxsize
+        # A route that takes less splits its own payload.
+        most = max(ROUTES[one].most_bytes for one in transports)
         self._plan = PushPlan(
             terms=PushTerms(
                 status.weight_version + 1 if agreed is None else agreed,
@@ -199,30 +198,30 @@ class Leader:
         number = figures.num_offered
         is_own = bool(senders) and number % len(senders) == 0
         figures.offered(shares, rank_0_sends=is_own)
-        payload: dict[str, Payload] = {}
+        payloads: dict[str, Sequence[Payload]] = {}
         for route in self.plan.routes:
             made = {
                 rank: share.made[route.payload]
                 for rank, share in enumerate(shares)
                 if route.payload in share.made
             }
-            row = ROUTES[route.transport]
-            part = row.join(route, made, self._ranks, pairs) if made else None
-            if part is not None:
-                payload[route.payload] = part
+            if made:
+                row = ROUTES[route.transport]
+                payloads[route.payload] = row.join(route, made, self._ranks, pairs)
         fingerprints: dict[str, str] = {}
         for share in shares:
             fingerprints |= share.fingerprints
         if self.kept is not None:
             self.kept.add(shares, self.follower.rank.hosts, pairs.specs)
         sender, parts = _broadcast_by(shares)
-        return OfferedBucket(pairs, shares[0].is_last, payload, fingerprints, sender, parts)
+        in_order = _in_order(payloads)
+        return OfferedBucket(pairs, shares[0].is_last, in_order, fingerprints, sender, parts)
 
     def copy(self, shares: Sequence[Share], pairs: Pairs) -> None:
         """Keep a bucket until all are made."""
         self.follower.figures.wanted(time.monotonic())
         bucket = self.join(shares, pairs)
-        self._payloads.append(bucket.payload)
+        self._payloads += bucket.payloads
         self._fingerprints |= bucket.fingerprints
 
     # -- the push -----------------------------------------------------------------------------
@@ -347,6 +346,15 @@ def _check_same(shares: Sequence[Share]) -> None:
             f"rank {', '.join(map(str, wrong[:8]))} gathered other tensors than rank 0 in one "
             "bucket; all ranks must push the same names in the same order"
         )
+
+
+def _in_order(payloads: Mapping[str, Sequence[Payload]]) -> list[dict[str, Payload]]:
+    """What engines get of a bucket one after the other; all have it with the last."""
+    found: list[dict[str, Payload]] = [{} for _ in max(payloads.values(), key=len, default=())]
+    for name, parts in payloads.items():
+        for at_once, part in zip(found[len(found) - len(parts) :], parts, strict=True):
+            at_once[name] = part
+    return found or [{}]
 
 
 def _broadcast_by(shares: Sequence[Share]) -> tuple[int, Sequence[Payload]]:

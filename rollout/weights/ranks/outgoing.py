@@ -34,14 +34,14 @@ class OfferedBucket:
 
     Attributes:
         pairs: rank 0's tensors.
-        payload: what the engines get, by the payload's name.
+        payloads: what the engines get one after the other, by the payload's name.
         sender: the rank other than 0 that broadcasts it; 0 if rank 0 does, or none.
         parts: what the engines get before each of that rank's broadcasts.
     """
 
     pairs: Pairs
     is_last: bool
-    payload: Mapping[str, Payload] = field(default_factory=dict)
+    payloads: Sequence[Mapping[str, Payload]] = ({},)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     sender: int = 0
     parts: Sequence[Payload] = ()
@@ -184,7 +184,10 @@ class OutgoingStream:
             self.offered.close()
 
     def _parts(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
-        payload, is_last, fingerprints = bucket.payload, bucket.is_last, bucket.fingerprints
+        *before, payload = bucket.payloads
+        is_last, fingerprints = bucket.is_last, bucket.fingerprints
+        for part in before:
+            yield StreamedBucket(part, is_last=False)
         if self.broadcast is None:
             del bucket
             yield StreamedBucket(payload, is_last, fingerprints)

@@ -82,7 +82,7 @@ class AdapterMaker(ValueMaker):
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
         from rollout.weights.tensors.payload import adapter_payload
 
-        return {"value": adapter_payload(pairs)}
+        return {"values": [adapter_payload(pairs)]}
 
 
 def open_share(end: RankEnd, chosen: Chosen) -> AdapterMaker | None:

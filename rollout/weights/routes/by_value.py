@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import Transport
+from rollout.weights.format.bucket_layout import split_by_size
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 # In one request.  It is copied a dozen times on its way.  Larger buffers get new memory from the
 # kernel for each copy, which costs ten times the copy.
-MOST_BUCKET_BYTES = 16 << 20
+_MOST_BYTES = 16 << 20
 
 
 def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
@@ -64,23 +65,29 @@ def open_share(end: RankEnd, chosen: Chosen) -> ValueMaker | None:
 
 
 class ValueMaker:
-    """Pickles each bucket, on rank 0."""
+    """Pickles each bucket, on rank 0, in parts."""
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
         from rollout.weights.tensors.payload import flattened_bucket
 
-        return {"value": flattened_bucket(pairs)}
+        parts = split_by_size([spec.num_bytes for spec in pairs.specs], _MOST_BYTES)
+        return {"values": [flattened_bucket(pairs[part]) for part in parts]}
 
     def close(self) -> None:
         """It holds nothing."""
 
 
-def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
     """Rank 0's bytes."""
-    value: bytes = shares[0]["value"]
-    return value
+    values: list[bytes] = shares[0]["values"]
+    return values
 
 
 ROW = RouteRow(
-    Transport.TENSOR, reach, lambda chosen: ByValue("flattened_bucket"), open_share, join
+    Transport.TENSOR,
+    reach,
+    lambda chosen: ByValue("flattened_bucket"),
+    open_share,
+    join,
+    most_bytes=_MOST_BYTES,
 )

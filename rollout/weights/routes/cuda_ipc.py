@@ -143,13 +143,13 @@ class HandleMaker:
             torch.cuda.ipc_collect()
 
 
-def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
     """The handles of all ranks, by GPU."""
     from rollout.weights.tensors.payload import around_handle
 
     head, tail = map(pybase64.b64encode_as_string, around_handle(pairs))
     handles = {ranks[rank].gpu: share["handle"] for rank, share in shares.items()}
-    return {"head": head, "tail": tail, "handles": handles}
+    return [{"head": head, "tail": tail, "handles": handles}]
 
 
 def gpu_with(named_tensors: Any) -> str:

@@ -6,6 +6,7 @@ imports no tensor library and handles one engine per call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -280,9 +281,11 @@ class ShareMaker(Protocol):
         ...
 
 
-def no_payload(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+def no_payload(
+    chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs
+) -> Sequence[Payload]:
     """For a route whose engines get nothing with a bucket, but before or after it."""
-    return None
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,19 +296,21 @@ class RouteRow:
         reach: how it reaches an engine from these ranks, or why it does not.
         route: the end where the engines are called.
         open: this rank's end, or None if it has no part in it; it imports torch.
-        join: on rank 0, what the engines of one choice get of a bucket, from the shares of the
-            ranks, by rank; None if none has a share.
+        join: on rank 0, what the engines of one choice get of a bucket, one request after the
+            other, from the shares of the ranks, by rank.
         is_copy: it sends what was copied before the engines were called.
         is_automatic: it is chosen by ``auto``, not only by its name.
+        most_bytes: of tensors in one request; it splits a larger bucket.
     """
 
     transport: str
     reach: Callable[[Places, EnginePlace], Chosen | str]
     route: Callable[[Chosen], Route]
     open: Callable[[RankEnd, Chosen], ShareMaker | None]
-    join: Callable[[Chosen, Shares, Places, Pairs], Payload | None] = no_payload
+    join: Callable[[Chosen, Shares, Places, Pairs], Sequence[Payload]] = no_payload
     is_copy: bool = True
     is_automatic: bool = True
+    most_bytes: int = sys.maxsize
 
 
 def why_far(ranks: Places, engine: EnginePlace) -> str:

@@ -119,10 +119,10 @@ def write_buffer(
         raise
 
 
-def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Payload | None:
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
     """The file of the rank that has written on that host."""
     paths = [share["path"] for rank, share in shares.items() if ranks[rank].host == chosen.host]
-    return {"path": paths[0]} if paths else None
+    return [{"path": path} for path in paths]
 
 
 def naming_path(weights: WeightsConfig) -> AbstractContextManager[None]:

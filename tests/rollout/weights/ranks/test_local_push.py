@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES, SUMS
 from rollout.config import Transport
 from rollout.core.errors import ConfigError
-from rollout.weights.routes.route import EnginePlace
+from rollout.weights.push.weight_push import push_weights
+from rollout.weights.routes.route import EnginePlace, PushTarget
 from tests.support.still_server import HERE, StillServer, server_config
 
 torch = pytest.importorskip("torch")
@@ -96,6 +98,27 @@ def test_much_by_value_that_was_not_named_is_refused(
     with pytest.raises(ConfigError, match="engine far: the weights go by value, 256 bytes"):
         routed(tmp_path, NEAR, FAR, may_stream=False)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("may_stream", [False, True])
+async def test_a_push_by_value_beside_another_route_splits_its_own_payload_alone(
+    tmp_path: Path, may_stream: bool
+) -> None:
+    engines = {"near": FakeEngine("near"), "alone": FakeEngine("alone")}
+    places = [NEAR, EnginePlace("alone", "another host", why_no_groups="it joins no groups")]
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
+    tensors = {f"t{number}": torch.randn(3 << 20) for number in range(4)}  # 12 MiB each
+    made = LocalPush(rank, StillServer(engines=places), tensors, 7, may_stream=may_stream)
+    try:
+        targets = {name: PushTarget(engine) for name, engine in engines.items()}
+        answers = await push_weights(made.push, targets, budget_s=60)
+    finally:
+        made.close()
+        rank.close()
+    assert [answer.failure for answer in answers.values()] == [None, None]
+    assert [await engine.weight_version() for engine in engines.values()] == ["7", "7"]
+    assert engines["near"].operations().count("update_weights_from_disk") == 1
+    assert engines["alone"].operations().count("update_weights_from_tensor") == len(tensors)
 
 
 @pytest.mark.parametrize("at", range(4))

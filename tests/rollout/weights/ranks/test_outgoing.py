@@ -64,21 +64,22 @@ def streamed(*buckets: OfferedBucket, **settings: Any) -> list[StreamedBucket]:
 
 def test_each_host_has_its_path_and_each_gpu_its_handle() -> None:
     def joined(chosen: Chosen, made: Mapping[int, Mapping[str, Any]]) -> Any:
-        return ROUTES[chosen.transport].join(chosen, made, RANKS, pairs())
+        (payload,) = ROUTES[chosen.transport].join(chosen, made, RANKS, pairs())
+        return payload
 
     paths = {1: {"path": "/a"}, 2: {"path": "/b"}}
     assert joined(Chosen(Transport.SHARED_MEMORY, host=0), paths) == {"path": "/a"}
     assert joined(Chosen(Transport.SHARED_MEMORY, host=2), paths) == {"path": "/b"}
     handles = joined(Chosen(Transport.CUDA_IPC), {0: {"handle": "h0"}, 1: {"handle": "h1"}})
     assert handles["handles"] == {"aa": "h0", "bb": "h1"}
-    value = joined(Chosen(Transport.TENSOR), {0: {"value": b"all"}})
+    value = joined(Chosen(Transport.TENSOR), {0: {"values": [b"all"]}})
     assert value == b"all"
 
 
 def test_a_bucket_in_parts_reaches_the_other_engines_with_its_last_part() -> None:
     broadcast = Broadcast()
     buckets = [
-        OfferedBucket(pairs(), is_last, {"shared_memory 0": {"path": path}, "tensor": b"all"})
+        OfferedBucket(pairs(), is_last, [{"shared_memory 0": {"path": path}, "tensor": b"all"}])
         for path, is_last in (("/a", False), ("/b", True))
     ]
     found = streamed(*buckets, broadcast=broadcast)
@@ -91,7 +92,7 @@ def test_a_bucket_in_parts_reaches_the_other_engines_with_its_last_part() -> Non
 
 
 def test_a_bucket_that_is_the_same_for_all_engines_is_its_only_payload() -> None:
-    taken = OfferedBucket(pairs(), True, {"tensor": b"all"}, {"x": "taken by a rank"})
+    taken = OfferedBucket(pairs(), True, [{"tensor": b"all"}], {"x": "taken by a rank"})
     (one,) = streamed(taken, is_single=True)
     assert (one.payload, dict(one.fingerprints)) == (b"all", {"x": "taken by a rank"})
     (one,) = streamed(taken)
@@ -132,7 +133,7 @@ def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> No
     ranks.start()
     files = {"shared_memory 0": {"path": "/a"}}
     parts = ({"names": ["x"]}, {"names": ["y"]})
-    handover.put(OfferedBucket(pairs(), True, files, sender=1, parts=parts))
+    handover.put(OfferedBucket(pairs(), True, [files], sender=1, parts=parts))
     buckets = iter(stream)
     first = next(buckets)
     assert asked == [{"do": "join", "terms": {"first": "g"}}]

@@ -82,8 +82,8 @@ def open_share(end: RankEnd, chosen: Chosen) -> ShareMaker | None:
 
 def join(
     chosen: Chosen, shares: Mapping[int, Mapping[str, Any]], ranks: Any, pairs: Any
-) -> Payload | None:
-    return shares[0]
+) -> Sequence[Payload]:
+    return [shares[0]]
 
 
 ROW = RouteRow("toy", reach, lambda chosen: ByToy(), open_share, join)
