@@ -186,8 +186,8 @@ class OutgoingStream:
     def _parts(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
         *before, payload = bucket.payloads
         is_last, fingerprints = bucket.is_last, bucket.fingerprints
-        for part in before:
-            yield StreamedBucket(part, is_last=False)
+        for early in before:
+            yield StreamedBucket(early, is_last=False)
         if self.broadcast is None:
             del bucket
             yield StreamedBucket(payload, is_last, fingerprints)

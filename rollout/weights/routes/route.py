@@ -281,9 +281,7 @@ class ShareMaker(Protocol):
         ...
 
 
-def no_payload(
-    chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs
-) -> Sequence[Payload]:
+def no_payload(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
     """For a route whose engines get nothing with a bucket, but before or after it."""
     return ()
 
