@@ -20,7 +20,7 @@ _BATCHING = "transformers.generation.continuous_batching"
 UVICORN = [
     Part(
         f"{_HTTPTOOLS}.HttpToolsProtocol",
-        "rollout/router/protocol.py",
+        "rollout/router/proxy/client_connection.py",
         overrides={
             "__init__": "config server_state app_state _loop",
             "connection_made": "transport",
@@ -44,7 +44,7 @@ UVICORN = [
     ),
     Part(
         f"{_HTTPTOOLS}.RequestResponseCycle",
-        "rollout/router/turns.py",
+        "rollout/router/proxy/client_connection.py",
         calls={
             "__init__": "scope transport flow logger access_logger access_log default_headers "
             "message_event expect_100_continue keep_alive on_response"
@@ -54,14 +54,14 @@ UVICORN = [
     ),
     Part(
         "uvicorn.protocols.http.flow_control.FlowControl",
-        "rollout/router/protocol.py",
+        "rollout/router/proxy/client_connection.py",
         calls=dict.fromkeys(
             ("pause_reading", "resume_reading", "pause_writing", "resume_writing"), ""
         ),
     ),
     Part(
         "uvicorn.server.ServerState",
-        "rollout/router/protocol.py",
+        "rollout/router/proxy/client_connection.py",
         attributes="total_requests default_headers",
     ),
     Part(
@@ -249,6 +249,11 @@ TRL = [
         },
     ),
 ]
+
+
+def test_each_part_is_used_in_a_file_that_exists() -> None:
+    files = {part.used_in for part in (*UVICORN, *TRANSFORMERS, *TRL)}
+    assert sorted(name for name in files if not (ROOT / name).is_file()) == []
 
 
 def test_uvicorn_has_what_the_router_uses() -> None:

@@ -184,16 +184,7 @@ class RolloutDriver:
         _check_rollout(rollout_id, options, on_sample=on_sample, on_progress=on_progress)
         if weight_version is not None:
             self.set_weight_version(weight_version)
-        _check_prompts(prompts)
-        if isinstance(prompts, Sequence):
-            self._check(prompts)
-            batch = BatchPlan(len(prompts), group_size, sampling)
-            stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
-            self._lists.add(stream)
-        else:
-            if num_groups is None:
-                raise ConfigError("num_groups is needed to roll out from a source")
-            stream = self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
+        stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
         self._start_following_load()
         if options.max_version_lag is not None:
             await self._refresh()
@@ -344,6 +335,26 @@ class RolloutDriver:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RolloutError("this driver is closed: no call is possible after close")
+
+    def _stream_for(
+        self,
+        prompts: Sequence[Prompt] | PromptSource,
+        num_groups: int | None,
+        group_size: int,
+        sampling: SamplingParams,
+        options: RolloutOptions,
+    ) -> Stream:
+        """The stream of a source, or a new one for a list."""
+        _check_prompts(prompts)
+        if not isinstance(prompts, Sequence):
+            if num_groups is None:
+                raise ConfigError("num_groups is needed to roll out from a source")
+            return self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
+        self._check(prompts)
+        batch = BatchPlan(len(prompts), group_size, sampling)
+        stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
+        self._lists.add(stream)
+        return stream
 
     def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
         stream = self._streams.get(id(source))

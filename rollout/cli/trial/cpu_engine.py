@@ -41,26 +41,17 @@ def commands_of(kind: Kind) -> typer.Typer:
     """``install``, ``path``, ``smoke`` and ``serve`` of a kind, in its cached interpreter."""
     app = typer.Typer(help=f"Real {kind.title} without a GPU.", no_args_is_help=True)
 
-    @contextmanager
-    def reported_errors() -> Iterator[None]:
-        """An expected failure is one message and status 1."""
-        try:
-            yield
-        except (EngineError, ValueError, OSError) as error:
-            typer.echo(f"rollout {kind.cpu_python}: {error}", err=True)
-            raise typer.Exit(1) from None
-
     @app.command()
     def install(as_json: AsJson = False) -> None:
         """Make the environment it runs in, once: 2 GB in the user's cache folder."""
-        with reported_errors():
+        with _reported_errors(kind):
             made = _environment(kind).make(partial(typer.echo, err=as_json))
             typer.echo(json.dumps({"python": str(made)}) if as_json else made)
 
     @app.command()
     def path(as_json: AsJson = False) -> None:
         """Print the interpreter of that environment."""
-        with reported_errors():
+        with _reported_errors(kind):
             found = _environment(kind).require()
             typer.echo(json.dumps({"python": str(found)}) if as_json else found)
 
@@ -68,7 +59,7 @@ def commands_of(kind: Kind) -> typer.Typer:
     def smoke(as_json: AsJson = False) -> None:
         """Install it if needed, start a tiny model, run one step of training on it."""
         report = partial(typer.echo, err=as_json)
-        with reported_errors():
+        with _reported_errors(kind):
             python = _environment(kind).make(report)
             with tempfile.TemporaryDirectory(prefix=f"{kind.cpu_python}-smoke-") as folder:
                 seen = asyncio.run(smoke_test(kind, python, Path(folder), report))
@@ -87,7 +78,7 @@ def commands_of(kind: Kind) -> typer.Typer:
         cpus: Cpus = 1,
         memory_saver: MemorySaver = True,
     ) -> None:
-        with reported_errors():
+        with _reported_errors(kind):
             _environment(kind).make(typer.echo)
             # The engine would load for half a minute first.
             reserve_port(host, port).release()
@@ -105,6 +96,16 @@ def commands_of(kind: Kind) -> typer.Typer:
             os.execve(start.command[0], [*start.command, *context.args], dict(start.env))
 
     return app
+
+
+@contextmanager
+def _reported_errors(kind: Kind) -> Iterator[None]:
+    """An expected failure is one message and status 1."""
+    try:
+        yield
+    except (EngineError, ValueError, OSError) as error:
+        typer.echo(f"rollout {kind.cpu_python}: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _environment(kind: Kind) -> CachedEnvironment:
