@@ -138,13 +138,13 @@ def _state_routes(
         """Finished spans, in the order of their ends."""
         await cache.refresh(0.0 if fresh else _FRESH_S)
         kinds = DRAWN_KINDS | {Kind.CALL} if calls else DRAWN_KINDS
-        found = [span.to_dict() for span in cache.spans(since, kinds)]
-        return {"cursor": cache.num_spans, "spans": found}
+        found = [span.to_dict() for span in cache.history.spans_since(since, kinds)]
+        return {"cursor": cache.history.num_spans, "spans": found}
 
     @routes.get("/api/steps/{number}")
     async def step(number: int) -> JSONResponse:
         """One step with all its calls."""
-        found = cache.step(number)
+        found = cache.history.step(number)
         if found is None:
             return error_response(404, "not_found", f"step {number} does not exist or was dropped")
         return JSONResponse(found)

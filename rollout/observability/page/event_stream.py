@@ -60,7 +60,7 @@ class EventStream:
         queue: asyncio.Queue[Change | None] = asyncio.Queue()
         await self._cache.refresh(_SOON_S)
         self._publish_changes()
-        spans = self._cache.spans(0, DRAWN_KINDS)[-_MAX_FIRST_SPANS:]
+        spans = self._cache.history.spans_since(0, DRAWN_KINDS)[-_MAX_FIRST_SPANS:]
         queue.put_nowait(("state", self._state))
         queue.put_nowait(("spans", [span.to_dict() for span in spans]))
         self._subscribers.add(queue)
@@ -93,8 +93,8 @@ class EventStream:
     def _publish_changes(self) -> None:
         now = self._cache.snapshot()
         before, self._state = self._state, now
-        spans = self._cache.spans(self._cursor, DRAWN_KINDS)
-        self._cursor = self._cache.num_spans
+        spans = self._cache.history.spans_since(self._cursor, DRAWN_KINDS)
+        self._cursor = self._cache.history.num_spans
         if not self._subscribers:
             return
         self._publish("change", difference(before, now))

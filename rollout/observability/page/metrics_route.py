@@ -28,7 +28,7 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
     async def metrics() -> Response:
         """The metrics of server, driver and store."""
         await cache.refresh()
-        return _text(render_metrics(cache.counters, cache.snapshot()))
+        return _text(render_metrics(cache.history.counters, cache.snapshot()))
 
     @routes.get("/metrics/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The last known state of one server, refreshed on request, for page, metrics and ``doctor``.
 
 Always true: refreshes run one at a time; if the server does not answer, the last state is kept and
-marked as such; memory is bounded.  It is used on one event loop.
+marked as such.  It is used on one event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,19 +16,13 @@ from typing import Any
 from engines.protocol.plain_text import describe
 from rollout.core.types import EngineStatus, GroupStatus, ServerStatus
 from rollout.observability.page.engine_loads import EngineLoads, load_targets
-from rollout.observability.page.prometheus import MetricCounters
+from rollout.observability.page.run_history import RunHistory
 from rollout.observability.server_snapshot import ServerSnapshot
-from rollout.observability.timeline.analysis import Step, steps
-from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.observability.timeline.span import Kind, Span
 from rollout.rules.diagnosis import diagnose
-from rollout.rules.lifecycle import Command
 
 logger = logging.getLogger(__name__)
 
-_MAX_SPANS = 60_000
-_MAX_EVENTS = 300
-_MAX_FIGURES = 5_000
-_MAX_STEPS = 500
 _TIMEOUT_S = 10.0
 REWARD = "rollout/reward/mean"
 # Seconds between two refreshes while no client is connected to the page.
@@ -45,6 +38,9 @@ class StateCache:
         observe: returns the server's state, and its timelines after the given cursors, by source.
         on_figures: called once with the figures of each step that a driver reports.
         loads: where the engines' queues and tokens per second are; None without them.
+
+    Attributes:
+        history: what the server has done.
     """
 
     def __init__(
@@ -54,23 +50,11 @@ class StateCache:
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
         loads: EngineLoads | None = None,
     ) -> None:
-        self.counters = MetricCounters()
+        self.history = RunHistory()
         self._observe = observe
         self._loads = loads
         self._on_figures = on_figures
         self._cursors: dict[str, int] = {}
-        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
-        # Number of all spans so far: the cursor for ``spans``.
-        self.num_spans = 0
-        # Events of the gate are apart: many of them would displace the others.
-        self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
-        self._gate_events: deque[Span] = deque(maxlen=_MAX_EVENTS)
-        self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
-        self._last_serial = 0
-        self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
-        self._num_steps = 0
-        self._recent: list[Span] = []
-        self._errors: dict[str, Span] = {}
         self._running: tuple[Span, ...] = ()
         self._last: ServerSnapshot | None = None
         self._answered_s = 0.0
@@ -112,44 +96,9 @@ class StateCache:
             new += excerpt.spans
             running += excerpt.running
         self._running = tuple(sorted(running, key=lambda span: span.start_s))
-        new.sort(key=lambda span: span.end_s)
-        for span in new:
-            self._keep(span)
-        self.counters.take(new)
-        self._find_steps(new)
-        for figures in snapshot.router.get("figures", ()):
-            if figures["serial"] > self._last_serial:
-                self._last_serial = figures["serial"]
-                self._figures.append(figures)
-                self.counters.take_logprob_gaps(figures.get("logprob_gaps", {}))
-                self._on_figures(figures)
-
-    def _keep(self, span: Span) -> None:
-        self._spans.append(span)
-        self.num_spans += 1
-        has_failed = span.outcome in (Outcome.FAILED, Outcome.CANCELLED)
-        is_push = span.kind is Kind.PHASE and span.name == Command.UPDATE_WEIGHTS
-        if span.kind is Kind.EVENT and span.name == "gate":
-            self._gate_events.append(span)
-        elif span.kind is Kind.EVENT or is_push or (has_failed and span.kind is not Kind.CALL):
-            self._events.append(span)
-        if span.engine_id and span.outcome is Outcome.FAILED:
-            self._errors[span.engine_id] = span
-
-    def _find_steps(self, new: list[Span]) -> None:
-        """Add the steps that ``new`` completes; keep the spans that may belong to the next one."""
-        self._recent += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
-        self._recent = self._recent[-_MAX_SPANS:]
-        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
-            return
-        found = steps(self._recent)
-        for step in found:
-            self._num_steps += 1
-            self._steps.append((self._num_steps, step))
-        if found:
-            end_s = found[-1].end_s
-            self._recent = [span for span in self._recent if span.start_s > end_s]
-        self.counters.take_steps(found)
+        self.history.take_spans(new)
+        for figures in self.history.take_figures(snapshot.router.get("figures", ())):
+            self._on_figures(figures)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -163,10 +112,7 @@ class StateCache:
             "answered_s": round(self._answered_s, 3),
             "trouble": self._trouble,
             "running": [span.to_dict() for span in self._running],
-            "events": [span.to_dict() for span in self._events],
-            "gate_events": [span.to_dict() for span in self._gate_events],
-            "figures": list(self._figures)[-500:],
-            "steps": [_step_dict(number, step) for number, step in self._steps][-100:],
+            **self.history.to_dict(),
         }
         if self._last is not None:
             state |= self._server_dict(self._last.status, self._last.router)
@@ -238,7 +184,7 @@ class StateCache:
         calling: Mapping[str, Span],
     ) -> dict[str, Any]:
         in_router = routed.get(engine.engine_id, {})
-        error = self._errors.get(engine.engine_id)
+        error = self.history.errors.get(engine.engine_id)
         load = self._loads.get(engine.engine_id) if self._loads is not None else None
         return {
             "engine_id": engine.engine_id,
@@ -276,24 +222,6 @@ class StateCache:
             else {"name": error.name, "said": error.said, "at_s": error.end_s},
         }
 
-    def spans(self, since: int, kinds: frozenset[Kind]) -> list[Span]:
-        """The kept spans of these kinds after the first ``since`` spans."""
-        num_new = min(max(0, self.num_spans - since), len(self._spans))
-        new = list(self._spans)[len(self._spans) - num_new :]
-        return [span for span in new if span.kind in kinds]
-
-    def step(self, number: int) -> dict[str, Any] | None:
-        """One step with all its spans; None if it does not exist or was dropped."""
-        for known, step in self._steps:
-            if known == number:
-                inside = [
-                    span.to_dict()
-                    for span in self._spans
-                    if step.start_s <= span.start_s <= step.end_s
-                ]
-                return _step_dict(number, step) | {"spans": inside}
-        return None
-
 
 def _running_dict(span: Span | None) -> dict[str, Any] | None:
     if span is None:
@@ -321,8 +249,3 @@ def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
     # Without a stored version, the lag is the number of pushes so far.
     values["lag"] = max(0, status.weight_version - (store.version or 0))
     return values
-
-
-def _step_dict(number: int, step: Step) -> dict[str, Any]:
-    failures = [span.to_dict() for span in step.failures]
-    return {"number": number, **asdict(step), "failures": failures}

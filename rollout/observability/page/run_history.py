@@ -1,0 +1,125 @@
+"""What a server has done, as its page keeps it: spans, events, steps, figures of the driver.
+
+Always true: memory is bounded; spans and figures are taken once, in the order in which they ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rollout.observability.page.prometheus import MetricCounters
+from rollout.observability.timeline.analysis import Step, steps
+from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.rules.lifecycle import Command
+
+_MAX_SPANS = 60_000
+_MAX_EVENTS = 300
+_MAX_FIGURES = 5_000
+_MAX_STEPS = 500
+_SHOWN_STEPS = 100
+_SHOWN_FIGURES = 500
+
+
+class RunHistory:
+    """The past of one server.
+
+    Attributes:
+        counters: over all spans and steps, for the metrics.
+        num_spans: of all spans so far: the cursor for ``spans_since``.
+        errors: the last failure of each engine that has one.
+    """
+
+    def __init__(self) -> None:
+        self.counters = MetricCounters()
+        self.num_spans = 0
+        self.errors: dict[str, Span] = {}
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        # Events of the gate are apart: many of them would displace the others.
+        self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
+        self._gate_events: deque[Span] = deque(maxlen=_MAX_EVENTS)
+        self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
+        self._last_serial = 0
+        self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
+        self._num_steps = 0
+        self._recent: list[Span] = []
+
+    def take_spans(self, new: list[Span]) -> None:
+        """Keep finished spans."""
+        new = sorted(new, key=lambda span: span.end_s)
+        for span in new:
+            self._keep(span)
+        self.counters.take(new)
+        self._find_steps(new)
+
+    def take_figures(self, reports: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Keep the reports of drivers; returns those that are new."""
+        new = [report for report in reports if report["serial"] > self._last_serial]
+        for report in new:
+            self._last_serial = report["serial"]
+            self._figures.append(report)
+            self.counters.take_logprob_gaps(report.get("logprob_gaps", {}))
+        return new
+
+    def _keep(self, span: Span) -> None:
+        self._spans.append(span)
+        self.num_spans += 1
+        has_failed = span.outcome in (Outcome.FAILED, Outcome.CANCELLED)
+        is_push = span.kind is Kind.PHASE and span.name == Command.UPDATE_WEIGHTS
+        if span.kind is Kind.EVENT and span.name == "gate":
+            self._gate_events.append(span)
+        elif span.kind is Kind.EVENT or is_push or (has_failed and span.kind is not Kind.CALL):
+            self._events.append(span)
+        if span.engine_id and span.outcome is Outcome.FAILED:
+            self.errors[span.engine_id] = span
+
+    def _find_steps(self, new: list[Span]) -> None:
+        """Add the steps that ``new`` completes; keep the spans that may belong to the next one."""
+        self._recent += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
+        self._recent = self._recent[-_MAX_SPANS:]
+        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
+            return
+        found = steps(self._recent)
+        for step in found:
+            self._num_steps += 1
+            self._steps.append((self._num_steps, step))
+        if found:
+            end_s = found[-1].end_s
+            self._recent = [span for span in self._recent if span.start_s > end_s]
+        self.counters.take_steps(found)
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Events, figures and steps, ready for JSON."""
+        return {
+            "events": [span.to_dict() for span in self._events],
+            "gate_events": [span.to_dict() for span in self._gate_events],
+            "figures": list(self._figures)[-_SHOWN_FIGURES:],
+            "steps": [_step_dict(number, step) for number, step in self._steps][-_SHOWN_STEPS:],
+        }
+
+    def spans_since(self, since: int, kinds: frozenset[Kind]) -> list[Span]:
+        """The kept spans of these kinds after the first ``since`` spans."""
+        num_new = min(max(0, self.num_spans - since), len(self._spans))
+        new = list(self._spans)[len(self._spans) - num_new :]
+        return [span for span in new if span.kind in kinds]
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        """One step with all its spans; None if it does not exist or was dropped."""
+        for known, step in self._steps:
+            if known == number:
+                inside = [
+                    span.to_dict()
+                    for span in self._spans
+                    if step.start_s <= span.start_s <= step.end_s
+                ]
+                return _step_dict(number, step) | {"spans": inside}
+        return None
+
+
+def _step_dict(number: int, step: Step) -> dict[str, Any]:
+    failures = [span.to_dict() for span in step.failures]
+    return {"number": number, **asdict(step), "failures": failures}
