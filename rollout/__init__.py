@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollout.core import VERSION
+
 if TYPE_CHECKING:
     from engines.protocol import GenerateReply, SamplingParams
     from rollout.config import RolloutConfig
@@ -69,7 +71,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 if not TYPE_CHECKING:

@@ -243,6 +243,27 @@ class PendingWithTurn(Pending[T]):
             self._future.set_result(self._merge(done, future.result()))
 
 
+def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """The result of ``work``, which blocks.
+
+    A new thread runs it, whatever other work waits for the threads of a pool, and Python can end
+    before it has.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class LoopThread:
     """An event loop in a new thread, for callers without a loop.
 

@@ -1,39 +1,36 @@
 """Calls of the servers of a local run, from other processes: trainer ranks, a notebook.
 
     caller   -> (server, method, arguments, keyword arguments)
-    listener -> None, every few seconds while the call runs
+    listener -> {"runs": true}, every few seconds while the call runs
     listener -> (result, None) or (None, error)
 
-Always true: both sides check that the other has the run's key before anything is unpickled;
-only commands of ``RolloutServer`` can be called; a caller waits as long as the listener lives,
-and no longer; a call that was received runs to its end, also if its caller has ended.
+Calls and results are pickled bodies of ``core.wire``.  Always true: both sides check that the other
+has the run's key before anything is unpickled; only commands of ``RolloutServer`` can be called; a
+caller waits as long as the listener lives, and no longer; a call that was received runs to its end,
+also if its caller has ended.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
+import pickle
 import secrets
 import socket
-import struct
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
+from rollout.core import wire
 from rollout.core.errors import ActorLost, ConfigError
-from rollout.core.pending import LoopThread, Pending
+from rollout.core.pending import LoopThread, Pending, in_own_thread
 from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.weights.push.weight_push import WeightPush
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +38,6 @@ T = TypeVar("T")
 _HANDSHAKE_S = 10.0
 _SIGN_OF_LIFE_S = 5.0
 _SILENCE_S = 60.0
-_MOST_CALLS = 256
 _NOT_FOR_CALLERS = frozenset({"start", "stop"})
 
 
@@ -66,55 +62,29 @@ class ControlListener:
     ) -> None:
         self._loop = loop
         self._servers = servers
-        self._socket = socket.create_server((host, 0))
-        self._slots = threading.BoundedSemaphore(_MOST_CALLS)
-        self.address = ControlAddress(host, self._socket.getsockname()[1], secrets.token_hex(32))
-        self._thread = threading.Thread(target=self._accept, name="control-accept", daemon=True)
-        self._thread.start()
+        key = secrets.token_hex(32)
+        self._listener = wire.Listener(
+            self._answer, key, name="control-call", host=host, timeout_s=_SILENCE_S
+        )
+        self.address = ControlAddress(host, self._listener.address[1], key)
 
     def close(self) -> None:
         """Accept no more calls; those that run end with their commands."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_HANDSHAKE_S)
-        self._socket.close()
+        self._listener.stop_accepting()
 
-    def _accept(self) -> None:
-        while True:
-            self._slots.acquire()
-            try:
-                accepted, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._serve, args=(accepted,), name="control-call", daemon=True
-            ).start()
-
-    def _serve(self, accepted: socket.socket) -> None:
+    def _answer(self, connection: wire.Connection) -> None:
+        _, num_bytes = connection.receive()
+        call = connection.body(num_bytes)
         try:
-            with _connection(accepted) as connection:
-                key = self.address.key.encode()
-                deliver_challenge(connection, key)
-                answer_challenge(connection, key)
-                _set_receive_timeout(connection, 0)
-                self._answer(connection)
-        except AuthenticationError:
-            logger.warning("a caller with a wrong key was refused")
-        except (OSError, EOFError):
-            pass  # the caller has ended
-        finally:
-            self._slots.release()
-
-    def _answer(self, connection: Connection) -> None:
-        try:
-            pending = self._call(*connection.recv())
+            pending = self._call(*pickle.loads(call))
             while (ended := _ended_within(pending, _SIGN_OF_LIFE_S)) is None:
-                connection.send(None)
-            connection.send(ended)
-        except (OSError, EOFError):
-            raise
+                connection.send({"runs": True})
+            connection.send({}, pickle.dumps(ended))
+        except OSError:
+            raise  # the caller has ended
         except Exception as error:  # the request or the result cannot be pickled
-            connection.send((None, ConfigError(f"this call is not possible: {describe(error)}")))
+            refusal = ConfigError(f"this call is not possible: {describe(error)}")
+            connection.send({}, pickle.dumps((None, refusal)))
 
     def _call(self, server: str, method: str, args: Any, kwargs: Any) -> Pending[Any]:
         if not server:
@@ -148,43 +118,42 @@ class SocketCaller:
 
     def request(self, method: str, args: Any = (), kwargs: Any = ()) -> Pending[Any]:
         """Send one request, in a thread."""
-        future: Future[Any] = Future()
+        request_of = partial(self._ended, (self._server, method, args, dict(kwargs)))
+        return Pending(in_own_thread(request_of, f"call-{method}"))
 
-        def run() -> None:
-            try:
-                result, error = self._exchange((self._server, method, args, dict(kwargs)))
-            except BaseException as failed:
-                future.set_exception(failed)
-            else:
-                future.set_exception(error) if error is not None else future.set_result(result)
-
-        threading.Thread(target=run, name=f"call-{method}", daemon=True).start()
-        return Pending(future)
-
-    def _exchange(self, request: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-        address, key = self._address, self._address.key.encode()
+    def _ended(self, request: tuple[Any, ...]) -> Any:
+        """The result of a call, or its error."""
+        address = self._address
         try:
-            opened = socket.create_connection((address.host, address.port), _HANDSHAKE_S)
-            with _connection(opened) as connection:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-                _set_receive_timeout(connection, 0)
-                connection.send(request)
-                while connection.poll(_SILENCE_S):
-                    if (ended := connection.recv()) is not None:
-                        result, error = ended
-                        return result, error
-                raise TimeoutError(f"no sign of life within {_SILENCE_S:g} s")
-        except AuthenticationError:
+            result, error = self._exchange(pickle.dumps(request))
+        except wire.Refused as refusal:
             raise ConfigError(
-                f"{address.host}:{address.port} refused the key; it changes with each launch"
+                f"{address.host}:{address.port} refused the key, or this process: {refusal}"
             ) from None
-        except (OSError, EOFError) as error:
+        except OSError as failed:
             raise ActorLost(
                 f"server {self._server or 'of the run'}: the process that launched it, at "
-                f"{address.host}:{address.port}, does not answer: {describe(error)}",
+                f"{address.host}:{address.port}, does not answer: {describe(failed)}",
                 actor=self._server,
             ) from None
+        if error is not None:
+            raise error
+        return result
+
+    def _exchange(self, request: bytes) -> tuple[Any, BaseException | None]:
+        where = (self._address.host, self._address.port)
+        connection = wire.connect(
+            where, self._address.key, connect_s=_HANDSHAKE_S, timeout_s=_HANDSHAKE_S
+        )
+        with closing(connection):
+            connection.timeout_s = _SILENCE_S
+            connection.send({}, request)
+            while True:
+                head, num_bytes = connection.receive()
+                if not head.get("runs"):
+                    ended: tuple[Any, BaseException | None]
+                    ended = pickle.loads(connection.body(num_bytes))
+                    return ended
 
     def ship(self, push: WeightPush) -> WeightPush:
         return push
@@ -201,21 +170,6 @@ class SocketCaller:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((self._address.host, self._address.port))  # sends nothing
             return str(route.getsockname()[0])
-
-
-def _connection(opened: socket.socket) -> Connection:
-    opened.settimeout(None)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection = Connection(opened.detach())
-    _set_receive_timeout(connection, _HANDSHAKE_S)
-    return connection
-
-
-def _set_receive_timeout(connection: Connection, seconds: float) -> None:
-    """For reads that block in the handshake; 0 for none."""
-    with socket.socket(fileno=connection.fileno()) as view:
-        view.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
-        view.detach()
 
 
 def _ended_within(pending: Pending[Any], seconds: float) -> tuple[Any, BaseException | None] | None:

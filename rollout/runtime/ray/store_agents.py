@@ -18,13 +18,13 @@ from engines.protocol.plain_text import first_line
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout.core import wire
 from rollout.runtime.ray.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
 from rollout.weights.store.coordinator import Agent
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.writer import AGENT_ERRORS
 from rollout.weights.store.transfer.mooncake import open_transfer
-from rollout.weights.store.transfer.unit_client import Address
 from rollout.weights.store.transfer.unit_server import AgentServer
 
 # Short, so that the caller soon continues without a lost node.
@@ -41,7 +41,7 @@ class StoreAgentActor:
         self._server = AgentServer(agent, host, rdma=open_transfer(settings.transfer, host))
         keep_what_is_loaded()
 
-    async def address(self) -> Address:
+    async def address(self) -> wire.Address:
         return self._server.address
 
 
@@ -50,7 +50,7 @@ def _end(name: str, namespace: str) -> None:
     ray.kill(ray.get_actor(name, namespace))
 
 
-def find_agent(name: str, namespace: str) -> Address:
+def find_agent(name: str, namespace: str) -> wire.Address:
     """Queries the current address of an agent's actor; blocks, so not for an event loop."""
     try:
         actor: Any = ray.get_actor(name, namespace)
@@ -70,7 +70,7 @@ def place_agents(
     Args:
         owns: called with each actor, to kill it when the run ends.
     """
-    found: dict[str, Callable[[], Address]] = {}
+    found: dict[str, Callable[[], wire.Address]] = {}
     for node in nodes:
         name = f"store-{terms.run}-{node}"
         options: dict[str, Any] = {

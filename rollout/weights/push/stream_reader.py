@@ -1,12 +1,12 @@
 """A stream of buckets: the trainer makes them one by one and sends them to every server group.
 
-    reader -> {"token", "reader", "num_readers", "joiners"}          once
-    server -> {"terms"} or {"error"}                                 when all readers are connected
-    reader -> {"next": index, "keeps"}                               earlier buckets are applied
-    server -> {"payload" or "num_bytes", "is_last", "fingerprints"}  then ``num_bytes`` bytes
+    reader -> {"reader", "num_readers", "joiners"}           once
+    server -> {"terms"} or {"error"}                         when all readers are connected
+    reader -> {"next": index, "keeps"}                       earlier buckets are applied
+    server -> {"payload", "is_last", "fingerprints"}         or ``error``
 
-Each message is a line of JSON.  A payload that is a mapping may have bytes under one of its keys:
-``bytes_of`` names it, and the bytes come after the message.
+These are heads of ``core.wire``.  A payload that is bytes is the body.  A payload that is a mapping
+may have bytes under one of its keys: ``bytes_of`` names it, and the body has the bytes.
 
 Always true: the trainer makes a bucket when every reader has applied the one before the last, so at
 most two are in memory; if a reader does not connect, no reader gets a bucket; every wait has a
@@ -18,17 +18,20 @@ This module is the reader, beside the engines; ``stream_server`` runs in the tra
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from engines.protocol.plain_text import describe
+from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.pending import in_own_thread
 from rollout.weights.routes.broadcast import BroadcastMember, to_json
 from rollout.weights.routes.route import Payload
 
-MAX_LINE_BYTES = 64 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class PushStreamAddress:
     """The address of one push's stream.
 
     Attributes:
-        token: readers send it; a connection without it is refused.
+        token: a reader without it is refused.
         num_readers: number of groups that will connect; the trainer does not know it.
         timeout_s: for each bucket, including the time to make it.
     """
@@ -48,28 +51,23 @@ class PushStreamAddress:
     num_readers: int = 1
 
 
-def encode_message(fields: Mapping[str, Any]) -> bytes:
-    """One message of the stream: a line of JSON."""
-    return json.dumps(fields).encode() + b"\n"
-
-
-def split_payload(payload: Payload) -> tuple[bytes, dict[str, Any]]:
-    """A payload as the bytes after a message, and the fields of the message."""
+def split_payload(payload: Payload) -> tuple[dict[str, Any], bytes]:
+    """A payload as fields of the head, and the body."""
     if isinstance(payload, bytes):
-        return payload, {"num_bytes": len(payload)}
+        return {}, payload
     rest = {key: part for key, part in payload.items() if not isinstance(part, bytes)}
     if len(rest) == len(payload):
-        return b"", {"payload": rest}
+        return {"payload": rest}, b""
     (key,) = payload.keys() - rest.keys()
-    return payload[key], {"payload": rest, "bytes_of": key, "num_bytes": len(payload[key])}
+    return {"payload": rest, "bytes_of": key}, payload[key]
 
 
-def join_payload(message: Mapping[str, Any], body: bytes | None) -> Payload:
+def join_payload(head: Mapping[str, Any], body: bytes) -> Payload:
     """The payload that ``split_payload`` has split."""
-    if body is None:
-        joined: Payload = message["payload"]
-        return joined
-    return {**message["payload"], message["bytes_of"]: body} if "bytes_of" in message else body
+    if "payload" not in head:
+        return body
+    rest: dict[str, Any] = head["payload"]
+    return {**rest, head["bytes_of"]: body} if "bytes_of" in head else rest
 
 
 class BucketSource:
@@ -110,13 +108,15 @@ class StaticBuckets(BucketSource):
 
 
 class PushStreamReader(BucketSource):
-    """One reader of a stream."""
+    """One reader of a stream.  It waits in threads, so that it needs no framing of its own."""
 
     def __init__(self, address: PushStreamAddress, reader: str) -> None:
         super().__init__()
         self._address = address
         self._name = reader
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._connection: wire.Connection | None = None
+        self._waiting: Future[Any] | None = None
+        self._is_closed = False
 
     async def open(self, members: Sequence[BroadcastMember]) -> None:
         """Connect, and wait until all readers are connected.
@@ -124,19 +124,11 @@ class PushStreamReader(BucketSource):
         Raises:
             WeightsUnavailable: the trainer cannot be reached, or another reader did not connect.
         """
-        address = self._address
-        try:
-            async with asyncio.timeout(address.timeout_s):
-                self._streams = await asyncio.open_connection(
-                    address.host, address.port, limit=MAX_LINE_BYTES
-                )
-        except (OSError, TimeoutError) as error:
-            raise self._lost("cannot be reached", error) from None
+        await self._in_thread(self._connect, "cannot be reached")
         reply, _ = await self._request(
             {
-                "token": address.token,
                 "reader": self._name,
-                "num_readers": address.num_readers,
+                "num_readers": self._address.num_readers,
                 "joiners": to_json(members),
             }
         )
@@ -153,30 +145,42 @@ class PushStreamReader(BucketSource):
         await self._request({"next": index, "keeps": self.keeps})  # the last one is applied
 
     async def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        self._is_closed = True
+        if self._connection is not None and self._waiting is not None:
+            self._connection.end()
+            await asyncio.wait([asyncio.wrap_future(self._waiting)])
+            self._connection.close()
 
-    async def _request(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], bytes | None]:
-        assert self._streams is not None
-        stream, writer = self._streams
-        try:
-            async with asyncio.timeout(self._address.timeout_s):
-                writer.write(encode_message(fields))
-                await writer.drain()
-                line = await stream.readline()
-                if not line:
-                    raise ConnectionError("it closed the connection")
-                reply = json.loads(line)
-                if "error" in reply:
-                    raise WeightsUnavailable(reply["error"])
-                size = reply.get("num_bytes")
-                return reply, None if size is None else await stream.readexactly(size)
-        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-            raise self._lost("gave no bucket", error) from None
-
-    def _lost(self, what: str, error: BaseException) -> WeightsUnavailable:
+    def _connect(self) -> None:
         address = self._address
-        late = f"within {address.timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-        why = late or describe(error)
-        return WeightsUnavailable(f"the trainer at {address.host}:{address.port} {what}: {why}")
+        connection = wire.connect(
+            (address.host, address.port),
+            address.token,
+            connect_s=address.timeout_s,
+            timeout_s=address.timeout_s,
+        )
+        self._connection = connection
+        if self._is_closed:  # the reader was closed meanwhile
+            connection.close()
+
+    async def _request(self, head: Mapping[str, Any]) -> tuple[wire.Head, bytes]:
+        reply, body = await self._in_thread(partial(self._exchange, head), "gave no bucket")
+        if "error" in reply:
+            raise WeightsUnavailable(reply["error"])
+        return reply, body
+
+    def _exchange(self, head: Mapping[str, Any]) -> tuple[wire.Head, bytes]:
+        assert self._connection is not None
+        self._connection.send(head)
+        reply, num_bytes = self._connection.receive()
+        return reply, self._connection.body(num_bytes)
+
+    async def _in_thread(self, wait: Callable[[], T], what: str) -> T:
+        waiting = self._waiting = in_own_thread(wait, "push-stream-read")
+        try:
+            return await asyncio.wrap_future(waiting)
+        except OSError as error:
+            address = self._address
+            raise WeightsUnavailable(
+                f"the trainer at {address.host}:{address.port} {what}: {describe(error)}"
+            ) from None

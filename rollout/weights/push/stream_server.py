@@ -6,24 +6,17 @@ loop: making a bucket blocks in torch, and the trainer has no event loop.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import Any
 
 from engines.protocol.plain_text import describe
-from rollout.weights.push.stream_reader import (
-    MAX_LINE_BYTES,
-    PushStreamAddress,
-    encode_message,
-    split_payload,
-)
+from rollout.core import wire
+from rollout.weights.push.stream_reader import PushStreamAddress, split_payload
 from rollout.weights.routes.broadcast import BroadcastMember, from_json
 from rollout.weights.routes.route import BUCKETS_AHEAD, StreamedBucket
 
@@ -89,33 +82,20 @@ class PushStreamServer:
         self._readers: dict[str, _Reader] = {}
         self._num_readers = 0
         self._error = ""
-        self._listener = socket.create_server((host, 0))
-        self.address = PushStreamAddress(
-            host, self._listener.getsockname()[1], secrets.token_hex(16), timeout_s
+        token = secrets.token_hex(16)
+        self._listener = wire.Listener(
+            self._serve, token, name="push-stream", host=host, timeout_s=timeout_s
         )
-        # With the connection that a thread serves.
-        self._threads: list[tuple[threading.Thread, socket.socket]] = []
-        self._start("accept", self._accept, self._listener)
-        self._start("make", self._make, self._listener)
-
-    def _start(self, name: str, run: Callable[..., None], served: socket.socket) -> None:
-        arguments = () if served is self._listener else (served,)
-        name = f"push-stream-{name}"
-        thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
-        self._threads.append((thread, served))
-        thread.start()
+        self.address = PushStreamAddress(host, self._listener.address[1], token, timeout_s)
+        self._maker = threading.Thread(target=self._make, name="push-stream-make", daemon=True)
+        self._maker.start()
 
     def close(self) -> None:
         """End the push; waiting readers get an error. Returns when the threads have ended."""
         self._end("the push was ended by the trainer")
-        # shutdown, not close: a thread that is blocked in accept does not see a close.
-        for _, connection in list(self._threads):
-            with suppress(OSError):  # it is not connected
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread, _ in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(self._timeout_s)
-        self._listener.close()
+        self._listener.close(self._timeout_s)
+        if self._maker is not threading.current_thread():
+            self._maker.join(self._timeout_s)
 
     # -- making -----------------------------------------------------------------------------
 
@@ -217,28 +197,14 @@ class PushStreamServer:
 
     # -- sending ----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # it was shut down
-            while True:
-                connection, _ = self._listener.accept()
-                connection.settimeout(self._timeout_s)
-                self._start("serve", self._serve, connection)
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: wire.Connection) -> None:
         reader: _Reader | None = None
         try:
-            with connection, connection.makefile("rb") as stream:
+            reader = self._welcomed(connection.receive()[0])
+            connection.send(self._terms_for(reader))
+            while True:
                 # Between two requests its engines load a bucket; that has its own deadlines.
-                hello = _receive_message(stream)
-                connection.settimeout(None)
-                if not secrets.compare_digest(str(hello.get("token")), self.address.token):
-                    return
-                reader = self._welcomed(hello)
-                connection.sendall(encode_message(self._terms_for(reader)))
-                while True:
-                    self._reply(connection, reader, _receive_message(stream))
-        except (OSError, ValueError, TypeError, KeyError, _StreamEnded):
-            pass
+                self._reply(connection, reader, connection.receive(may_idle=True)[0])
         finally:
             with self._changed:
                 if reader is not None:
@@ -260,7 +226,7 @@ class PushStreamServer:
             return {"error": self._error} if self._error else {"terms": reader.terms}
 
     def _reply(
-        self, connection: socket.socket, reader: _Reader, request: Mapping[str, Any]
+        self, connection: wire.Connection, reader: _Reader, request: Mapping[str, Any]
     ) -> None:
         index = int(request["next"])
         with self._changed:
@@ -268,30 +234,17 @@ class PushStreamServer:
             reader.wanted = index
             self._changed.notify_all()
             if index and index - 1 in self._made and self._made[index - 1].is_last:
-                connection.sendall(
-                    encode_message({"is_last": True, "fingerprints": {}, "payload": {}})
-                )
+                connection.send({"is_last": True, "fingerprints": {}, "payload": {}})
                 return
             while index not in self._made and not self._error:
                 self._changed.wait()
             bucket = self._made.get(index)
             if bucket is None:
-                connection.sendall(encode_message({"error": self._error}))
+                connection.send({"error": self._error})
                 return
         fields = {"is_last": bucket.is_last, "fingerprints": dict(bucket.fingerprints)}
-        body, where = split_payload(bucket.payload)
-        connection.sendall(encode_message(fields | where))
-        connection.sendall(body)
+        where, body = split_payload(bucket.payload)
+        connection.send(fields | where, body)
         with self._changed:
             reader.given = index
             self._changed.notify_all()
-
-
-def _receive_message(stream: IO[bytes]) -> dict[str, Any]:
-    line = stream.readline(MAX_LINE_BYTES)
-    if not line:
-        raise OSError("the reader disconnected")
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise ValueError("the message is not a JSON object")
-    return fields

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from rollout.core.errors import ConfigError, RankFailure
+from rollout.core.pending import in_own_thread
 from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
 
 T = TypeVar("T")
@@ -109,22 +108,7 @@ class SharedWords:
         Raises:
             TimeoutError: it did not end.
         """
-        ended: SimpleQueue[T | BaseException] = SimpleQueue()
-
-        def run() -> None:
-            try:
-                ended.put(call())
-            except BaseException as error:
-                ended.put(error)
-
-        threading.Thread(target=run, name="rank-word", daemon=True).start()
-        try:
-            result = ended.get(timeout=seconds)
-        except Empty:
-            raise TimeoutError from None
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        return in_own_thread(call, "rank-word").result(seconds)
 
     def _found(self, keys: list[str], timeout_s: float) -> list[str | None]:
         try:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import StoreConfig
+from rollout.core import wire
 from rollout.weights.store.coordinator import Agent, Coordinator
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.files import Files, MappedSegments
-from rollout.weights.store.transfer.unit_client import Address, AgentClient
+from rollout.weights.store.transfer.unit_client import AgentClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class RemoteAgents:
         addresses: node -> function that returns the current address of its agent.
     """
 
-    addresses: Mapping[str, Callable[[], Address]]
+    addresses: Mapping[str, Callable[[], wire.Address]]
     token: str
 
     def agents(self) -> Mapping[str, Agent]:

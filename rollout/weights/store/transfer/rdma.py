@@ -12,16 +12,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import queue
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from engines.protocol.plain_text import describe
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.pending import in_own_thread
 
 _PIECE_BYTES = 16 << 20
 # For reads, as many as the streams of one assembly; and as many for exports.
@@ -148,18 +149,8 @@ class RdmaTransfer:
         self, session: str, address: int, buffer: RdmaBuffer, num_bytes: int
     ) -> Future[bool]:
         """Read in a new thread, because the library's calls have no deadline."""
-        done: Future[bool] = Future()
-
-        def run() -> None:
-            try:
-                is_complete = self._read(session, address, buffer, num_bytes)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(is_complete)
-
-        threading.Thread(target=run, name="store-move", daemon=True).start()
-        return done
+        read = partial(self._read, session, address, buffer, num_bytes)
+        return in_own_thread(read, "store-move")
 
     def _read(self, session: str, address: int, buffer: RdmaBuffer, num_bytes: int) -> bool:
         """Returns when all transfers have ended; whether all succeeded."""

@@ -7,7 +7,6 @@ WeightsUnavailable and nothing else; units are received directly into their plac
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.tensors.fingerprint import Buffer
+from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import NodeState, Write
 from rollout.weights.store.layout.placement import TensorRange
@@ -24,7 +23,6 @@ from rollout.weights.store.layout.record import StoreRecord, dump, load
 from rollout.weights.store.node.assembly import AssembledFolder, AssemblyRequest, ReadUnit
 from rollout.weights.store.node.files import Files, MappedSegments
 from rollout.weights.store.node.writer import FileSink, NodeSink
-from rollout.weights.store.transfer import wire
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 
 logger = logging.getLogger(__name__)
@@ -33,8 +31,7 @@ _CALL_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
 # For calls that allocate space or hash a share of the model.
 _LONG_TIMEOUT_S = 300.0
-
-Address = tuple[str, int]
+_MAX_REPLY = 1 << 30
 
 
 class AgentClient:
@@ -50,7 +47,7 @@ class AgentClient:
     def __init__(
         self,
         node: str,
-        address: Address | Callable[[], Address],
+        address: wire.Address | Callable[[], wire.Address],
         token: str = "",
         *,
         mapped_files: MappedSegments | None = None,
@@ -58,13 +55,13 @@ class AgentClient:
     ) -> None:
         self.node = node
         self._find = address if callable(address) else lambda: address
-        self._address: Address | None = None
+        self._address: wire.Address | None = None
         self._token = token
         self._rdma = rdma
         self._files = Files()
         self._mapped_files = mapped_files or MappedSegments(self._files)
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
+        self._idle: list[wire.Connection] = []
         self._shares_files: bool | None = None
 
     # -- calls, as ``StoreAgent`` has them --------------------------------------------------
@@ -109,7 +106,7 @@ class AgentClient:
         with self._connection(_CALL_TIMEOUT_S) as connection:
             self._request_unit(connection, "read", write, unit)
             _check_length(self._reply_head(connection)[1], into)
-            wire.receive_into(connection, into)
+            connection.receive_into(into)
 
     def _read_by(self, rdma: RdmaTransfer, write: Write, unit: int, into: memoryview) -> None:
         """Read a unit, piece by piece, from memory that the agent exports."""
@@ -121,19 +118,20 @@ class AgentClient:
                 step = min(rdma.piece_bytes, exported["piece_bytes"])
                 for at in range(0, len(into), step):
                     part = into[at : at + step]
-                    wire.send(connection, {"at": at, "length": len(part)})
+                    connection.send({"at": at, "length": len(part)})
                     self._reply_head(connection)
                     rdma.fetch(exported["session"], exported["address"], part)
-                wire.send(connection, {"end": True})
+                connection.send({"end": True})
         except (OSError, WeightsUnavailable) as error:
             if self._rdma is not None:
                 self._rdma = None
                 logger.warning("store: streams are used from node %s: %s", self.node, error)
             raise
 
-    def _request_unit(self, connection: socket.socket, call: str, write: Write, unit: int) -> None:
-        fields = {"call": call, "write": write.to_json(), "unit": unit, "token": self._token}
-        wire.send(connection, fields)
+    def _request_unit(
+        self, connection: wire.Connection, call: str, write: Write, unit: int
+    ) -> None:
+        connection.send({"call": call, "write": write.to_json(), "unit": unit})
 
     def assemble(
         self, record: StoreRecord, peers: Mapping[str, Any], wanted: AssemblyRequest
@@ -164,7 +162,7 @@ class AgentClient:
             self.disconnect()
             self._mapped_files.close()
 
-    def address(self) -> Address:
+    def address(self) -> wire.Address:
         if self._address is None:
             self._address = self._find()
         return self._address
@@ -182,24 +180,22 @@ class AgentClient:
         self,
         call: str,
         fields: Mapping[str, Any] | None = None,
-        body: Buffer = b"",
+        body: bytes = b"",
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> tuple[dict[str, Any], bytes]:
         with self._connection(timeout_s) as connection:
-            wire.send(connection, {**(fields or {}), "call": call, "token": self._token}, body)
+            connection.send({**(fields or {}), "call": call}, body)
             reply, num_bytes = self._reply_head(connection)
-            return reply, wire.receive_body(connection, num_bytes)
+            return reply, connection.body(num_bytes, _MAX_REPLY)
 
-    def _reply_head(self, connection: socket.socket) -> tuple[dict[str, Any], int]:
-        message = wire.receive(connection)
-        if message is None:
-            raise ConnectionError(f"the store's agent of node {self.node} closed the connection")
-        if "error" in message[0]:
-            raise WeightsUnavailable(message[0]["error"])
-        return message
+    def _reply_head(self, connection: wire.Connection) -> tuple[wire.Head, int]:
+        reply, num_bytes = connection.receive()
+        if "error" in reply:
+            raise WeightsUnavailable(reply["error"])
+        return reply, num_bytes
 
     @contextmanager
-    def _connection(self, timeout_s: float) -> Iterator[socket.socket]:
+    def _connection(self, timeout_s: float) -> Iterator[wire.Connection]:
         connection = self._take(timeout_s)
         try:
             yield connection
@@ -210,29 +206,37 @@ class AgentClient:
         with self._lock:
             self._idle.append(connection)
 
-    def _take(self, timeout_s: float) -> socket.socket:
+    def _take(self, timeout_s: float) -> wire.Connection:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        if connection is not None and _has_ended(connection):
+        if connection is not None and connection.has_ended():
             connection.close()
             self.disconnect()
             connection = None
         if connection is None:
-            connection = self._connect()
-        connection.settimeout(timeout_s)
+            try:
+                connection = self._connect()
+            except wire.Refused as refusal:
+                raise WeightsUnavailable(
+                    f"the store's agent of node {self.node}: {refusal}"
+                ) from None
+        connection.timeout_s = timeout_s
         return connection
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> wire.Connection:
         known = self._address
         try:
-            connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
+            return self._connect_to(self.address())
         except OSError:
             self._address = self._shares_files = None
             if known is None or self.address() == known:
                 raise
-            connection = socket.create_connection(self.address(), timeout=_CONNECT_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+            return self._connect_to(self.address())
+
+    def _connect_to(self, address: wire.Address) -> wire.Connection:
+        return wire.connect(
+            address, self._token, connect_s=_CONNECT_TIMEOUT_S, timeout_s=_CALL_TIMEOUT_S
+        )
 
     def disconnect(self) -> None:
         """Close the idle connections. Later calls connect again."""
@@ -246,17 +250,6 @@ def _check_length(num_bytes: int, into: memoryview) -> None:
         raise ConnectionError(f"the reply has {num_bytes} bytes, not {len(into)}")
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether the agent has closed an idle connection, because it was restarted."""
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 class _StreamSink:
     """A node whose files cannot be mapped here: its agent writes the bytes it receives."""
 
@@ -264,22 +257,21 @@ class _StreamSink:
         self._client = client
         self._connection = client._take(_LONG_TIMEOUT_S)
         self._is_open = True
-        fields = {"call": "fill", "paths": dict(paths), "token": client._token}
-        wire.send(self._connection, fields, dump(record))
+        self._connection.send({"call": "fill", "paths": dict(paths)}, dump(record))
         client._reply_head(self._connection)
 
     def open(self, place: TensorRange) -> None:
-        wire.announce(self._connection, {"tensor": place.tensor.name}, place.num_bytes)
+        self._connection.announce({"tensor": place.tensor.name}, place.num_bytes)
 
     def put(self, piece: memoryview) -> None:
-        self._connection.sendall(piece)
+        self._connection.write(piece)
 
     def close(self) -> None:
         if not self._is_open:
             return
         self._is_open = False
         try:
-            wire.send(self._connection, {"end": True})
+            self._connection.send({"end": True})
             self._client._reply_head(self._connection)
         finally:
             self._connection.close()

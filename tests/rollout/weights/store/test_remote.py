@@ -1,6 +1,5 @@
 """Agents behind TCP: the same store, with connections that break and agents that move."""
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -70,14 +69,6 @@ def test_whoever_does_not_know_the_token_is_told_nothing(served: Served) -> None
         with pytest.raises(WeightsUnavailable, match="wrong token"):
             call()
     stranger.disconnect()
-    assert restored(served, 1, "node-0") == contents(served.world.manifest, 1)
-
-
-def test_noise_on_the_port_harms_nobody(served: Served) -> None:
-    served.world.write(1)
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, os.urandom(64), b"\x04\0\0\0" + b"\0" * 8):
-        with socket.create_connection(served.addresses["node-0"]) as connection:
-            connection.sendall(noise)
     assert restored(served, 1, "node-0") == contents(served.world.manifest, 1)
 
 
