@@ -102,7 +102,7 @@ def train(args: argparse.Namespace) -> None:
         policy = deployment["policy"]
         differs = policy.checks.base_differs(trainer.base)
         if differs:
-            policy.serve_weights(policy.make_base_push(trainer.base)).result()
+            policy.serve_weights(policy.phases.make_push(trainer.base, is_base=True)).result()
         print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if differs else 'as on disk'}")
         if not args.merge:
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")
@@ -122,9 +122,9 @@ def train(args: argparse.Namespace) -> None:
                 metrics = trainer.step(groups)
                 if args.merge:
                     weights = merged(trainer.base, trainer.adapter(), trainer.adapter_config)
-                    window.push_base(dict(weights))
+                    window.push(dict(weights), is_base=True)
                 else:
-                    window.push_adapter(trainer.adapter(), trainer.adapter_config)
+                    window.push(trainer.adapter(), adapter=trainer.adapter_config)
                 trainer.offload()
             accuracy = evaluate(step)
             report = window.report

@@ -31,8 +31,9 @@ from engines.protocol import Endpoint
 from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport
 from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
-from rollout.weights.ranks.rank_push import LocalPush
+from rollout.weights.ranks.rank_push import push_of_one_rank
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.route import PushTarget
 from rollout.weights.tensors import bytes_fingerprint, device_fingerprint
@@ -118,11 +119,11 @@ class Pushing:
             disk_path=str(self._folder / "{version}"),
         )
         server = StillServer(fingerprints=BYTES if fingerprint else "")
-        outgoing = LocalPush(self._rank, server, self._tensors, next(VERSIONS), may_stream=stream)
-        try:
-            self._runner.run(self._send(outgoing.push))
-        finally:
-            outgoing.close()
+        version = next(VERSIONS)
+        with push_of_one_rank(
+            self._rank, server, PushRequest(self._tensors, version), may_stream=stream
+        ) as made:
+            self._runner.run(self._send(made.weights))
 
     async def _send(self, push: Any) -> None:
         target = PushTarget(self._engine, process="receiver", takes_flat=True)

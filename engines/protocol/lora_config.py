@@ -108,13 +108,13 @@ def why_unsupported(config: Mapping[str, Any]) -> str:
             if isinstance(value, str) and value.lower() not in KEEPS_BASE:
                 return (
                     f"init_lora_weights = {value!r} is not supported: it changes the base in the "
-                    "trainer. Push that base once, with make_base_push, and give this as True"
+                    "trainer. Push that base once, with is_base=True, and give this as True"
                 )
         elif FIELDS.get(name, FieldUse.REFUSED) is FieldUse.REFUSED and not _is_off(value):
             known = "" if name in FIELDS else ", and not known here"
             return (
                 f"{name} = {value!r:.80} is not supported by any engine{known}. Push whole "
-                "weights, for example those of PEFT's merge_and_unload(), with push_base"
+                "weights, for example those of PEFT's merge_and_unload(), with is_base=True"
             )
     return ""
 

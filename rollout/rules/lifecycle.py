@@ -248,7 +248,7 @@ def _way_out(is_any_stale: bool, version: int, update: WeightUpdate) -> str:
     if update is WeightUpdate.FROZEN:
         return "repeat the command when recovery has verified one"
     if update is WeightUpdate.LORA:
-        return "push the adapter again, and before it the base if one was pushed (make_base_push)"
+        return "push the adapter again, and before it the base if one was pushed (is_base=True)"
     return (
         "a push of some tensors does not restore the others: set weights.store or "
         "health.weights_path, or launch again"

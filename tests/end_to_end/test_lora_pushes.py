@@ -109,7 +109,7 @@ async def test_an_adapter_is_pushed_over_a_base_that_comes_back_from_the_release
     for seed in (1, 2):
         named = adapter(base, seed)
         async with policy.offloaded() as window:
-            window.push_adapter(named, CONFIG)
+            window.push(named, adapter=CONFIG)
         of_base, of_adapter = await held(policy)
         assert of_base == prints({name: base[name] for name in of_base})
         assert of_adapter == prints(named)
@@ -130,7 +130,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_serves(
         (named, {**CONFIG, "r": 5}, "has not rank 5"),
     ):
         with pytest.raises(WeightMismatch, match=words):
-            policy.make_adapter_push(wrong, config)
+            policy.phases.make_push(wrong, adapter=config)
     assert await held(policy) == before
 
 
@@ -144,7 +144,7 @@ async def test_an_adapter_of_other_tensors_replaces_the_one_before_and_no_engine
     pid = engine_of(policy).pid
     for named in (both, fewer, renamed, both):
         async with policy.offloaded() as window:
-            window.push_adapter(named, CONFIG)
+            window.push(named, adapter=CONFIG)
         assert (await held(policy))[1] == prints(named)
         assert engine_of(policy).weight_version == policy.weight_version
     assert (engine_of(policy).pid, engine_of(policy).fence_reason) == (pid, "")
@@ -158,7 +158,7 @@ async def test_pefts_own_config_is_taken_and_one_with_a_wrong_field_reaches_no_e
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
     config = peft.LoraConfig(**settings, task_type="CAUSAL_LM").to_dict()
     assert isinstance(config["target_modules"], set)
-    await policy.serve_weights(policy.make_adapter_push(adapter(base, 8), config))
+    await policy.serve_weights(policy.phases.make_push(adapter(base, 8), adapter=config))
     assert (await held(policy))[1] == prints(adapter(base, 8))
     pid, version = engine_of(policy).pid, policy.weight_version
     for more, words in (
@@ -166,7 +166,7 @@ async def test_pefts_own_config_is_taken_and_one_with_a_wrong_field_reaches_no_e
         ({"modules_to_save": {"lm_head"}}, "modules_to_save = {'lm_head'} is not supported"),
     ):
         with pytest.raises(WeightMismatch, match=words):
-            policy.make_adapter_push(adapter(base, 9), config | more)
+            policy.phases.make_push(adapter(base, 9), adapter=config | more)
     assert (engine_of(policy).pid, policy.weight_version) == (pid, version)
     assert (await held(policy))[1] == prints(adapter(base, 8))
 
@@ -177,7 +177,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]
 ) -> None:
     policy = deployment["policy"]
-    await policy.serve_weights(policy.make_adapter_push(adapter(base, 4), CONFIG))
+    await policy.serve_weights(policy.phases.make_push(adapter(base, 4), adapter=CONFIG))
     said = await say(policy, "policy")
     killed = engine_of(policy)
     os.killpg(killed.pid, signal.SIGKILL)
@@ -201,10 +201,10 @@ async def test_base_and_adapter_merged_say_what_the_adapter_says(
 ) -> None:
     policy = deployment["policy"]
     named = adapter(base, 5)
-    await policy.serve_weights(policy.make_adapter_push(named, CONFIG))
+    await policy.serve_weights(policy.phases.make_push(named, adapter=CONFIG))
     said = await say(policy, "policy")
     whole = dict(merged(base, named, CONFIG))
-    await policy.serve_weights(policy.make_base_push(whole))
+    await policy.serve_weights(policy.phases.make_push(whole, is_base=True))
     assert await say(policy, None) == said
     assert policy.checks.base_differs(whole)
 
@@ -215,10 +215,10 @@ async def test_a_trainers_base_that_is_not_the_one_on_disk_is_pushed(
     policy = deployment["policy"]
     other = {name: value + 0.01 for name, value in base.items()}
     assert policy.checks.base_differs(other)
-    await policy.serve_weights(policy.make_base_push(other))
+    await policy.serve_weights(policy.phases.make_push(other, is_base=True))
     of_base, _ = await held(policy)
     assert of_base == prints({name: other[name] for name in of_base})
     named = adapter(base, 6)
     async with policy.offloaded() as window:
-        window.push_adapter(named, CONFIG)
+        window.push(named, adapter=CONFIG)
     assert await held(policy) == (of_base, prints(named))

@@ -165,7 +165,7 @@ def test_a_window_pushes_a_copy_that_outlives_the_trainers_tensors(
             value.zero_()
     assert held(deployment) == [{name: wanted[name] for name in one} for one in held(deployment)]
     with pytest.raises(ConfigError, match="reads the tensors while engines load them"):
-        with_settings(deployment, shm, transport="distributed").make_push(weights)
+        with_settings(deployment, shm, transport="distributed").phases.make_push(weights)
     policy.close()
 
 
@@ -268,3 +268,18 @@ async def test_an_engine_that_does_not_receive_ends_the_broadcast_in_time(
         await asyncio.to_thread(root.send, [torch.zeros(1 << 22)])
     await leave_group(engine, "deaf")  # if it has not left by itself
     await engine.aclose()
+
+
+def test_a_transaction_over_servers_uses_a_broadcast(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    """Its push is made as that of one server: engines load each bucket while the next is made."""
+    policy = with_settings(deployment, shm, transport="distributed")
+    run = DeploymentHandle(
+        deployment.config, {"policy": policy}, deployment._deployment, deployment._loop
+    )
+    report = run.serve_weights({"policy": weights}).result(60)["policy"]
+    one, other = held(deployment)
+    assert one == other == {name: bytes_fingerprint(name, weights[name]) for name in one}
+    assert report.weight_version == policy.weight_version
+    policy.close()

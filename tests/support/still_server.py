@@ -9,6 +9,7 @@ from typing import Any
 from rollout.config import ServerConfig, Transport
 from rollout.core.types import ServerStatus
 from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.route import EnginePlace
 
@@ -74,21 +75,19 @@ def make_push(
     name_map: Any = None,
 ) -> WeightPush:
     """A push by value of a copy of these tensors."""
-    from rollout.weights.ranks.rank_push import LocalPush
+    from rollout.weights.ranks.rank_push import push_of_one_rank
     from rollout.weights.ranks.trainer_rank import TrainerRank
 
     config = server_config(transport=Transport.TENSOR, bucket_bytes=bucket_bytes)
     rank = TrainerRank(config)
     try:
-        made = LocalPush(
+        made = push_of_one_rank(
             rank,
             StillServer(expected),
-            named_tensors,
-            version,
-            name_map=name_map,
+            PushRequest(named_tensors, version, name_map),
             may_stream=False,
         )
         made.close()
     finally:
         rank.close()
-    return made.push
+    return made.weights

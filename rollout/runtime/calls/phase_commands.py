@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.runtime.calls.caller import Caller
-from rollout.runtime.calls.push_calls import PushCalls
+from rollout.runtime.calls.server_pushes import ServerPushes
+from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
 class PhaseCommands:
     """``policy.phases``: one command of the lifecycle at a time, refused in every other phase.
 
-    Use them to do something between two phases.  ``give_memory`` and ``serve_weights`` of the
-    handle run all that are needed.
+    Use them to do something between two phases, and to copy weights before the command that sends
+    them.  ``give_memory`` and ``serve_weights`` of the handle run all that are needed.
     """
 
-    def __init__(self, caller: Caller, pushes: PushCalls) -> None:
+    def __init__(self, caller: Caller, pushes: ServerPushes) -> None:
         self._caller = caller
         self._pushes = pushes
 
@@ -60,9 +62,38 @@ class PhaseCommands:
         """
         return self._caller.call(RolloutServer.onload_weights)
 
+    def make_push(
+        self,
+        named_tensors: NamedTensors,
+        version: int | None = None,
+        *,
+        name_map: NameMap | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
+    ) -> Push:
+        """Copy tensors into a push; the trainer may change or free them afterwards.
+
+        It is legal in any phase.  ``update_weights``, ``serve_weights`` and ``checks.push_path``
+        take the push in place of tensors, once; ``close`` frees one that is not sent.
+
+        Args:
+            named_tensors, version, name_map: see ``ServerHandle.serve_weights``.
+            adapter: with ``update: lora``, the tensors are those of a LoRA adapter, under PEFT's
+                names, and this is PEFT's ``adapter_config.json`` or ``config.to_dict()``: at least
+                ``r`` and ``lora_alpha``.
+            is_base: with ``update: lora``, the tensors are all base weights, or base and adapter
+                ``merged``; else tensors under the model's names are some of the base's.
+
+        Raises:
+            WeightMismatch: they do not fit the model, or no engine honours a field of ``adapter``.
+        """
+        return self._pushes.make(
+            PushRequest(named_tensors, version, name_map, None, adapter, is_base)
+        )
+
     def update_weights(
         self,
-        named_tensors: NamedTensors | WeightPush,
+        named_tensors: NamedTensors | Push | WeightPush,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,

@@ -12,7 +12,8 @@ from rollout.core.errors import WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.rules.canary import Prompt
-from rollout.runtime.calls.push_calls import PushCalls
+from rollout.runtime.calls.server_pushes import ServerPushes, needs_torch
+from rollout.weights.push.push import Push
 from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class WeightChecks:
     """``policy.checks``: whether the engines hold, or would get, the trainer's weights."""
 
-    def __init__(self, config: ServerConfig, pushes: PushCalls) -> None:
+    def __init__(self, config: ServerConfig, pushes: ServerPushes) -> None:
         self._config = config
         self._pushes = pushes
 
@@ -48,11 +49,11 @@ class WeightChecks:
         except (TypeError, ValueError) as error:
             raise WeightMismatch(f"log-probs are a list of floats per prompt: {error}") from None
         check_expected(expected, self.canary_prompts)
-        self._pushes.expected = expected
+        self._pushes.server.logprobs = expected
 
     def push_path(
         self,
-        named_tensors: NamedTensors | WeightPush,
+        named_tensors: NamedTensors | Push | WeightPush,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,
@@ -83,4 +84,8 @@ class WeightChecks:
         Raises:
             WeightMismatch: they do not fit the model.
         """
-        return self._pushes.base_differs(named_tensors)
+        with needs_torch():
+            from rollout.weights.tensors.adapters import differs_from_checkpoint
+
+        expected = self._pushes.server.expected
+        return differs_from_checkpoint(named_tensors, self._config.model_path, expected)

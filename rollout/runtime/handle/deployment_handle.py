@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.rules.lifecycle import Command
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv, with_before_kv
 from rollout.runtime.handle.run_handle import RunHandle
-from rollout.runtime.handle.server_handle import ServerHandle
+from rollout.runtime.handle.server_handle import ServerHandle, pushes_of
+from rollout.weights.push.push import Push, send_all
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.buffers import remove_leftovers
 
@@ -120,7 +122,7 @@ class DeploymentHandle(RunHandle):
 
     def serve_weights(
         self,
-        weights: Mapping[str, NamedTensors | WeightPush],
+        weights: Mapping[str, NamedTensors | Push | WeightPush],
         *,
         before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:
@@ -147,7 +149,12 @@ class DeploymentHandle(RunHandle):
                 known = ", ".join(self._servers)
                 raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
         check_before_kv(before_kv)
-        pushes = {name: self._servers[name].prepare(tensors) for name, tensors in weights.items()}
+        with ExitStack() as made:
+            pushes = {}
+            for name, tensors in weights.items():
+                pushes[name] = pushes_of(self._servers[name]).push_of(tensors)
+                made.callback(pushes[name].close)
+            made.pop_all()  # all fit
         return self._serve(pushes, before_kv)
 
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[dict[str, StepReport]]:
@@ -164,22 +171,27 @@ class DeploymentHandle(RunHandle):
         return self._serve({}, before_kv)
 
     def _serve(
-        self, pushes: Mapping[str, WeightPush], before_kv: BeforeKv | None
+        self, pushes: Mapping[str, Push], before_kv: BeforeKv | None
     ) -> Pending[dict[str, StepReport]]:
-        def end_pushes() -> None:
-            for name, push in pushes.items():
-                self._servers[name].end_push(push)
-
         def begin(until: Command) -> Pending[dict[str, StepReport]]:
-            return self._loop.submit(self._deployment.serve(pushes, until)).then(end_pushes)
+            return send_all(pushes, lambda weights: self._begin(weights, until))
 
         return with_before_kv(
             begin,
             before_kv,
-            lambda: self._loop.submit(self._deployment.serve({})),
+            lambda: self._begin({}, Command.CONTINUE),
             lambda first, second: {name: first[name].merged(second[name]) for name in first},
             is_serving=lambda: all(one.gate == "open" for one in self.status().result().values()),
         )
+
+    def _begin(
+        self, weights: Mapping[str, WeightPush], until: Command
+    ) -> Pending[dict[str, StepReport]]:
+        shipped = {
+            name: pushes_of(self._servers[name]).server.shipped(push)
+            for name, push in weights.items()
+        }
+        return self._loop.submit(self._deployment.serve(shipped, until))
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Status of every server.

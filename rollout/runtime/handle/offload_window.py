@@ -10,12 +10,13 @@ from rollout.core.errors import ConfigError, LifecycleError
 from rollout.core.pending import Pending, PendingWithTurn
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import Command
+from rollout.weights.push.push import Push
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, WeightPush
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 
 if TYPE_CHECKING:
     from rollout.runtime.handle.server_handle import ServerHandle
-    from rollout.weights.tensors import NamedTensors
+    from rollout.weights.tensors import NamedTensors, NameMap
 
 T = TypeVar("T")
 
@@ -65,9 +66,9 @@ def with_before_kv(
 class OffloadWindow:
     """The time in which the trainer has the memory, as a context manager, sync and async.
 
-    Always true: if the block raises, nothing is onloaded.  The engines stay offloaded, the gate
-    stays closed, and the error is raised.  Afterwards ``report`` holds the figures of both
-    transitions.
+    Always true: if the block raises, its push is closed and nothing is onloaded.  The engines stay
+    offloaded, the gate stays closed, and the error is raised.  Afterwards ``report`` holds the
+    figures of both transitions.
 
     Args:
         check_reach: called with the server's status before anything is offloaded.
@@ -87,46 +88,35 @@ class OffloadWindow:
         self._before_kv = before_kv
         self._weights = weights
         self._version = version
-        self._push: WeightPush | None = None
+        self._push: Push | None = None
         self._is_open = False
         self.report = StepReport()
 
-    def push(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+    def push(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        name_map: NameMap | None = None,
+        adapter: Mapping[str, Any] | None = None,
+        is_base: bool = False,
+    ) -> None:
         """Copy these tensors now; they are sent when the block ends.
 
         Args:
-            named_tensors, version: see ``ServerHandle.serve_weights``.
+            named_tensors, version, name_map, adapter, is_base: see ``PhaseCommands.make_push``.
 
         Raises:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed, has ended or did not begin.
         """
-        self._push = self._server.make_push(named_tensors, self._version_of_first(version))
-
-    def push_adapter(
-        self, named_tensors: NamedTensors, config: Mapping[str, Any], *, version: int | None = None
-    ) -> None:
-        """``push`` of a LoRA adapter (``update: lora``); see ``ServerHandle.make_adapter_push``.
-
-        Args:
-            named_tensors, config, version: see there.
-
-        Raises:
-            WeightMismatch, LifecycleError: as ``push``.
-        """
-        chosen = self._version_of_first(version)
-        self._push = self._server.make_adapter_push(named_tensors, config, chosen)
-
-    def push_base(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
-        """``push`` of all base weights, or of base and adapter merged (``update: lora``).
-
-        Args:
-            named_tensors, version: see ``ServerHandle.serve_weights``.
-
-        Raises:
-            WeightMismatch, LifecycleError: as ``push``.
-        """
-        self._push = self._server.make_base_push(named_tensors, self._version_of_first(version))
+        self._push = self._server.phases.make_push(
+            named_tensors,
+            self._version_of_first(version),
+            name_map=name_map,
+            adapter=adapter,
+            is_base=is_base,
+        )
 
     def _version_of_first(self, version: int | None) -> int | None:
         chosen = self._version if version is None else checked_version(version)
@@ -162,8 +152,7 @@ class OffloadWindow:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._is_open = False
-        if kind is None:
+        if self._has_ended(kind):
             self.report = self.report.merged(self._finish().result())
 
     async def __aenter__(self) -> OffloadWindow:
@@ -175,9 +164,15 @@ class OffloadWindow:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._is_open = False
-        if kind is None:
+        if self._has_ended(kind):
             self.report = self.report.merged(await self._finish())
+
+    def _has_ended(self, kind: type[BaseException] | None) -> bool:
+        """Whether the block has ended without an error, so that the engines serve again."""
+        self._is_open = False
+        if kind is not None and self._push is not None:
+            self._push.close()
+        return kind is None
 
     def _check_closed(self) -> None:
         if self._is_open:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Any
 
-from rollout.config import ServerConfig
 from rollout.core.arguments import check_kind, check_number
 from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
-from rollout.runtime.calls.caller import Caller
+from rollout.runtime.calls.server_port import ServerCalls
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
-from rollout.runtime.handle.server_port import ServerCalls
-from rollout.runtime.handle.server_pushes import check_name_map
-from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.leader import Leader
+from rollout.weights.push.push import PushRequest
 from rollout.weights.ranks.link import RankLink
-from rollout.weights.ranks.messages import encode
-from rollout.weights.ranks.protocol import PushRound, gather_timeout_s
-from rollout.weights.ranks.rank_push import (
-    RankOffload,
-    RankPush,
-    contents_of,
-    follower_of,
-    report_of,
-)
+from rollout.weights.ranks.protocol import PushRound
+from rollout.weights.ranks.rank_push import RankOffload, RankPush, report_of
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.trainer_groups import IdleGroup
 from rollout.weights.tensors import Dtype, NamedTensors, NameMap
@@ -41,27 +28,25 @@ class Pusher:
     Every rank calls ``push`` with the same arguments, and gets the same report or the same error.
 
     Args:
+        server: the calls of a push to its server, which the handle makes, too.
         timeout_s: for a rank that is silent, see ``ranks.protocol``.
-        with_expected: adds the log-probs that the handle expects of the next push.
         idle_group: of all pushes of the handle.
     """
 
     def __init__(
         self,
-        config: ServerConfig,
-        caller: Caller,
+        server: ServerCalls,
         link: RankLink,
         *,
         timeout_s: float,
-        with_expected: Callable[[WeightPush], WeightPush] = lambda push: push,
         idle_group: IdleGroup | None = None,
     ) -> None:
+        config = server.config
         self.link = link
-        self.server = ServerCalls(config, caller)
+        self.server = server
         hosts = link.hosts(config.weights.shared_memory_path)
         self.rank = TrainerRank(config, link.rank, hosts, idle_group)
         self._timeout_s = timeout_s
-        self._with_expected = with_expected
         self._is_closed = False
         self._num_rounds = 0
         self._keys_left: list[tuple[str, ...]] = []
@@ -109,16 +94,11 @@ class Pusher:
             RankFailure: a rank failed, or is silent.
             RolloutError: the pusher is closed.
         """
+        # A rank whose argument is wrong has called, too: its next call is the others' next one.
+        turn = self._round("push")
         check_before_kv(before_kv)
-        return self._push(
-            named_tensors,
-            version,
-            name_map,
-            dtype,
-            before_kv=before_kv,
-            adapter=adapter,
-            is_base=is_base,
-        )
+        request = PushRequest(named_tensors, version, name_map, dtype, adapter, is_base)
+        return self._push(turn, request, before_kv=before_kv)
 
     def check_push_path(
         self,
@@ -139,58 +119,34 @@ class Pusher:
             PhaseFailed: weights differ; the message names them.
             ConfigError, WeightMismatch, RankFailure, RolloutError: as ``push``.
         """
-        return self._push(named_tensors, version, name_map, dtype, checks_path=True)
+        turn = self._round("push")
+        request = PushRequest(named_tensors, version, name_map, dtype)
+        return self._push(turn, request, checks_path=True)
 
     def _push(
         self,
-        named_tensors: NamedTensors,
-        version: int | None,
-        name_map: NameMap | None,
-        dtype: Dtype | None,
+        turn: PushRound,
+        request: PushRequest,
         *,
         before_kv: BeforeKv | None = None,
-        adapter: Mapping[str, Any] | None = None,
-        is_base: bool = False,
         checks_path: bool = False,
     ) -> StepReport:
-        self._check_open()
-        check_name_map(name_map)
-        if dtype is not None:
-            check_kind("dtype", dtype, Dtype, "a torch.dtype such as torch.bfloat16")
-        link, turn = self.link, self._round("push")
-        chosen = None if version is None else checked_version(version)
-        contents = contents_of(self.rank.config.weights, adapter, is_base=is_base)
-        resources = ExitStack()
-        follower = follower_of(
-            self.rank,
-            self.server,
-            named_tensors,
-            resources,
-            name_map=name_map,
-            dtype=dtype,
-            adapter=adapter,
-            timeout_s=gather_timeout_s(self._timeout_s),
-        )
-        leader = None
-        if link.rank == 0:
-            leader = Leader(self.server, follower, contents, may_stream=True, streams=True)
-        expected, timeout_s = self._with_expected, self._timeout_s
-        work = RankPush(
-            follower,
-            self.server,
-            before_kv,
-            leader,
-            expected,
-            timeout_s,
-            checks_path=checks_path,
-        )
-        ready = encode(follower.ready(chosen, has_turn=before_kv is not None))
+        if request.dtype is not None:
+            check_kind("dtype", request.dtype, Dtype, "a torch.dtype such as torch.bfloat16")
+        link = self.link
         try:
-            steps = turn.lead(ready) if leader is not None else turn.follow(ready)
-            report = link.run(steps, work.do)
-            work.keep()
+            with RankPush(
+                self.rank,
+                self.server,
+                request,
+                before_kv=before_kv,
+                checks_path=checks_path,
+                timeout_s=self._timeout_s,
+            ) as push:
+                steps = turn.follow(push.ready) if link.rank else turn.lead(push.ready)
+                report = link.run(steps, push.do)
+                push.complete()
         finally:
-            work.close()
             self._forget(turn)
         return report_of(report)
 
@@ -209,7 +165,6 @@ class Pusher:
             RankFailure: a rank is silent; nothing was offloaded, unless that is rank 0.
             RolloutError: the pusher is closed.
         """
-        self._check_open()
         if rank_timeout_s is not None:
             check_number("rank_timeout_s", rank_timeout_s, least=1)
         link, turn = self.link, self._round("offload", rank_timeout_s)
@@ -222,7 +177,13 @@ class Pusher:
         return report_of(report)
 
     def _round(self, call: str, timeout_s: float | None = None) -> PushRound:
-        """The next call of all ranks, which no call of another name can join."""
+        """The next call of all ranks, which no call of another name can join.
+
+        Raises:
+            RolloutError: the pusher is closed.
+        """
+        if self._is_closed:
+            raise RolloutError("this pusher is closed; policy.pusher() makes another, on all ranks")
         self._num_rounds += 1
         link = self.link
         name = f"{call}-{self._num_rounds}"
@@ -238,10 +199,6 @@ class Pusher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RolloutError("this pusher is closed; policy.pusher() makes another, on all ranks")
 
     def _forget(self, turn: PushRound) -> None:
         """Delete the messages of earlier calls."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
-from rollout.core.arguments import check_kind, check_number
+from rollout.core.arguments import check_number
 from rollout.core.errors import ConfigError
-from rollout.core.optional_deps import optional_import
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.driver.client.agent_session import AgentSession
@@ -21,6 +20,7 @@ from rollout.runtime.calls.caller import Caller
 from rollout.runtime.calls.phase_commands import PhaseCommands
 from rollout.runtime.calls.sample_client import ReplyStream, SampleClient
 from rollout.runtime.calls.server_engines import ServerEngines
+from rollout.runtime.calls.server_pushes import ServerPushes, needs_torch
 from rollout.runtime.calls.weight_checks import WeightChecks
 from rollout.runtime.handle.offload_window import (
     BeforeKv,
@@ -28,7 +28,7 @@ from rollout.runtime.handle.offload_window import (
     check_before_kv,
     with_before_kv,
 )
-from rollout.runtime.handle.server_pushes import ServerPushes
+from rollout.weights.push.push import Push
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.choice import NEAR_ONLY, check_reach, check_window
@@ -100,7 +100,7 @@ class ServerHandle:
 
     def serve_weights(
         self,
-        named_tensors: NamedTensors | WeightPush,
+        named_tensors: NamedTensors | Push | WeightPush,
         version: int | None = None,
         *,
         name_map: NameMap | None = None,
@@ -312,73 +312,7 @@ class ServerHandle:
             self._samples = SampleClient(find_url, self._config.router)
         return self._samples
 
-    # -- pushes -----------------------------------------------------------------------------
-
-    def make_push(
-        self,
-        named_tensors: NamedTensors,
-        version: int | None = None,
-        name_map: NameMap | None = None,
-    ) -> WeightPush:
-        """Copy tensors into a push; the trainer may free them afterwards.
-
-        Args:
-            named_tensors, version, name_map: see ``serve_weights``.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-        """
-        return self._pushes.full(named_tensors, version, name_map=name_map, may_stream=False)
-
-    def make_base_push(self, named_tensors: NamedTensors, version: int | None = None) -> WeightPush:
-        """With ``update: lora``: a push of all base weights, or of base and adapter ``merged``.
-
-        Args:
-            named_tensors, version: see ``serve_weights``.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-        """
-        return self._pushes.full(
-            named_tensors,
-            version,
-            may_stream=False,
-            is_base=True,
-        )
-
-    def make_adapter_push(
-        self,
-        named_tensors: NamedTensors,
-        config: Mapping[str, Any],
-        version: int | None = None,
-    ) -> WeightPush:
-        """With ``update: lora``: copy an adapter into a push.
-
-        Args:
-            named_tensors: with PEFT's names.
-            config: PEFT's ``adapter_config.json`` or ``config.to_dict()``: at least ``r`` and
-                ``lora_alpha``.
-            version: the new weight version; by default one more than the last.
-
-        Raises:
-            WeightMismatch: it does not fit the model, or no engine honours a field of its config.
-        """
-        return self._pushes.full(named_tensors, version, adapter=config, may_stream=False)
-
-    def prepare(
-        self, named_tensors: NamedTensors | WeightPush, version: int | None = None
-    ) -> WeightPush:
-        """A new or existing push, shipped: ready for the server.
-
-        Args:
-            named_tensors, version: see ``serve_weights``.
-
-        Raises:
-            WeightMismatch: they do not fit the model.
-        """
-        if isinstance(named_tensors, WeightPush):
-            return self._pushes.shipped(named_tensors)
-        return self._pushes.shipped(self.make_push(named_tensors, version))
+    # -- all ranks --------------------------------------------------------------------------
 
     def pusher(self, group: Any = None, *, rank_timeout_s: float = 30.0) -> Pusher:
         """Pushes from every rank of the trainer; a collective: every rank calls it, once.
@@ -391,20 +325,14 @@ class ServerHandle:
         Raises:
             ConfigError: an argument is wrong, or torch is not installed.
         """
-        with optional_import("embedded", "pushing weights needs torch, which is not installed"):
+        with needs_torch():
             from rollout.runtime.handle.pusher import Pusher
             from rollout.weights.ranks.link import link_ranks
         check_number("rank_timeout_s", rank_timeout_s, least=1)
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
-        return Pusher(
-            self._config,
-            self._caller,
-            link,
-            timeout_s=rank_timeout_s,
-            with_expected=self._pushes.with_expected,
-            idle_group=self._pushes.idle_group,
-        )
+        pushes = self._pushes
+        return Pusher(pushes.server, link, timeout_s=rank_timeout_s, idle_group=pushes.idle_group)
 
     @property
     def _pushes_near(self) -> bool:
@@ -418,19 +346,12 @@ class ServerHandle:
         server = self._pushes.server
         check_reach(self._config.weights.transport, [server.own_node], server.places(status))
 
-    def end_push(self, push: WeightPush) -> None:
-        """Free the resources of a push in this process.  Calls that send it do so themselves.
-
-        Args:
-            push: what ``make_push`` and the like returned.
-
-        Raises:
-            ConfigError: it is no push.
-        """
-        check_kind("push", push, WeightPush, "what make_push returned")
-        self._pushes.end(push)
-
     def close(self) -> None:
-        """End all pushes and remove their files; the server keeps running."""
+        """Close all pushes and remove their files; the server keeps running."""
         self._pushes.close()
         self._samples = None
+
+
+def pushes_of(server: ServerHandle) -> ServerPushes:
+    """The pushes of a handle, for a transaction over several."""
+    return server._pushes

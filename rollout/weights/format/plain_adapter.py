@@ -96,7 +96,7 @@ def _factor(module: str, own: float, scale: float) -> float:
         raise WeightMismatch(
             f"use_rslora, rank_pattern and alpha_pattern give {module!r} the scale {own:g}, other "
             f"modules {scale:g}. Engines have one scale for all, so scales can differ by powers of "
-            "two only; choose such alphas, or push base and adapter merged, with push_base"
+            "two only; choose such alphas, or push base and adapter merged, with is_base=True"
         )
     return factor
 

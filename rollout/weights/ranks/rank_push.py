@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollout.config import WeightsConfig, WeightUpdate
-from rollout.core.errors import RolloutError, WeightMismatch
+from rollout.core.errors import RolloutError
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
-from rollout.weights.push.weight_push import WeightPush, default_contents
+from rollout.weights.push.push import Push, PushRequest
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.follower import Follower
 from rollout.weights.ranks.leader import Leader
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, decode, encode
@@ -35,13 +36,12 @@ from rollout.weights.ranks.protocol import (
     Prepare,
     Step,
     TakeTurn,
+    gather_timeout_s,
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.cuda_ipc import gpu_with
 from rollout.weights.tensors.adapters import AdapterSource
-from rollout.weights.tensors.push_plan import Dtype, NameMap
 from rollout.weights.tensors.sources import (
-    NamedTensors,
     Pairs,
     PlannedSource,
     StreamedSource,
@@ -57,24 +57,24 @@ _RECORD_S = 5.0
 def follower_of(
     rank: TrainerRank,
     server: ServerPort,
-    named_tensors: NamedTensors,
+    request: PushRequest,
     resources: ExitStack,
-    *,
-    name_map: NameMap | None = None,
-    dtype: Dtype | None = None,
-    adapter: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> Follower:
-    """The part of one rank in a push of these tensors.
+    """The part of one rank in a push.
 
     Args:
-        adapter: of a LoRA adapter, its configuration.
         timeout_s: for each gather and broadcast with other ranks; None for a single process,
             which has no shards.
     """
+    named_tensors, adapter = request.named_tensors, request.adapter
 
     def open_source(tensors: TensorList | None) -> PlannedSource | StreamedSource:
-        shared: Any = {"name_map": name_map, "dtype": dtype, "gather_timeout_s": timeout_s}
+        shared: Any = {
+            "name_map": request.name_map,
+            "dtype": request.dtype,
+            "gather_timeout_s": timeout_s,
+        }
         planned: Any = {
             "tensors": tensors,
             "plans": rank.plans,
@@ -100,96 +100,49 @@ def follower_of(
     )
 
 
-def contents_of(
-    config: WeightsConfig, adapter: Mapping[str, Any] | None, *, is_base: bool
-) -> WeightUpdate:
-    """The part of the model that is pushed.
-
-    Args:
-        adapter: of a LoRA adapter, its configuration.
-        is_base: all base weights, also where ``update`` is ``lora``.
-
-    Raises:
-        WeightMismatch: the server takes no adapters, or this is no adapter's configuration.
-    """
-    if adapter is None:
-        return WeightUpdate.FULL if is_base else default_contents(config.update)
-    if config.update is not WeightUpdate.LORA:
-        raise WeightMismatch(f"weights.update is {config.update}: adapters need lora")
-    if is_base or not isinstance(adapter, Mapping):
-        found = "with is_base" if is_base else f"not {adapter!r:.80}"
-        raise WeightMismatch(
-            "an adapter's config is the mapping in adapter_config.json, or PEFT's "
-            f"config.to_dict(), {found}"
-        )
-    return WeightUpdate.LORA
-
-
 # -- one process ------------------------------------------------------------------------------
 
 
-class LocalPush:
-    """A push from one process, ready for its server.
+def push_of_one_rank(
+    rank: TrainerRank, server: ServerPort, request: PushRequest, *, may_stream: bool
+) -> Push:
+    """A push from one process, ready to be sent.
 
-    Attributes:
-        push: what the server gets.
+    Args:
+        may_stream: the tensors do not change until it has ended; else it is a copy of them.
+
+    Raises:
+        WeightMismatch: they do not fit the model.
     """
+    weights = rank.config.weights
+    contents = request.contents(weights.update)
+    if isinstance(request.named_tensors, Iterator):
+        request = replace(request, named_tensors=list(request.named_tensors))
+    with ExitStack() as resources:
+        follower = follower_of(rank, server, request, resources)
+        streams = may_stream and weights.stream
+        leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
+        plan = leader.decide([follower.ready(request.version)])
+        follower.prepare(plan)
+        made = _copied(leader) if plan.is_copied else leader.streamed_push(_made(leader))
+        return Push(made, resources.pop_all(), partial(_offer_copies, leader, server))
 
-    def __init__(
-        self,
-        rank: TrainerRank,
-        server: ServerPort,
-        named_tensors: NamedTensors,
-        version: int | None,
-        *,
-        name_map: NameMap | None = None,
-        adapter: Mapping[str, Any] | None = None,
-        is_base: bool = False,
-        may_stream: bool,
-    ) -> None:
-        contents = contents_of(rank.config.weights, adapter, is_base=is_base)
-        if isinstance(named_tensors, Iterator):
-            named_tensors = list(named_tensors)
-        self._server = server
-        self._resources = ExitStack()
-        follower = follower_of(
-            rank, server, named_tensors, self._resources, name_map=name_map, adapter=adapter
-        )
-        streams = may_stream and rank.config.weights.stream
-        self._leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
-        try:
-            plan = self._leader.decide([follower.ready(version)])
-            follower.prepare(plan)
-            self.push = self._copied() if plan.is_copied else self._streamed()
-        except BaseException:
-            self.close()
-            raise
 
-    def _copied(self) -> WeightPush:
-        follower = self._leader.follower
-        for index in count():
-            share, pairs = follower.make(index)
-            self._leader.copy([share], pairs)
-            del pairs
-            if share.is_last:
-                break
-        return self._leader.copied_push()
+def _copied(leader: Leader) -> WeightPush:
+    for index in count():
+        share, pairs = leader.follower.make(index)
+        leader.copy([share], pairs)
+        del pairs
+        if share.is_last:
+            break
+    return leader.copied_push()
 
-    def _streamed(self) -> WeightPush:
-        return self._leader.streamed_push(_made(self._leader))
 
-    def close(self) -> None:
-        """Free what it holds in this process, in any state."""
-        self._resources.close()
-
-    def ended(self, pending: Pending[StepReport]) -> None:
-        """Its call has ended."""
-        self.close()
-        if self._leader.kept is not None:
-            with suppress(Exception):  # a failed push is not kept
-                pending.result(0)
-                if (push := self._leader.kept.push(self.push.version)) is not None:
-                    self._server.offer_to_store(push)
+def _offer_copies(leader: Leader, server: ServerPort) -> Pending[None] | None:
+    """Offer the copies of a push that has succeeded to the store; None without copies."""
+    version = leader.plan.terms.version
+    push = None if leader.kept is None else leader.kept.push(version)
+    return None if push is None else server.offer_to_store(push)
 
 
 def _made(leader: Leader) -> Iterator[OfferedBucket]:
@@ -208,37 +161,47 @@ def _made(leader: Leader) -> Iterator[OfferedBucket]:
 
 
 class RankPush:
-    """What one rank does in a push of all ranks, besides exchanging messages.
+    """One rank's part in a push of all ranks: a context manager, which frees what it holds.
 
     Args:
-        leader: on rank 0.
-        with_expected: adds the log-probs that the engines are compared with.
+        before_kv: frees memory of this rank that the KV caches need.
         checks_path: the engines compare what they held before with what they get.
-        timeout_s: after a failure, for the server to end the push.
+        timeout_s: for a rank that is silent; after a failure, for the server to end the push.
+
+    Attributes:
+        ready: the message with which it begins.
+
+    Raises:
+        WeightMismatch: it is an adapter, and no adapter of this server.
     """
 
     def __init__(
         self,
-        follower: Follower,
+        rank: TrainerRank,
         server: ServerPort,
-        before_kv: Callable[[], object] | None,
-        leader: Leader | None,
-        with_expected: Callable[[WeightPush], WeightPush],
-        timeout_s: float,
+        request: PushRequest,
         *,
+        before_kv: Callable[[], object] | None = None,
         checks_path: bool = False,
+        timeout_s: float,
     ) -> None:
+        contents = request.contents(rank.config.weights.update)
+        self._resources = ExitStack()
+        timeout_in_gather_s = gather_timeout_s(timeout_s)
+        follower = follower_of(rank, server, request, self._resources, timeout_in_gather_s)
         self._follower = follower
+        self._leader = (
+            None if rank.rank else Leader(server, follower, contents, may_stream=True, streams=True)
+        )
         self._checks_path = checks_path
         self._server = server
         self._before_kv = before_kv
-        self._leader = leader
-        self._with_expected = with_expected
         self._timeout_s = timeout_s
         self._handover: BucketHandover[OfferedBucket] = BucketHandover()
         self._pairs: Pairs | None = None
         self._pending: Pending[StepReport] | None = None
         self._verified: StepReport | None = None
+        self.ready = encode(follower.ready(request.version, has_turn=before_kv is not None))
 
     def do(self, step: Step) -> Any:
         """Carry out one step."""
@@ -269,22 +232,28 @@ class RankPush:
         raise AssertionError(step)
 
     def close(self) -> None:
-        """Free what the push holds, also after a failure."""
+        """Free what the push holds, in any state."""
         self._pairs = None
         self._handover.close()
-        self._follower.resources.close()
+        self._resources.close()
 
-    def keep(self) -> None:
+    def __enter__(self) -> RankPush:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def complete(self) -> None:
         """After the push: leave this rank's copies to the store, and figures to the timeline."""
         self._follower.keep()
         if self._leader is None:
             return
-        version, kept = self._leader.plan.terms.version, self._leader.kept
-        if kept is not None and (push := kept.push(version)) is not None:
-            try:
-                self._server.offer_to_store(push).result()
-            except RolloutError as error:
-                logger.warning("store: weight version %d is not kept: %s", version, error)
+        version = self._leader.plan.terms.version
+        try:
+            if (offered := _offer_copies(self._leader, self._server)) is not None:
+                offered.result()
+        except RolloutError as error:
+            logger.warning("store: weight version %d is not kept: %s", version, error)
         recorded = self._server.record_push(self._follower.figures.spans(version))
         with suppress(Exception):  # the weights are pushed: it succeeds without its spans
             recorded.result(_RECORD_S)
@@ -312,10 +281,10 @@ class RankPush:
         leader = self._led
         plan = leader.plan
         # Before the next push, and after the stream is closed, which ends a push that has failed.
-        self._follower.resources.callback(self._await_end)
+        self._resources.callback(self._await_end)
         push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._handover)
-        push = replace(self._with_expected(push), checks_path=self._checks_path)
         until = Command.VERIFY if plan.has_turn and not plan.is_serving else Command.CONTINUE
+        push = replace(push, checks_path=self._checks_path)
         pending = self._server.serve_weights(push, until)
         self._pending = pending.then(self._handover.close)
 

@@ -66,7 +66,7 @@ def pushed(policy: ServerHandle, model: Path) -> str:
                 f"{one.endpoint.url}/generate", json=body, timeout=60, trust_env=False
             ).json()
             assert answer["output_ids"][: len(wanted)] == wanted, group
-    return policy._pushes.group_name
+    return policy._pushes.idle_group.name
 
 
 def test_a_group_with_real_sglang_is_kept_until_another_engine_dies(

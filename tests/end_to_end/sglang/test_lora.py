@@ -145,7 +145,7 @@ def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -
     # The trainer's base is not what the engines have loaded: it is pushed once, at the start.
     assert are_of(trainer.disk, answers(policy))
     assert policy.checks.base_differs(trainer.weights())
-    policy.serve_weights(policy.make_base_push(trainer.weights())).result(120)
+    policy.serve_weights(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
     version = policy.weight_version
     base = answers(policy)
     assert are_of(trainer.base, base)
@@ -165,7 +165,7 @@ def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -
 
     for step in (1, 2):
         with policy.offloaded() as window:
-            window.push_adapter(trainer.adapter(step), SETTINGS)
+            window.push(trainer.adapter(step), adapter=SETTINGS)
         assert policy.status().result(30).weight_version == version + step
         # Bit for bit what it was before: the base has come back from its backup.
         assert numbers(answers(policy, **BASE)) == numbers(base)
@@ -246,7 +246,7 @@ def test_forced_past_the_policy_the_fingerprints_fence_the_engine(
 
         def step() -> None:
             with policy.offloaded() as window:
-                window.push_adapter(trainer.adapter(1), SETTINGS)
+                window.push(trainer.adapter(1), adapter=SETTINGS)
 
         with pytest.raises(rollout.PhaseFailed, match="is not what it was before") as failed:
             step()
@@ -262,7 +262,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
     """With its options and its configuration of an adapter; the model and the machine are ours."""
     page = (ROOT / "docs/how-to/lora.md").read_text()
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (settings,) = re.findall(r"push_adapter\(adapter_tensors, (.*?)\)\n", page)
+    (settings,) = re.findall(r"push\(adapter_tensors, adapter=(.*?)\)\n", page)
     adapter_config = json.loads(settings)
     values = yaml.safe_load(text) | {"log_dir": str(tmp_path)}
     server = values["servers"]["policy"]
@@ -276,7 +276,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
         policy = deployment["policy"]
         base = numbers(answers(policy))
         with policy.offloaded() as window:
-            window.push_adapter(make_adapter(rank, 1), adapter_config)
+            window.push(make_adapter(rank, 1), adapter=adapter_config)
         trained = numbers(answers(policy))
         assert trained != base
         # One that is too wide for the engine is refused, and the one before serves on.
@@ -291,7 +291,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
 
 def refused(policy: ServerHandle, rank: int) -> None:
     with policy.offloaded() as window:
-        window.push_adapter(make_adapter(rank, 1), {"r": rank, "lora_alpha": 32})
+        window.push(make_adapter(rank, 1), adapter={"r": rank, "lora_alpha": 32})
 
 
 PEFT_SETTINGS: dict[str, dict[str, Any]] = {
@@ -310,11 +310,11 @@ PEFT_SETTINGS: dict[str, dict[str, Any]] = {
 def test_what_is_served_with_an_adapter_of_peft_is_what_peft_computes(
     policy: ServerHandle, trainer: Trainer, tmp_path: Path
 ) -> None:
-    policy.serve_weights(policy.make_base_push(trainer.weights())).result(120)
+    policy.serve_weights(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
     for name, settings in PEFT_SETTINGS.items():
         named, adapter_config = trained_by_peft(trainer.base, settings, tmp_path / name)
         with policy.offloaded() as window:
-            window.push_adapter(named, adapter_config)
+            window.push(named, adapter=adapter_config)
         trained = answers(policy)
         assert are_of(tmp_path / name, trained), name
         assert not are_of(trainer.base, trained), name

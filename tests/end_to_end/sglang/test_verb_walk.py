@@ -67,7 +67,7 @@ class SGLangRig:
             await attrgetter(CALLS[verb])(server)()
 
     def push(self, version: int, contents: int) -> Any:
-        return self._policy.handle.make_push(self._policy.tensors_of(contents), version)
+        return self._policy.handle.phases.make_push(self._policy.tensors_of(contents), version)
 
     async def status(self) -> ServerStatus:
         return await self._policy.handle.status()

@@ -144,11 +144,11 @@ def test_a_push_that_does_not_fit_the_checkpoint_is_refused(
     handle, tensors = deployment[name], tensors_of(models[name][1])
     first, *_, last = tensors
     with pytest.raises(WeightMismatch, match=f"tensor '{last}' has shape .* the model's is"):
-        handle.make_push({**tensors, last: tensors[last][:3]})
+        handle.phases.make_push({**tensors, last: tensors[last][:3]})
     with pytest.raises(WeightMismatch, match="the model has no tensor 'extra'"):
-        handle.make_push({**tensors, "extra": tensors[last].clone()})
+        handle.phases.make_push({**tensors, "extra": tensors[last].clone()})
     with pytest.raises(WeightMismatch, match=f"first '{first}'"):
-        handle.make_push({one: tensors[one] for one in tensors if one != first})
+        handle.phases.make_push({one: tensors[one] for one in tensors if one != first})
 
 
 def test_a_part_of_a_joined_layer_is_refused_though_its_names_are_vllms(

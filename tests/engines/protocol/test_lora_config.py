@@ -51,7 +51,7 @@ def test_first_values_of_the_adapter_alone_are_of_no_concern(value: Any) -> None
 
 @pytest.mark.parametrize("value", ["pissa", "olora", "corda", "loftq", "lora_ga"])
 def test_inits_that_change_the_base_name_the_way_out(value: str) -> None:
-    assert "with make_base_push" in why_unsupported(CONFIG | {"init_lora_weights": value})
+    assert "with is_base=True" in why_unsupported(CONFIG | {"init_lora_weights": value})
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,13 @@ def closed_function(on: On) -> RolloutFunction:
 
 
 def lora_push(on: On) -> Any:
-    return on.policy.make_adapter_push({}, {})
+    return on.policy.phases.make_push({}, adapter={})
+
+
+def closed_push(on: On) -> Any:
+    with on.policy.phases.make_push(WEIGHTS) as made:
+        pass
+    return on.policy.serve_weights(made)
 
 
 LAUNCH = {
@@ -310,23 +316,10 @@ SERVER = {
     "WeightChecks.base_differs": Case(
         lambda on: on.policy.checks.base_differs(5), WeightMismatch, NOT_TENSORS
     ),
-    "ServerHandle.prepare": Case(lambda on: on.policy.prepare(5), WeightMismatch, NOT_TENSORS),
-    "ServerHandle.make_push": Case(
-        lambda on: on.policy.make_push(WEIGHTS, name_map=4),
-        WeightMismatch,
-        "name_map is a function, not a int",
-    ),
-    "ServerHandle.make_base_push": Case(
-        lambda on: on.policy.make_base_push(WEIGHTS, version="7"),
-        WeightMismatch,
-        r"weight version '7' \(str\) is not an integer",
-    ),
-    "ServerHandle.make_adapter_push": Case(
+    "PhaseCommands.make_push": Case(
         lora_push, WeightMismatch, "weights.update is full: adapters need lora"
     ),
-    "ServerHandle.end_push": Case(
-        lambda on: on.policy.end_push(5), ConfigError, "push = 5: must be what make_push returned"
-    ),
+    "Push.send": Case(closed_push, LifecycleError, r"Push\(version 1, closed\) was sent or closed"),
     "ServerHandle.serve": Case(
         lambda on: on.policy.serve(before_kv=5), ConfigError, "before_kv takes a plain function"
     ),
@@ -388,12 +381,6 @@ SERVER = {
 WINDOW = {
     "OffloadWindow.push": Case(
         lambda on: on.policy.offloaded().push(WEIGHTS), LifecycleError, "window is not open"
-    ),
-    "OffloadWindow.push_base": Case(
-        lambda on: on.policy.offloaded().push_base(WEIGHTS), LifecycleError, "window is not open"
-    ),
-    "OffloadWindow.push_adapter": Case(
-        lambda on: on.policy.offloaded().push_adapter({}, {}), LifecycleError, "window is not open"
     ),
     "Pusher.push": Case(
         of_pusher(lambda pusher: pusher.push(WEIGHTS, dtype="bfloat16")),

@@ -18,12 +18,11 @@ IN_A_LOOP = """
 GROUPS = {
     "phases": """
         pause_generation flush_cache release_memory_occupation onload_weights update_weights verify
-        onload_kv continue_generation
+        onload_kv continue_generation make_push
     """,
     "engines": "add remove",
     "checks": "base_differs canary_prompts expect push_path",
 }
-PUSHES = "make_push make_base_push make_adapter_push prepare end_push"
 
 
 def members(one: object) -> set[str]:
@@ -38,7 +37,7 @@ def policy(tmp_path: Path) -> Iterator[ServerHandle]:
 
 def test_a_handle_has_what_a_loop_needs_and_groups(policy: ServerHandle) -> None:
     assert len(IN_A_LOOP.split()) == 14
-    assert members(policy) == {*IN_A_LOOP.split(), *GROUPS, *PUSHES.split()}
+    assert members(policy) == {*IN_A_LOOP.split(), *GROUPS}
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -22,12 +22,12 @@ SAFE_FOR = {
     "only the library makes it, and its fields are only read": """
         AgentSession DeploymentHandle EngineRank EngineReport EngineSlot EngineSpan EngineStatus
         EvalResult GapFigures GenerateReply GroupStatus LogprobReport Mismatch Mistake NodeShare
-        OffloadWindow Pending PhaseCommands PhaseReport PushStage Pusher ReplyStream RunHandle
+        OffloadWindow Pending PhaseCommands PhaseReport Push PushStage Pusher ReplyStream RunHandle
         ServerEngines ServerHandle ServerStatus Session StepReport StoreStatus TrainerSlot
         WeightChecks
     """,
     "it may be called at any time, and again": """
-        Driver.close DeploymentHandle.stop Pending.cancel Pusher.close RemoteReward.close
+        Driver.close DeploymentHandle.stop Pending.cancel Push.close Pusher.close RemoteReward.close
         ReplyStream.close RolloutDriver.close RolloutFunction.close RolloutWorker.stop
         ServerHandle.close WeightTransfer.destroy
     """,
@@ -35,7 +35,7 @@ SAFE_FOR = {
         DeploymentHandle.placement_group DeploymentHandle.ready DeploymentHandle.trainer_slots
         EngineSlot.num_gpus EngineSlot.shares EvalResult.line LogprobReport.metrics Pending.done
         PhaseReport.failures PhaseReport.freed_bytes PromptData.epoch PromptData.state_dict
-        PushStage.gib_per_s Replay.rollout_ids RolloutConfig.conflicts
+        Push.is_closed Push.version PushStage.gib_per_s Replay.rollout_ids RolloutConfig.conflicts
         RolloutDriver.weight_version Sample.is_unfinished Sample.mask Sample.versions
         SampleGroup.has_zero_std SampleGroup.rewards SamplingParams.can_continue
         SamplingParams.to_wire Session.num_left WeightChecks.canary_prompts

@@ -73,7 +73,7 @@ PUSHES = [
 ]
 SENDERS = [
     *("serve_weights", "phases.update_weights", "checks.push_path"),
-    *("make_push", "make_base_push", "prepare"),
+    "phases.make_push",
 ]
 
 
@@ -88,7 +88,7 @@ def test_a_push_of_something_else_is_refused(
 
 
 @pytest.mark.parametrize("version", ["7", 1.5, True, [1], b"7"])
-@pytest.mark.parametrize("method", [name for name in SENDERS if name != "prepare"])
+@pytest.mark.parametrize("method", SENDERS)
 @pytest.mark.torch
 def test_a_version_that_is_no_number_is_refused(
     method: str, version: Any, deployment: DeploymentHandle
@@ -105,7 +105,7 @@ HANDLE: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda p: p.checks.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
     (lambda p: p.checks.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
     (lambda p: p.offloaded({}), ConfigError, "a function that returns tensors, not a dict"),
-    (lambda p: p.make_adapter_push({}, {}), WeightMismatch, "adapters need lora"),
+    (lambda p: p.phases.make_push({}, adapter={}), WeightMismatch, "adapters need lora"),
     (lambda p: p.engines.remove("nope").result(TIMEOUT_S), RolloutError, "nope"),
     (lambda p: p.engines.remove(5).result(TIMEOUT_S), RolloutError, "5"),
     (lambda p: p.engines.add("nope").result(TIMEOUT_S), RolloutError, "nope"),
@@ -342,7 +342,7 @@ def test_without_torch_a_push_and_a_bench_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"torch, which is not installed; pip install"):
-        deployment["policy"].make_push({})
+        deployment["policy"].phases.make_push({})
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["bench", "--engine", "embedded"])
     assert isinstance(result.exception, ConfigError)

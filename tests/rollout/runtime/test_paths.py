@@ -130,11 +130,11 @@ def test_a_push_to_a_full_or_read_only_disk_is_named_and_the_next_goes_through(
         policy = handle["policy"]
         monkeypatch.setattr(os, "fsync", failing(number))
         with pytest.raises(WeightsUnavailable) as named:
-            policy.make_push(push_of(handle.config))
+            policy.phases.make_push(push_of(handle.config))
         monkeypatch.undo()
         assert "weights.disk_path = " in str(named.value)
         assert said in str(named.value)
-        assert policy.make_push(push_of(handle.config)).version == 1
+        assert policy.phases.make_push(push_of(handle.config)).version == 1
         assert policy.status().result(TIMEOUT_S).phase == "serving"
 
 
@@ -149,12 +149,12 @@ def test_a_push_to_a_full_or_lost_dev_shm_is_named(
         tensors = push_of(handle.config)
         monkeypatch.setattr("rollout.weights.routes.buffers.take_space", failing(errno.ENOSPC))
         with pytest.raises(WeightsUnavailable, match=r"weights.shared_memory_path elsewhere") as no:
-            handle["policy"].make_push(tensors)
+            handle["policy"].phases.make_push(tensors)
         assert str(shared) in str(no.value)
         monkeypatch.undo()
         monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
         with pytest.raises(WeightsUnavailable, match=r"or set weights.shared_memory_path") as no:
-            handle["policy"].make_push(tensors)
+            handle["policy"].phases.make_push(tensors)
         assert str(shared) in str(no.value)
 
 

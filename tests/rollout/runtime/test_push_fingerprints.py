@@ -55,7 +55,7 @@ def test_a_push_is_hashed_as_its_engines_hash(
     chosen = config(tmp_path, groups, server=server | {"weights": weights})
     tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
     with launch_local(chosen, launcher=HttpFakeLauncher(make)) as deployment:
-        found = deployment["policy"].make_push(tensors).manifest.fingerprints
+        found = deployment["policy"].phases.make_push(tensors).weights.manifest.fingerprints
         deployment["policy"].serve_weights(tensors, version=2).result()
     assert {text.partition(":")[0] for text in found.values()} == ({method} if method else set())
     assert len(found) == (len(tensors) if method else 0)

@@ -236,7 +236,7 @@ def test_the_tensors_of_a_streamed_push_are_accepted_again_under_its_version(
     with launched(tmp_path, transport="shared_memory", stream=True) as (deployment, _):
         policy, pushed = deployment["policy"], tensors()
         policy.serve_weights(pushed, version=1).result(30)
-        again = policy.make_push(pushed, version=1)
+        again = policy.phases.make_push(pushed, version=1)
         assert policy.serve_weights(again).result(30).weight_version == 1
 
 

@@ -52,7 +52,7 @@ def test_a_handle_counts_on_from_the_adopted_version(tmp_path: Path) -> None:
     handle = launch_local(config(tmp_path, {"main": {}}), launcher=launcher)
     try:
         with pytest.raises(WeightMismatch, match="the push lacks"):
-            handle["policy"].make_push({})
+            handle["policy"].phases.make_push({})
         assert handle["policy"].weight_version == 7
     finally:
         handle.stop()

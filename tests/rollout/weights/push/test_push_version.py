@@ -56,15 +56,20 @@ ENTRIES = {
         {}, version=version
     ),
     "checks.push_path": lambda server, version: server.checks.push_path({}, version=version),
-    "make_push": lambda server, version: server.make_push({}, version),
-    "make_base_push": lambda server, version: server.make_base_push({}, version),
-    "make_adapter_push": lambda server, version: server.make_adapter_push({}, {}, version),
-    "prepare": lambda server, version: server.prepare({}, version),
+    "phases.make_push": lambda server, version: server.phases.make_push({}, version),
+    "phases.make_push of a base": lambda server, version: server.phases.make_push(
+        {}, version, is_base=True
+    ),
+    "phases.make_push of an adapter": lambda server, version: server.phases.make_push(
+        {}, version, adapter={}
+    ),
     "offloaded": lambda server, version: server.offloaded(version=version),
     "window.push": lambda server, version: server.offloaded().push({}, version=version),
-    "window.push_base": lambda server, version: server.offloaded().push_base({}, version=version),
-    "window.push_adapter": lambda server, version: server.offloaded().push_adapter(
-        {}, {}, version=version
+    "window.push of a base": lambda server, version: server.offloaded().push(
+        {}, version=version, is_base=True
+    ),
+    "window.push of an adapter": lambda server, version: server.offloaded().push(
+        {}, version=version, adapter={}
     ),
 }
 

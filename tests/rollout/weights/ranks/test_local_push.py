@@ -13,6 +13,7 @@ from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES, SUMS
 from rollout.config import Transport
 from rollout.core.errors import ConfigError
+from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
 from rollout.weights.routes.route import EnginePlace, PushTarget
 from tests.support.still_server import HERE, StillServer, server_config
@@ -21,7 +22,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from engines.tensors import torch_fingerprint  # noqa: E402
-from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
+from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import bucket_bytes as bucket_writer  # noqa: E402
 
@@ -37,14 +38,12 @@ def test_a_push_has_the_fingerprints_that_its_engines_make(
     tensors = {"a": torch.randn(64, 8), "b": torch.randn(5).to(torch.bfloat16)}
     paths = {"disk_path": str(tmp_path / "{version}"), "shared_memory_path": str(tmp_path)}
     rank = TrainerRank(server_config(tmp_path, transport=transport, **paths))
-    outgoing = LocalPush(rank, StillServer(fingerprints=method), tensors, 1, may_stream=False)
-    try:
+    server = StillServer(fingerprints=method)
+    with push_of_one_rank(rank, server, PushRequest(tensors, 1), may_stream=False) as made:
         make = MAKE.get(method)
         expected = {name: make(name, one) for name, one in tensors.items() if make}
-        assert outgoing.push.manifest.fingerprints == expected
-    finally:
-        outgoing.close()
-        rank.close()
+        assert made.weights.manifest.fingerprints == expected
+    rank.close()
 
 
 def test_sums_never_copy_a_tensor_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +68,10 @@ def routed(tmp_path: Path, *engines: EnginePlace, may_stream: bool) -> dict[str,
     """Engine id -> the payload that it gets of a push with ``auto``."""
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
     tensors = {"a": torch.randn(64)}
-    made = LocalPush(rank, StillServer(engines=engines), tensors, 1, may_stream=may_stream)
+    server, request = StillServer(engines=engines), PushRequest(tensors, 1)
+    made = push_of_one_rank(rank, server, request, may_stream=may_stream)
     try:
-        routes = [made.push.route_of(one.engine_id) for one in engines]
+        routes = [made.weights.route_of(one.engine_id) for one in engines]
         names = [type(one.route).__name__ for one in routes if one is not None]
         return {one.engine_id: name for one, name in zip(engines, names, strict=True)}
     finally:
@@ -108,10 +108,11 @@ async def test_a_push_by_value_beside_another_route_splits_its_own_payload_alone
     places = [NEAR, EnginePlace("alone", "another host", why_no_groups="it joins no groups")]
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
     tensors = {f"t{number}": torch.randn(3 << 20) for number in range(4)}  # 12 MiB each
-    made = LocalPush(rank, StillServer(engines=places), tensors, 7, may_stream=may_stream)
+    server, request = StillServer(engines=places), PushRequest(tensors, 7)
+    made = push_of_one_rank(rank, server, request, may_stream=may_stream)
     try:
         targets = {name: PushTarget(engine) for name, engine in engines.items()}
-        answers = await push_weights(made.push, targets, budget_s=60)
+        answers = await push_weights(made.weights, targets, budget_s=60)
     finally:
         made.close()
         rank.close()
@@ -141,12 +142,12 @@ def test_a_copy_that_fails_at_any_bucket_leaves_nothing_open(
     tensors = {f"t{number}": torch.randn(64) for number in range(4)}
     threads = threading.active_count()
     with pytest.raises(ValueError, match="out of memory"):
-        LocalPush(rank, server, tensors, 1, name_map=failing, may_stream=False)
+        push_of_one_rank(rank, server, PushRequest(tensors, 1, failing), may_stream=False)
     assert threading.active_count() == threads
     assert not [one for one in tmp_path.iterdir() if not one.name.startswith("rollout-push-")]
     num_bytes = rank.pool.num_bytes()
     # The next push takes the memory of the one that failed.
-    LocalPush(rank, server, tensors, 2, may_stream=False).close()
+    push_of_one_rank(rank, server, PushRequest(tensors, 2), may_stream=False).close()
     if transport == "shared_memory" and at:
         assert 0 < num_bytes <= rank.pool.num_bytes() == len(tensors) * num_bytes // at
     rank.close()
@@ -158,10 +159,10 @@ def test_two_open_pushes_of_one_version_have_memory_of_their_own(
 ) -> None:
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), store=store))
     first, second = (
-        LocalPush(rank, StillServer(), {"a": torch.full((64,), value)}, 1, may_stream=False)
-        for value in (1.0, 2.0)
+        push_of_one_rank(rank, StillServer(), PushRequest({"a": one}, 1), may_stream=False)
+        for one in (torch.ones(64), torch.full((64,), 2.0))
     )
-    paths = [next(iter(one.push.buckets)) for one in (first, second)]
+    paths = [next(iter(one.weights.buckets)) for one in (first, second)]
     second.close()
     (held,) = [load_file(Path(path["path"]) / "bucket.safetensors") for path in paths[:1]]  # type: ignore[index,arg-type]
     assert torch.equal(held["a"], torch.ones(64))

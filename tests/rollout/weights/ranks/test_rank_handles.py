@@ -115,7 +115,7 @@ class Trainer:
 
         def pusher(rank: int) -> Pusher:
             link = RankLink(rank, len(self.gpus), self.words)
-            return Pusher(policy._config, policy._caller, link, timeout_s=10)
+            return Pusher(policy._pushes.server, link, timeout_s=10)
 
         self.pushers = self._each(pusher)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engines.fake import FakeEngine
+from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
 from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.route import (
@@ -29,7 +30,7 @@ from rollout.weights.routes.route import (
 from tests.support.still_server import HERE, StillServer, server_config
 
 torch = pytest.importorskip("torch")
-from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
+from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.payload import flattened_bucket  # noqa: E402
 
@@ -106,10 +107,12 @@ async def test_a_route_is_its_file_and_a_row(tmp_path: Path, row: None, may_stre
     tensors = {"a": torch.randn(64), "b": torch.randn(64)}
     engines = {"toy": FakeEngine("toy"), "other": FakeEngine("other")}
     places = [EnginePlace(name, HERE) for name in engines]
-    local = LocalPush(rank, StillServer(engines=places), tensors, 7, may_stream=may_stream)
+    local = push_of_one_rank(
+        rank, StillServer(engines=places), PushRequest(tensors, 7), may_stream=may_stream
+    )
     try:
         targets = {name: PushTarget(engine) for name, engine in engines.items()}
-        answers = await push_weights(local.push, targets, budget_s=30)
+        answers = await push_weights(local.weights, targets, budget_s=30)
     finally:
         local.close()
     assert [answer.failure for answer in answers.values()] == [None, None]

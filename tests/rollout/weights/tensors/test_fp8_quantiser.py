@@ -22,7 +22,8 @@ from tests.support.builders import started_group
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from rollout.weights.ranks.rank_push import LocalPush  # noqa: E402
+from rollout.weights.push.push import PushRequest  # noqa: E402
+from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import (  # noqa: E402
     PlannedSource,
@@ -199,10 +200,10 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
     rank.loads.is_at_once = lambda transport: at_once  # type: ignore[method-assign]
     tensors = trained(seed=7)
     server = StillServer(read_checkpoint_manifest(source))
-    outgoing = LocalPush(rank, server, tensors, 1, name_map=quantise, may_stream=True)
-    assert len(outgoing.push.buckets) == num_loads
+    outgoing = push_of_one_rank(rank, server, PushRequest(tensors, 1, quantise), may_stream=True)
+    assert len(outgoing.weights.buckets) == num_loads
     found: dict[str, torch.Tensor] = {}
-    for bucket in outgoing.push.buckets:
+    for bucket in outgoing.weights.buckets:
         assert isinstance(bucket, Mapping)
         for file in Path(bucket["path"]).glob("*.safetensors"):
             found |= {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -210,7 +211,7 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
     rank.close()
     values, scales = reference(tensors[PROJ], BLOCK)
     wanted = tensors | {PROJ: values, f"{PROJ}_scale_inv": scales}
-    assert found.keys() == wanted.keys() == outgoing.push.manifest.fingerprints.keys()
+    assert found.keys() == wanted.keys() == outgoing.weights.manifest.fingerprints.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype is tensor.dtype
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from rollout.config import ServerConfig
@@ -10,6 +11,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.core.types import EngineStatus, ServerStatus, StepReport
 from rollout.observability.timeline.span import Span
+from rollout.rules.canary import Logprobs
 from rollout.rules.fingerprint_check import method_of_push
 from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.caller import Caller
@@ -19,11 +21,17 @@ from rollout.weights.routes.route import EnginePlace
 
 
 class ServerCalls:
-    """Calls a server through the caller of its handle."""
+    """Calls a server through the caller of its handle.
+
+    Attributes:
+        logprobs: those that the trainer's model has after the next push; see
+            ``WeightChecks.expect``.
+    """
 
     def __init__(self, config: ServerConfig, caller: Caller) -> None:
         self.config = config
         self.caller = caller
+        self.logprobs: Logprobs = ()
 
     @property
     def own_host(self) -> str:
@@ -52,8 +60,13 @@ class ServerCalls:
     def make_way_in_store(self, folder: str) -> int | None:
         return self.caller.call(RolloutServer.make_way_in_store, folder).result()
 
+    def shipped(self, push: WeightPush) -> WeightPush:
+        """The push as the server gets it, with the log-probs that are expected of it."""
+        logprobs, self.logprobs = self.logprobs, ()
+        return self.caller.ship(replace(push, canary=logprobs) if logprobs else push)
+
     def serve_weights(self, push: WeightPush, until: Command) -> Pending[StepReport]:
-        return self.caller.call(RolloutServer.serve_weights, self.caller.ship(push), until)
+        return self.caller.call(RolloutServer.serve_weights, self.shipped(push), until)
 
     def serve(self) -> Pending[StepReport]:
         return self.caller.call(RolloutServer.serve)

@@ -1,0 +1,163 @@
+"""A push has all that it holds in this process, and is sent once: alone, in a window, with others.
+
+Engines are fakes that listen.  Needs torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.config import RolloutConfig
+from rollout.core.errors import LifecycleError, PhaseFailed, RolloutError, WeightMismatch
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle.server_handle import pushes_of
+from rollout.runtime.local import launch_local
+from rollout.weights.push.push import Push
+from tests.support.builders import write_checkpoint
+
+torch = pytest.importorskip("torch")
+from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+TIMEOUT_S = 30.0
+
+
+def weights(value: float = 1.0) -> dict[str, Any]:
+    return {
+        one.name: torch.full(one.shape, value, dtype=getattr(torch, one.dtype))
+        for one in DEFAULT_TENSORS
+    }
+
+
+@pytest.fixture
+def servers() -> dict[str, Any]:
+    """Settings of ``weights`` for both servers."""
+    return {"transport": "shared_memory"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, servers: dict[str, Any]) -> Iterator[DeploymentHandle]:
+    (tmp_path / "shm").mkdir()
+    server = {
+        "model_path": write_checkpoint(tmp_path),
+        "groups": {"main": {}},
+        "health": {"recover": False},
+        "lifecycle": {"verify_by": "canary", "canary_prompts": [[1, 2, 3]]},
+        "weights": {"shared_memory_path": str(tmp_path / "shm"), "bucket_bytes": 600, **servers},
+    }
+    values = {"log_dir": str(tmp_path), "servers": {"policy": server, "critic": server}}
+    with launch_local(RolloutConfig.from_dict(values), launcher=HttpFakeLauncher()) as deployment:
+        yield deployment
+
+
+def rank_of(policy: ServerHandle) -> TrainerRank:
+    rank = pushes_of(policy)._rank
+    assert rank is not None
+    return rank
+
+
+def is_free(policy: ServerHandle) -> bool:
+    """Whether the next push takes the memory of those before: none of it is in use."""
+    pool = rank_of(policy).pool
+    num_bytes = pool.num_bytes()
+    policy.phases.make_push(weights()).close()
+    return 0 < num_bytes == pool.num_bytes()
+
+
+def test_a_push_that_is_sent_is_freed_before_the_caller_has_the_report(
+    run: DeploymentHandle,
+) -> None:
+    policy = run["policy"]
+    made = policy.phases.make_push(weights())
+    assert not made.is_closed
+    assert not is_free(policy)
+    assert policy.serve_weights(made).result(TIMEOUT_S).weight_version == made.version == 1
+    assert made.is_closed
+    assert is_free(policy)
+
+
+def test_a_push_is_sent_once(run: DeploymentHandle) -> None:
+    policy = run["policy"]
+    with policy.phases.make_push(weights()) as made:
+        policy.serve_weights(made).result(TIMEOUT_S)
+        for send in (policy.serve_weights, policy.phases.update_weights, policy.checks.push_path):
+            with pytest.raises(LifecycleError, match=r"version 1, closed\) was sent or closed"):
+                send(made)
+    with pytest.raises(RolloutError, match="belongs to the process that made it"):
+        pickle.dumps(made)
+
+
+def test_a_window_that_raises_frees_its_push(run: DeploymentHandle) -> None:
+    policy = run["policy"]
+
+    def train() -> None:
+        with policy.offloaded() as window:
+            window.push(weights())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert is_free(policy)
+    policy.serve_weights(weights()).result(TIMEOUT_S)
+
+
+def test_a_transaction_frees_all_its_pushes_also_with_expected_log_probs(
+    run: DeploymentHandle,
+) -> None:
+    policy, critic = run["policy"], run["critic"]
+    prompts = policy.checks.canary_prompts
+    policy.checks.expect([[-1.0] * (len(prompt) - 1) for prompt in prompts])
+    made = policy.phases.make_push(weights(2.0))
+    # The fakes have other log-probs, so the call fails: the pushes end all the same.
+    with pytest.raises(PhaseFailed, match="log-prob"):
+        run.serve_weights({"policy": made, "critic": weights(3.0)}).result(TIMEOUT_S)
+    assert made.is_closed
+    assert is_free(policy)
+    assert is_free(critic)
+
+
+def test_a_transaction_of_which_one_push_does_not_fit_frees_the_others(
+    run: DeploymentHandle,
+) -> None:
+    policy = run["policy"]
+    with pytest.raises(WeightMismatch):
+        run.serve_weights({"policy": weights(), "critic": {"other": torch.ones(1)}})
+    assert is_free(policy)
+    assert policy.status().result(TIMEOUT_S).phase == "serving"
+    closed = policy.phases.make_push(weights())
+    closed.close()
+    with pytest.raises(LifecycleError, match="make another"):
+        run.serve_weights({"critic": weights(), "policy": closed})
+    assert is_free(run["critic"])
+
+
+@pytest.mark.parametrize("servers", [{"transport": "shared_memory", "stream": True}])
+def test_a_transaction_streams_its_pushes(
+    run: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[object] = []
+    send = Push.__init__
+
+    def noted(push: Push, *args: Any, **kwargs: Any) -> None:
+        send(push, *args, **kwargs)
+        streams.append(push.weights.stream)
+
+    monkeypatch.setattr(Push, "__init__", noted)
+    run.give_memory().result(TIMEOUT_S)
+    both = {name: weights(4.0) for name in run}
+    reports = run.serve_weights(both).result(TIMEOUT_S)
+    assert {name: report.weight_version for name, report in reports.items()} == {
+        "policy": 1,
+        "critic": 1,
+    }
+    assert len(streams) == 2
+    assert all(streams)
+    assert not [one for one in threading.enumerate() if one.name.startswith("push-stream")]
