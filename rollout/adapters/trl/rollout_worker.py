@@ -1,32 +1,27 @@
 """Samples for TRL's ``AsyncGRPOTrainer``: its ``RolloutWorkerProtocol``.
 
-Always true: a sample is marked with the oldest weights that one of its tokens came from, and no
-token comes from older weights than the engines served when its request was made.
+Always true: it samples on a thread of its own, and an error there is raised by ``check_health``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engines.protocol import GenerateReply
-from rollout.adapters.trl.requests import check_complete, check_policy, sampling_of, spans_of
-from rollout.adapters.trl.scores import score
+from rollout.adapters.trl.judged_groups import GroupSampler
+from rollout.adapters.trl.requests import check_policy
 from rollout.core.arguments import check_number, check_positive, wrong
-from rollout.core.errors import LifecycleError, RolloutError, WeightMismatch
+from rollout.core.errors import LifecycleError, RolloutError
 
 if TYPE_CHECKING:
     from rollout.runtime.handle import ServerHandle
 
 logger = logging.getLogger(__name__)
-_NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 _HEARTBEAT_S = 1.0
 _ABORT_S = 10.0
 _STOP_S = 60.0
@@ -72,15 +67,13 @@ class RolloutWorker:
             raise wrong("args", args, "an AsyncGRPOConfig")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        self._sampler = GroupSampler(
+            policy, rewards, processing_class, args, end_ids, self.metrics_queue
+        )
         self._policy = policy
         self._dataset = dataset
-        self._rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-        self._tokenizer = processing_class
         self._args = args
-        self._sampling = sampling_of(args, end_ids)
-        # The trainer counts its versions from 0, the server from its launch.
-        self._model_version = self._server_version = 0
-        self._under_way: set[str] = set()
         self._alive_at = time.monotonic()
         self._error: BaseException | None = None
         self._stopping = threading.Event()
@@ -105,7 +98,7 @@ class RolloutWorker:
         self._stopping.set()
         deadline = time.monotonic() + _STOP_S
         while self._thread is not None and self._thread.is_alive():
-            for request_id in list(self._under_way):
+            for request_id in list(self._sampler.under_way):
                 self._abort(request_id)
             self._thread.join(_HEARTBEAT_S)
             if time.monotonic() > deadline:
@@ -123,7 +116,7 @@ class RolloutWorker:
             ConfigError: it is no such number.
         """
         check_number("model_version", model_version, least=0, whole=True)
-        self._model_version, self._server_version = model_version, self._policy.weight_version
+        self._sampler.set_model_version(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if the thread has failed, or was not active for so long.
@@ -163,7 +156,7 @@ class RolloutWorker:
         try:
             while not self._stopping.is_set():
                 while len(groups) < num_groups:
-                    groups.add(asyncio.create_task(self._group(*next(rows))))
+                    groups.add(asyncio.create_task(self._sampler.group(*next(rows))))
                 self._alive_at = time.monotonic()
                 done, groups = await asyncio.wait(
                     groups, timeout=_HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
@@ -180,63 +173,6 @@ class RolloutWorker:
         while True:
             yield from self._dataset
 
-    async def _group(self, group_id: int, row: dict[str, Any]) -> list[Any]:
-        """The judged completions of one prompt."""
-        prompt_ids = self._tokenised(row["prompt"])
-        served, lag = self._server_version, self._server_version - self._model_version
-        num_samples = self._args.num_generations
-        request_id = os.urandom(12).hex()
-        self._under_way.add(request_id)
-        try:
-            replies = await self._policy.generate(
-                [prompt_ids] * num_samples,
-                self._sampling,
-                request_id=request_id,
-                timeout_s=self._args.request_timeout,
-            )
-        finally:
-            self._under_way.discard(request_id)
-        check_complete(replies)
-        versions = [oldest_version(reply, served) - lag for reply in replies]
-        return await self._judged(group_id, row, prompt_ids, replies, versions)
-
-    async def _judged(
-        self,
-        group_id: int,
-        row: dict[str, Any],
-        prompt_ids: list[int],
-        replies: Sequence[GenerateReply],
-        versions: Sequence[int],
-    ) -> list[Any]:
-        prompt, num_samples = row["prompt"], len(replies)
-        completions = [self._completion(prompt, reply) for reply in replies]
-        columns = {key: [row[key]] * num_samples for key in row.keys() - _NOT_COLUMNS}
-        ids = [list(reply.output_ids) for reply in replies]
-        prompts = [prompt] * num_samples
-        rewards = {
-            name_of(function): await _rewarded(
-                function, prompts=prompts, completions=completions, completion_ids=ids, **columns
-            )
-            for function in self._rewards
-        }
-        scores = score(rewards)
-        self._measure(replies)
-        return [
-            _sample(
-                prompt=prompt,
-                completion=completion,
-                prompt_ids=prompt_ids,
-                reply=reply,
-                advantage=advantage,
-                model_version=version,
-                group_id=group_id,
-                metrics=metrics,
-            )
-            for completion, reply, advantage, version, metrics in zip(
-                completions, replies, scores.advantages, versions, scores.metrics, strict=True
-            )
-        ]
-
     async def _deliver(self, samples: list[Any]) -> None:
         for sample in samples:
             sample.enqueued_at = time.time()
@@ -248,83 +184,8 @@ class RolloutWorker:
                     self._alive_at = time.monotonic()
                     await asyncio.sleep(0.05)
 
-    def _tokenised(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._tokenizer(prompt)["input_ids"]
-        else:
-            ids = self._tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                return_dict=False,
-                **(self._args.chat_template_kwargs or {}),
-            )
-        return list(map(int, ids))
-
-    def _completion(self, prompt: Any, reply: GenerateReply) -> Any:
-        text = self._tokenizer.decode(reply.output_ids, skip_special_tokens=True)
-        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-    def _measure(self, replies: Sequence[GenerateReply]) -> None:
-        num_tokens = sum(len(reply.output_ids) for reply in replies)
-        num_cut = sum(_is_cut(reply) for reply in replies)
-        self.metrics_queue.put(
-            {
-                "completions/mean_length": (num_tokens, len(replies)),
-                "completions/clipped_ratio": (num_cut, len(replies)),
-                "rollout/failover_total": float(sum(reply.num_failovers for reply in replies)),
-            }
-        )
-
     def _abort(self, request_id: str) -> None:
         try:
             self._policy.abort(request_id).result(_ABORT_S)
         except (RolloutError, TimeoutError) as error:
             logger.warning("request %s was not aborted: %s", request_id, error)
-
-
-def oldest_version(reply: GenerateReply, served: int) -> int:
-    """The oldest weights that a token of this reply came from.
-
-    Raises:
-        WeightMismatch: they are older than those that the engines served at its request.
-    """
-    versions = [span.version for span in spans_of(reply)]
-    oldest = min(int(version) if version.isdecimal() else -1 for version in versions)
-    if oldest < served:
-        raise WeightMismatch(
-            f"a token was sampled with weight version {', '.join(versions)}, but the engines had "
-            f"version {served} before its request: an engine has other weights than the trainer "
-            "pushed"
-        )
-    return oldest
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """A reward function's name in metrics."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
-async def _rewarded(function: Callable[..., Any], **arguments: Any) -> list[float | None]:
-    if inspect.iscoroutinefunction(function):
-        rewards = await function(**arguments)
-    else:
-        rewards = await asyncio.to_thread(function, **arguments)
-    return list(rewards)
-
-
-def _is_cut(reply: GenerateReply) -> bool:
-    return reply.finish_reason is not None and reply.finish_reason.kind == "length"
-
-
-def _sample(*, prompt_ids: list[int], reply: GenerateReply, **fields: Any) -> Any:
-    """TRL's ``RolloutSample``; log-probs and mask of the prompt are 0."""
-    import numpy as np
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-    num_prompt, logprobs = len(prompt_ids), reply.output_logprobs or ()
-    return RolloutSample(
-        input_ids=np.asarray([*prompt_ids, *reply.output_ids], dtype=np.int64),
-        completion_mask=np.asarray([0] * num_prompt + [1] * len(logprobs), dtype=np.int64),
-        old_log_probs=np.asarray([0.0] * num_prompt + list(logprobs), dtype=np.float32),
-        **fields,
-    )

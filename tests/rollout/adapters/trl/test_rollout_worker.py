@@ -14,7 +14,7 @@ import pytest
 from engines.protocol import FinishReason, GenerateReply
 from engines.protocol.types import VersionSpan
 from rollout.adapters.trl import RolloutWorker, WeightTransfer
-from rollout.adapters.trl.rollout_worker import oldest_version
+from rollout.adapters.trl.judged_groups import oldest_version
 from rollout.core.errors import LifecycleError, RolloutError, WeightMismatch
 from rollout.core.pending import LoopThread, Pending
 
