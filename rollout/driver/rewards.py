@@ -27,31 +27,14 @@ _STATED = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*[*_(\[]*([A-Za-z])
 _STANDALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 
 
-def normalized(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces: SQuAD's normalisation.
-
-    Args:
-        text: of a sample or an answer.
-
-    Raises:
-        ConfigError: it is no text.
-    """
-    check_kind("text", text, str, "a text")
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
 def exact_match(key: str = "answer") -> Reward:
     """Whether the text equals an answer after normalisation.
 
     Args:
         key: of the answer, or the list of answers, in a sample's metadata.
-
-    Raises:
-        ConfigError: ``key`` is no text.
     """
-    check_kind("key", key, str, "a text")
     return lambda sample: float(
-        any(normalized(sample.text) == normalized(answer) for answer in _answers(sample, key))
+        any(_normalized(sample.text) == _normalized(answer) for answer in _answers(sample, key))
     )
 
 
@@ -63,55 +46,10 @@ def multiple_choice(key: str = "answer") -> Reward:
 
     Args:
         key: see ``exact_match``.
-
-    Raises:
-        ConfigError: ``key`` is no text.
     """
-    check_kind("key", key, str, "a text")
     return lambda sample: float(
-        chosen_letter(sample.text) in {answer.strip().upper() for answer in _answers(sample, key)}
+        _chosen_letter(sample.text) in {answer.strip().upper() for answer in _answers(sample, key)}
     )
-
-
-def chosen_letter(text: str) -> str:
-    """The letter that a text chooses; empty if there is none.
-
-    Args:
-        text: of a sample.
-
-    Raises:
-        ConfigError: it is no text.
-    """
-    inside = boxed(text)
-    if inside:
-        found = re.search(r"[A-Za-z]", inside.replace(r"\text", ""))
-        return found[0].upper() if found else ""
-    for pattern in (_STATED, _STANDALONE):
-        letters = pattern.findall(text)
-        if letters:
-            return str(letters[-1]).upper()
-    return ""
-
-
-def boxed(text: str) -> str:
-    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none.
-
-    Args:
-        text: of a sample.
-
-    Raises:
-        ConfigError: it is no text.
-    """
-    check_kind("text", text, str, "a text")
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return ""
-    depth, begin = 1, start + len(_BOXED)
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[begin:end]
-    return ""
 
 
 def math(key: str = "answer") -> Reward:
@@ -121,9 +59,8 @@ def math(key: str = "answer") -> Reward:
         key: see ``exact_match``.
 
     Raises:
-        ConfigError: math-verify is not installed, or ``key`` is no text.
+        ConfigError: math-verify is not installed.
     """
-    check_kind("key", key, str, "a text")
     with optional_import("data", "rewards.math needs math-verify, which is not installed"):
         from math_verify import parse, verify
 
@@ -138,6 +75,37 @@ def math(key: str = "answer") -> Reward:
         )
 
     return reward
+
+
+def _normalized(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces: SQuAD's normalisation."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _chosen_letter(text: str) -> str:
+    """The letter that a text chooses; empty if there is none."""
+    inside = _boxed(text)
+    if inside:
+        found = re.search(r"[A-Za-z]", inside.replace(r"\text", ""))
+        return found[0].upper() if found else ""
+    for pattern in (_STATED, _STANDALONE):
+        letters = pattern.findall(text)
+        if letters:
+            return str(letters[-1]).upper()
+    return ""
+
+
+def _boxed(text: str) -> str:
+    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return ""
+    depth, begin = 1, start + len(_BOXED)
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return ""
 
 
 def _as_math(answer: str) -> str:
@@ -223,7 +191,6 @@ class RemoteReward:
 
 
 def _answers(sample: Sample, key: str) -> Sequence[str]:
-    check_kind("sample", sample, Sample, "a Sample")
     if key not in sample.metadata:
         raise KeyError(f"metadata has no {key!r}; it has {', '.join(sample.metadata) or 'nothing'}")
     value: Any = sample.metadata[key]

@@ -41,23 +41,19 @@ def test_exact_match_ignores_case_articles_and_punctuation(text, answer, reward)
         ("I think it's unclear", "I"),
         ("nothing", ""),
         (r"\boxed{12}", ""),
+        (r"\boxed{{1}B} so A", "B"),
+        (r"\boxed{A} \boxed{B}", "B"),
+        (r"\boxed{b", ""),
     ],
 )
 def test_a_choice_is_the_last_one_in_the_text(text: str, letter: str) -> None:
-    assert rewards.chosen_letter(text) == letter
+    assert rewards.multiple_choice()(said(text, letter)) == 1.0
+    assert rewards.multiple_choice()(said(text, "Z")) == 0.0
 
 
 def test_multiple_choice_compares_the_letter() -> None:
     assert rewards.multiple_choice()(said("The answer is B", "b")) == 1.0
     assert rewards.multiple_choice()(said("nothing", "b")) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [(r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{1", "")],
-)
-def test_a_box_is_read_with_its_braces(text: str, inside: str) -> None:
-    assert rewards.boxed(text) == inside
 
 
 @pytest.mark.parametrize(

@@ -576,11 +576,8 @@ NO_ANSWER = "metadata has no 'answer'; it has nothing"
 REWARDS = {
     "exact_match": Case(lambda on: rewards.exact_match()(SAMPLE), KeyError, NO_ANSWER),
     "multiple_choice": Case(lambda on: rewards.multiple_choice()(SAMPLE), KeyError, NO_ANSWER),
-    "rewards.math": Case(lambda on: rewards.math(5), ConfigError, "key = 5: must be a text"),
+    "rewards.math": Case(lambda on: rewards.math()(SAMPLE), KeyError, NO_ANSWER),
     "in_thread": Case(lambda on: rewards.in_thread(5), ConfigError, "reward = 5: must be a plain"),
-    "normalized": Case(lambda on: rewards.normalized(5), ConfigError, "text = 5: must be a text"),
-    "boxed": Case(lambda on: rewards.boxed(5), ConfigError, "text = 5: must be a text"),
-    "chosen_letter": Case(lambda on: rewards.chosen_letter(5), ConfigError, "text = 5: must be"),
     "RemoteReward": Case(
         lambda on: rewards.RemoteReward("host"), ConfigError, "url = 'host': must be an http"
     ),
