@@ -90,6 +90,8 @@ _VLLM = Kind(
     # Of token ids, of completions, of chats.
     aborted_ids=(f"{routes.REQUEST_PREFIX}{{}}", "cmpl-{}-0", "chatcmpl-{}"),
     has_model_info=False,
+    dialect="vllm",
+    refusal_in_pause=503,  # 0.33
     outlives_its_core=True,
     num_stages=num_stages,
 )

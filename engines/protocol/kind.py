@@ -55,6 +55,8 @@ class Kind:
         has_model_info: it has ``/model_info``.
         why_undrivable: why a version with these endpoints cannot be driven; empty if it can.
         is_retract_safe: a version may be flushed and released while requests are retracted.
+        dialect: of its routes that generate, in the router's table.
+        refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         outlives_its_core: it answers requests with errors when its core has ended.
     """
 
@@ -88,4 +90,6 @@ class Kind:
     has_model_info: bool = True
     why_undrivable: Callable[[str, Set[str]], str] = lambda version, endpoints: ""
     is_retract_safe: Callable[[str], bool] = lambda version: True
+    dialect: str = "sglang"
+    refusal_in_pause: int = 0
     outlives_its_core: bool = False

@@ -2,11 +2,11 @@
 
 One folder per role; each imports only from those above it:
 
-gate/         which requests are admitted, and to which engine (pure)
-http/         messages: heads, bodies, JSON; connections to engines
-transcripts/  the tokens of a request so far, over several engines (pure)
-sessions/     the chats of agents, and their turns as token ids
-proxy/        one request from its client to an engine and back; failover, metrics
+gate/          which requests are admitted, and to which engine (pure)
+http/          messages: heads, bodies, JSON; connections to engines
+continuation/  the tokens of a request so far, over several engines (pure)
+sessions/      the chats of agents, and their turns as token ids
+proxy/         one request from its client to an engine and back; failover, metrics
 
 host.py               the router in its own thread: start, steer, stop
 control_api.py        what can be read and aborted over HTTP

@@ -2,7 +2,7 @@
 
 Always true:
 - Joined version spans ascend and do not overlap; neighbours of one version are one span.
-- Ids, log-probs, spans and routed experts of joined parts are those of the first, then those of the
+- Ids, columns, spans and routed experts of joined parts are those of the first, then those of the
   second.
 """
 
@@ -22,33 +22,48 @@ class Part:
     Attributes:
         num: how many tokens, as the engine counts them.
         ids: the token ids; empty where the engine does not report any.
-        logprobs: lists with one entry per token, by name.
+        columns: lists with one entry per token, such as log-probs, by name.
         spans: the weight version of each token.
     """
 
     text: str = ""
     num: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
     spans: tuple[VersionSpan, ...] = ()
 
     def plus(self, other: Part) -> Part:
         """This part with ``other`` behind it; ``other`` itself if this one has no tokens."""
         if not self.num:
             return other
-        names = self.logprobs.keys() | other.logprobs.keys()
+        names = self.columns.keys() | other.columns.keys()
         return Part(
             self.text + other.text,
             self.num + other.num,
             self.ids + other.ids,
-            {name: self.logprobs.get(name, []) + other.logprobs.get(name, []) for name in names},
+            {name: self.columns.get(name, []) + other.columns.get(name, []) for name in names},
             join_spans(self.spans, other.spans, self.num),
         )
 
     def mark(self) -> Mark:
         """Its end now."""
-        lengths = {name: len(values) for name, values in self.logprobs.items()}
+        lengths = {name: len(values) for name, values in self.columns.items()}
         return Mark(len(self.text), self.num, len(self.ids), lengths)
+
+    def up_to(self, end: Mark) -> Part:
+        """A copy of what is before ``end``."""
+        num = min(end.num, self.num)
+        return Part(
+            self.text[: end.text],
+            num,
+            self.ids[: end.ids],
+            {name: self.columns[name][:length] for name, length in end.columns.items()},
+            tuple(
+                VersionSpan(span.version, span.start, min(span.end, num))
+                for span in self.spans
+                if span.start < num
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,7 @@ class Mark:
     text: int = 0
     num: int = 0
     ids: int = 0
-    logprobs: Mapping[str, int] = field(default_factory=dict)
+    columns: Mapping[str, int] = field(default_factory=dict)
 
 
 def join_spans(

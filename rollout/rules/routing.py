@@ -56,11 +56,6 @@ class Backend:
         return kind_of(self.kind)
 
     @property
-    def is_vllm(self) -> bool:
-        """It takes requests in vLLM's form."""
-        return self.kind == "vllm"
-
-    @property
     def is_choosable(self) -> bool:
         """Whether a request can be sent to it alone.  Prefill and decode engines work in pairs."""
         return self.state is BackendState.SERVING and self.worker_type is WorkerType.REGULAR

@@ -1,7 +1,7 @@
 """What each generation route of vLLM 0.32.0 makes of a request and of its tokens (pure).
 
 On the OpenAI routes a text is one token per byte, but ``" 12"`` is token 12: the text of a reply
-has the ids it was made from, as the exact continuation of a chat needs.
+has the ids it was made from.
 """
 
 from __future__ import annotations
@@ -204,6 +204,9 @@ class ChatForm(CompletionForm):
         continues = bool(self.raw.get("continue_final_message"))
         if continues and self.raw.get("add_generation_prompt", True):
             raise BadRequest("Cannot set both continue_final_message and add_generation_prompt")
+        ids = (self.raw.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        if ids is not None:  # instead of the messages
+            return tuple(ids)
         text = "".join(f"<{one['role']}>{one['content']}</>" for one in self.raw["messages"])
         return ids_of(text.removesuffix("</>") if continues else text + "<assistant>")
 

@@ -38,8 +38,7 @@ class Membership:
     Attributes:
         can_serve: an engine serves, or a pair of prefill and decode engines.
         may_return: recovery may bring back one of the engines that do not serve.
-        has_vllm: one of the engines takes requests in vLLM's form.
-        is_mixed: one does, and another does not.
+        dialects: of the engines' routes that generate.
         errors: of the engines whose last reply was an error of their own, by id.
         avoided: engines that get requests only where no other can take them.
     """
@@ -49,8 +48,7 @@ class Membership:
     decode: Candidates
     can_serve: bool
     may_return: bool
-    has_vllm: bool
-    is_mixed: bool
+    dialects: frozenset[str]
     errors: dict[str, ErrorSeries]
     avoided: frozenset[str]
 
@@ -167,8 +165,7 @@ class Membership:
         (self.prefill,) = self._prefilling.offer(
             [member for member in serving if member.worker_type is WorkerType.PREFILL]
         )
-        self.has_vllm = any(member.is_vllm for member in self)
-        self.is_mixed = self.has_vllm and not all(member.is_vllm for member in self)
+        self.dialects = frozenset(member.of_kind.dialect for member in self)
         has_pair = self.prefill.members and self.decode.members
         self.can_serve = bool(self.choosable.members or has_pair)
         self.may_return = any(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from rollout.config import RouterConfig
+from rollout.router.continuation.core import Decode
 from rollout.router.gate.gate import Gate, Refusal
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.engine_pool import EnginePool
@@ -16,7 +17,6 @@ from rollout.router.http.head_cache import HeadCache, RequestHead
 from rollout.router.http.request import Request, affinity_of, prompt_of
 from rollout.router.proxy.metrics import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
-from rollout.router.transcripts.transcript import Decode
 from rollout.rules.routing import Hint
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Counts:
         num_unusable_replies: replies whose tokens could not be read; their requests ended.
         num_broken_replies: responses that were begun and not completed.
         num_failovers: requests that continued on another engine with their tokens.
+        num_failovers_refused: why tokens of a lost engine could not be kept -> how often.
         num_tokens_kept: carried over to another engine, which only prefills them.
         num_tokens_recomputed: generated a second time.
     """
@@ -51,8 +52,13 @@ class Counts:
     num_cut: int = 0
     num_expired: int = 0
     num_failovers: int = 0
+    num_failovers_refused: dict[str, int] = field(default_factory=dict)
     num_tokens_kept: int = 0
     num_tokens_recomputed: int = 0
+
+    def refuse_failover(self, why: str) -> None:
+        """Count a lost engine whose tokens could not be kept."""
+        self.num_failovers_refused[why] = self.num_failovers_refused.get(why, 0) + 1
 
 
 class LiveRequest(Protocol):
@@ -143,7 +149,7 @@ class Proxy:
             self.now_s(),
         )
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return asdict(self.counts)
 
     async def _sweep(self) -> None:

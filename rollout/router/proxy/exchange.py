@@ -25,6 +25,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
+from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
@@ -48,7 +49,6 @@ from rollout.router.proxy.token_failover import (
     read_for_base,
     read_tokens,
 )
-from rollout.router.transcripts.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
 from rollout.rules.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class Exchange:
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
-            request.body = tokens.body(version, is_vllm=admission.member.is_vllm)
+            request.body = tokens.body(version, admission.member.of_kind.dialect)
         parts = request.parts_for(endpoint, namespace, more, admission.member.of_kind)
         pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
 

@@ -47,6 +47,11 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "Requests that continued on another engine with their tokens.",
     ),
+    "router_failovers_refused": (
+        "counter",
+        ("why",),
+        "Lost engines whose tokens could not be kept, so that a request started over or failed.",
+    ),
     "router_tokens_kept": (
         "counter",
         (),
@@ -151,6 +156,9 @@ class _RouterCollector(Collector):
             ],
             "router_engine_failures": [
                 ((engine["engine_id"],), (engine["num_failures"],)) for engine in engines
+            ],
+            "router_failovers_refused": [
+                ((why,), (num,)) for why, num in self._proxy.counts.num_failovers_refused.items()
             ],
             "router_session_turns": [
                 ((drift.value,), (num,)) for drift, num in self._proxy.sessions.num_turns.items()

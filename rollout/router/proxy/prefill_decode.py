@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from rollout.router.continuation.core import UNUSABLE
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.fast_json import loads
 from rollout.router.http.head_cache import ReplyHead
-from rollout.router.transcripts.transcript import UNUSABLE
 from rollout.rules.routing import Backend
 
 PromptLogprobs = Mapping[str, list[Any]]

@@ -16,6 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engines.protocol.plain_text import describe
+from rollout.router.continuation.core import UNUSABLE
+from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.continuation.fast_path import Event
+from rollout.router.continuation.forwarded_reply import ForwardedReply
+from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
+from rollout.router.continuation.reply import END, Reading, Reply
 from rollout.router.gate.gate import GateState
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
@@ -23,16 +29,9 @@ from rollout.router.http.fast_json import Data, dumps, loads
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, signature, signature_lines
 from rollout.router.http.request import may_want_prompt_logprobs
-from rollout.router.http.routes import COMPLETION_PATHS, GENERATE_PATH, VLLM_GENERATE_PATH
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.engine_errors import status_of
 from rollout.router.proxy.prefill_decode import PromptLogprobs
-from rollout.router.transcripts.forwarded_reply import ForwardedReply
-from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
-from rollout.router.transcripts.named_weights import NOT_NAMED, NamedWeights
-from rollout.router.transcripts.openai import OpenAITranscript, read_openai
-from rollout.router.transcripts.transcript import END, UNUSABLE, Event
-from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
 
 if TYPE_CHECKING:
     from rollout.router.proxy.exchange import Exchange
@@ -40,20 +39,22 @@ if TYPE_CHECKING:
 _FAIL_OVER = b"x-token-failover"
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_DONE = 16
-_NEEDS_VLLM = (
-    "engines of SGLang serve here too, and have no /inference/v1/generate; send /generate, which "
-    "engines of both kinds take"
+_LACKING = (
+    "not all engines that serve here have %s; send /generate, which engines of both kinds take"
 )
-
-_OF_BOTH_KINDS = (GenerateTranscript, OpenAITranscript)
-AnyTranscript = GenerateTranscript | VllmTranscript | OpenAITranscript | ForwardedReply
+_UNREAD = (
+    "vLLM engines take /generate with one prompt and n=1, fields of the documented types, and a "
+    "body of at most router.max_read_bytes"
+)
 
 
 def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
     """The tokens of a request with this head may have to be read."""
-    if head.route.path not in COMPLETION_PATHS:
+    route = ROUTES.get(head.route.path)
+    if route is None:
         return False
-    if _is_for_vllm(proxy, head.route.path) or _lacks_vllm(proxy, head.route.path):
+    dialects = proxy.gate.members.dialects
+    if route.is_lacking(dialects) or route.is_translated(dialects):
         return True
     if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
         return True
@@ -68,23 +69,25 @@ def read_tokens(
     Returns:
         The error response instead, where the engines that serve here cannot take the request.
     """
-    if _lacks_vllm(proxy, head.route.path):
-        return responses.error(404, "not_found", _NEEDS_VLLM)
-    is_translated = _is_for_vllm(proxy, head.route.path)
-    is_kept = is_translated or proxy.config.token_failover == "on"
-    if proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
+    route, config = ROUTES[head.route.path], proxy.config
+    dialects = proxy.gate.members.dialects
+    if route.is_lacking(dialects):
+        return responses.error(404, "not_found", _LACKING % head.route.path)
+    is_translated = route.is_translated(dialects)
+    is_kept = is_translated or config.token_failover == "on"
+    if config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
         is_kept = True
     if not is_kept and not may_want_prompt_logprobs(body):
         return None
-    transcript = _read_transcript(proxy, head.route.path, body)
-    if transcript is not None:
-        transcript.decode = proxy.decode
-    if is_translated and (why := _why_not_vllm(transcript)):
+    reply = None
+    if len(body) <= config.max_read_bytes:
+        reply = route.reply(body, Reading(config.failover_interval, dialects))
+    if is_translated and (why := _UNREAD if reply is None else reply.why_not_taken(dialects)):
         return responses.error(400, "bad_request", why)
-    lacks = isinstance(transcript, GenerateTranscript) and transcript.lacks_prompt_logprobs
-    if transcript is None or not (is_kept or lacks):
+    if reply is None or not (is_kept or reply.lacks_prompt_logprobs):
         return None
-    return TokenFailover(proxy, exchange, transcript)
+    reply.decode = proxy.decode
+    return TokenFailover(proxy, exchange, reply)
 
 
 def read_for_base(
@@ -106,42 +109,6 @@ def read_for_base(
     return tokens
 
 
-def _is_for_vllm(proxy: Proxy, path: str) -> bool:
-    """A request in SGLang's form may go to a vLLM engine, so it has to be translated."""
-    return path == GENERATE_PATH and proxy.gate.members.has_vllm
-
-
-def _lacks_vllm(proxy: Proxy, path: str) -> bool:
-    """A request in vLLM's form may go to an engine that is none."""
-    return path == VLLM_GENERATE_PATH and proxy.gate.members.is_mixed
-
-
-def _why_not_vllm(transcript: AnyTranscript | None) -> str:
-    if not isinstance(transcript, GenerateTranscript):
-        return (
-            "vLLM engines take /generate with one prompt and n=1, fields of the documented types, "
-            "and a body of at most router.max_read_bytes"
-        )
-    return transcript.why_not_vllm
-
-
-def _read_transcript(proxy: Proxy, path: str, body: bytes) -> AnyTranscript | None:
-    if len(body) > proxy.config.max_read_bytes:
-        return None
-    match path:
-        case "/generate":
-            return read_transcript(body, proxy.config.failover_interval)
-        case "/inference/v1/generate":
-            return read_vllm(body)
-        case "/v1/completions":
-            return read_openai(body, is_chat=False)
-        case "/v1/chat/completions":
-            members = proxy.gate.members
-            is_for_vllm = members.has_vllm and not members.is_mixed
-            return read_openai(body, is_chat=True, is_for_vllm=is_for_vllm)
-    return None
-
-
 @dataclass(eq=False, slots=True)
 class TokenFailover:
     """Takes the engine's reply for ``exchange``, keeps its tokens and writes the response.
@@ -152,7 +119,7 @@ class TokenFailover:
 
     _proxy: Proxy
     _exchange: Exchange
-    _transcript: AnyTranscript
+    _reply: Reply
     upstream: SentRequest | None = None
     is_decoding: bool = True
     named: NamedWeights = NOT_NAMED
@@ -167,41 +134,37 @@ class TokenFailover:
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self, weight_version: int | None, *, is_vllm: bool = False) -> bytes:
+    def body(self, weight_version: int | None, dialect: str) -> bytes:
         """The request's body for the next engine, which holds this weight version."""
-        if isinstance(self._transcript, _OF_BOTH_KINDS):
-            return self._transcript.body(weight_version, is_vllm=is_vllm)
-        return self._transcript.body(weight_version)
+        return self._reply.body(weight_version, dialect)
 
     def prompt_logprobs_handler(self) -> Callable[[PromptLogprobs], None] | None:
         """What takes the prompt's log-probs from the prefill engine, where they are wanted."""
-        transcript = self._transcript
-        if not isinstance(transcript, GenerateTranscript) or not transcript.lacks_prompt_logprobs:
+        if not self._reply.lacks_prompt_logprobs:
             return None
-        transcript.awaits_prompt_logprobs = True
+        self._reply.awaits_prompt_logprobs = True
         return self._on_prompt_logprobs
 
     def _on_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
-        transcript = self._transcript
-        assert isinstance(transcript, GenerateTranscript)
-        transcript.add_prompt_logprobs(logprobs)
+        self._reply.add_prompt_logprobs(logprobs)
         if self._waits_for_prompt:
             self._waits_for_prompt = False
             self._on_reply_end()
 
     def lose_engine(self) -> bool:
         """Go back to the last safe token; False if what the client has cannot be continued."""
-        transcript = self._transcript
-        transcript.lose_engine()
-        if self._exchange.response.has_begun and not transcript.can_continue:
-            return False
-        self._proxy.counts.num_failovers += 1
+        reply, counts = self._reply, self._proxy.counts
+        if why := reply.lose_engine():
+            counts.refuse_failover(why)
+            if reply.has_shown:
+                return False
+        counts.num_failovers += 1
         return True
 
     @property
     def has_tokens_of_engine(self) -> bool:
         """Whether the current engine has sent tokens."""
-        return self._transcript.has_tokens_of_engine
+        return self._reply.has_tokens_of_engine
 
     # -- the engine's reply -----------------------------------------------------------------
 
@@ -209,7 +172,7 @@ class TokenFailover:
         self._buffer = []
         self._is_unjudged = True
         content_type = next((value for name, value in head.headers if name == b"content-type"), b"")
-        is_whole = self._transcript.wants_whole_reply
+        is_whole = self._reply.wants_whole_reply
         expected = b"application/json" if is_whole else b"text/event-stream"
         self._is_unexpected = head.status != 200 or not content_type.startswith(expected)
         if self._is_unexpected:
@@ -225,14 +188,14 @@ class TokenFailover:
                 self._exchange.continue_after_abort()
             elif is_end:
                 self._on_refusal()
-        elif self._transcript.wants_whole_reply:
+        elif self._reply.wants_whole_reply:
             if is_end:
                 self._absorb_whole()
         else:
             self._absorb_events(is_end)
 
     def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
-        if self._transcript.is_finished:
+        if self._reply.is_finished:
             self._on_reply_end()
         else:
             self._exchange.on_engine_lost(why, was_sent=was_sent)
@@ -247,12 +210,12 @@ class TokenFailover:
         self._exchange.on_router_error(error)
 
     def _absorb_events(self, is_end: bool) -> None:
-        transcript, events, news, refusal = self._transcript, self._whole_events(), b"", None
+        reply, events, news, refusal = self._reply, self._whole_events(), b"", None
         try:
             if events:
                 refusal = self._read(events)
-            if is_end and not transcript.is_finished:
-                transcript.read_all()
+            if is_end and not reply.is_finished:
+                reply.read_all()
             if events and refusal is None and not is_end:
                 news = self._new_events()
         except UNUSABLE as error:
@@ -262,7 +225,7 @@ class TokenFailover:
         if events and self._is_unjudged:
             self._is_unjudged = False
             self._exchange.note_answer()
-        if transcript.is_finished:  # what follows is the stream's end, and the connection is kept
+        if reply.is_finished:  # what follows is the stream's end, and the connection is kept
             return self._on_reply_end() if is_end else None
         if is_end:
             return self._exchange.end_unusable("ended its stream without a finish reason")
@@ -277,7 +240,7 @@ class TokenFailover:
                 continue
             if self.named.has_base:
                 data, begin, end = dumps(self._stamped(loads(data[begin:end]))), 0, END
-            if (error := self._transcript.take(data, begin, end)) is not None:
+            if (error := self._reply.take(data, begin, end)) is not None:
                 return error
         return None
 
@@ -290,16 +253,16 @@ class TokenFailover:
 
     def _new_events(self) -> bytes:
         """The events for a streaming client, as far as the text is final."""
-        transcript = self._transcript
-        if not transcript.is_streamed or transcript.is_finished or not transcript.is_safe:
+        reply = self._reply
+        if not reply.is_streamed or reply.is_finished or not reply.is_safe:
             return b""
-        if transcript.awaits_prompt_logprobs:
+        if reply.awaits_prompt_logprobs:
             return b""
-        return _as_events(transcript.new_payloads())
+        return _as_events(reply.new_payloads())
 
     def _absorb_whole(self) -> None:
         try:
-            self._transcript.absorb(self._stamped(loads(b"".join(self._buffer))))
+            self._reply.absorb(self._stamped(loads(b"".join(self._buffer))))
         except UNUSABLE as error:
             return self._end_unusable(error)
         self._exchange.note_answer()
@@ -324,18 +287,26 @@ class TokenFailover:
     # -- the reply has ended ----------------------------------------------------------------
 
     def _on_reply_end(self) -> None:
-        transcript, admission = self._transcript, self._exchange.admission
-        if transcript.awaits_prompt_logprobs and not transcript.is_aborted:
+        reply, admission = self._reply, self._exchange.admission
+        if reply.awaits_prompt_logprobs and not reply.is_aborted:
             self._waits_for_prompt = True  # its prefill engine will reply, or be lost
         elif (
-            transcript.is_aborted
+            reply.is_aborted
             and admission is not None
             and not admission.is_aborted
+            and not self._is_stuck()
             and self._may_continue()
         ):
             self._exchange.continue_after_abort()
         else:
             self._complete()
+
+    def _is_stuck(self) -> bool:
+        """Whether its client has a part that no engine can continue: it gets the abort."""
+        why = self._reply.why_refused() if self._reply.has_shown else ""
+        if why:
+            self._proxy.counts.refuse_failover(why)
+        return bool(why)
 
     def _may_continue(self) -> bool:
         """Whether the abort can come from a pause.
@@ -343,7 +314,7 @@ class TokenFailover:
         With an open gate it is the engine's own.  One that aborts again and again, and adds no
         tokens, has a reason that its client has to see.
         """
-        num_kept = self._transcript.num_kept
+        num_kept = self._reply.num_kept
         if self._proxy.gate.state is not GateState.OPEN or num_kept > self._num_kept:
             self._num_aborts = 0
         self._num_aborts += 1
@@ -351,26 +322,25 @@ class TokenFailover:
         return self._num_aborts <= self._proxy.config.max_failovers
 
     def _complete(self) -> None:
-        transcript = self._transcript
+        reply = self._reply
         counts = self._proxy.counts
-        counts.num_tokens_recomputed += transcript.num_recomputed
-        counts.num_tokens_kept += transcript.num_kept
+        counts.num_tokens_recomputed += reply.num_recomputed
+        counts.num_tokens_kept += reply.num_kept
         try:
-            if transcript.is_streamed:
-                events = _as_events(transcript.new_payloads())
+            if reply.is_streamed:
+                events = _as_events(reply.new_payloads())
             else:
-                reply = transcript.reply()
+                whole = reply.written()
         except UNUSABLE as error:
             return self._end_unusable(error)
-        if transcript.is_streamed:
+        if reply.is_streamed:
             return self._finish_stream(events)
-        return self._send_whole(200, b"application/json", reply)
+        return self._send_whole(200, b"application/json", whole)
 
     def _is_of_pause(self) -> bool:
-        """Whether vLLM refuses it because it came after a pause, as 0.33 does, which the gate let
-        through before."""
+        """Whether it came after a pause, though the gate let it through before."""
         admission = self._exchange.admission
-        if self._status != 503 or admission is None or not admission.member.is_vllm:
+        if admission is None or self._status != admission.member.of_kind.refusal_in_pause:
             return False
         is_open = self._proxy.gate.state is GateState.OPEN
         return not is_open and not admission.is_aborted and self._may_continue()
@@ -392,7 +362,7 @@ class TokenFailover:
         status = status_of(payload)
         if self._exchange.is_lost_by(status, payload):
             return
-        if self._transcript.is_streamed:
+        if self._reply.is_streamed:
             self._finish_stream(_as_events([payload]))
         else:
             self._send_whole(status, b"application/json", [dumps(payload)])

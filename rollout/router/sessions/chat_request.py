@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.router.sessions.messages import BadChat, read_messages
-from rollout.router.transcripts.request_body import (
+from rollout.router.continuation.forms import (
     has_forms,
     is_flag,
     is_object,
     or_none,
     read_object,
 )
+from rollout.router.sessions.messages import BadChat, read_messages
 
 _SAMPLING = {
     "max_tokens": "max_new_tokens",

@@ -23,6 +23,7 @@ import aiohttp
 from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.protocol import Endpoint, GenerateReply
 from engines.protocol.plain_text import describe
+from rollout.router.continuation.core import UNUSABLE
 from rollout.router.http.fast_json import dumps, loads
 from rollout.router.sessions.alignment import compared, continuation, drift_of, tokenised
 from rollout.router.sessions.answers import ChatAnswer, as_events
@@ -33,7 +34,6 @@ from rollout.router.sessions.session_store import Session, SessionStore
 from rollout.router.sessions.tool_calls import Answer, AnswerReader, unread_call
 from rollout.router.sessions.tool_forms import schemas_of
 from rollout.router.sessions.tree import Generated, Prompt, Turn
-from rollout.router.transcripts.transcript import UNUSABLE
 from rollout.rules.continuation import spans_of
 
 logger = logging.getLogger(__name__)

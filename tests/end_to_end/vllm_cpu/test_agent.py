@@ -11,7 +11,8 @@ import pytest
 
 import rollout
 from engines.protocol import Endpoint
-from rollout.router.transcripts.openai import OpenAITranscript, read_openai
+from rollout.router.continuation.reply import Reply
+from tests.rollout.router.continuation.replies import CHAT, read
 from tests.support.chat_models import THINKS_FIRST, TOOLS
 from tests.support.real_policy import RealPolicy
 
@@ -51,7 +52,7 @@ def test_a_chat_with_ids_continues_on_another_engine(policy: RealPolicy) -> None
     one, other = [engine.endpoint for engine in policy.engines()]
     whole, lost = chat(policy), chat(policy)
     events = ask(one, whole)
-    lost.body(0, is_vllm=True)
+    lost.body(0, "vllm")
     for event in events[: len(events) // 2]:
         lost.absorb(event)
     lost.lose_engine()
@@ -67,7 +68,7 @@ def test_a_chat_with_ids_continues_on_another_engine(policy: RealPolicy) -> None
     assert others == pytest.approx(logprobs, abs=1e-4)
 
 
-def chat(policy: RealPolicy) -> OpenAITranscript:
+def chat(policy: RealPolicy) -> Reply:
     raw = {
         "model": str(policy.models[0]),
         "messages": [{"role": "user", "content": "one"}],
@@ -77,22 +78,22 @@ def chat(policy: RealPolicy) -> OpenAITranscript:
         "logprobs": True,
         "return_token_ids": True,
     }
-    transcript = read_openai(json.dumps(raw).encode(), is_chat=True, is_for_vllm=True)
-    assert transcript is not None
-    return transcript
+    reply = read(CHAT, json.dumps(raw).encode(), dialects="vllm")
+    assert reply is not None
+    return reply
 
 
-def ask(endpoint: Endpoint, transcript: OpenAITranscript) -> list[Any]:
+def ask(endpoint: Endpoint, reply: Reply) -> list[Any]:
     """Absorb the events of this chat, and return them."""
-    reply = httpx.post(
+    answer = httpx.post(
         f"{endpoint.url}/v1/chat/completions",
-        content=transcript.body(0, is_vllm=True),
+        content=reply.body(0, "vllm"),
         headers={"content-type": "application/json"},
         timeout=60,
     )
-    assert reply.status_code == 200, reply.text
-    lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert answer.status_code == 200, answer.text
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line[6:]) for line in lines]
     for event in events:
-        transcript.absorb(event)
+        reply.absorb(event)
     return events

@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from engines.cpu.vllm.recipe import RECIPE
-from rollout.router.transcripts.openai import OpenAITranscript, read_openai
-from rollout.router.transcripts.vllm_generate import VllmTranscript, read_vllm
+from rollout.router.continuation.reply import Reply
 from rollout.testing.tiny_model import make_tiny_model
 from tests.engines.embedded.reference import greedy
+from tests.rollout.router.continuation.replies import CHAT, COMPLETIONS, VLLM_GENERATE, read
 from tests.support.contract import Models
 from tests.support.real_vllm import (
     PROMPT,
@@ -93,33 +94,38 @@ def test_no_worker_polls_for_work_in_a_process_of_its_own(vllm: RealVllm) -> Non
     assert config["vllm_config"]["parallel_config"]["distributed_executor_backend"] == "uni"
 
 
-def ask_as_router(
-    vllm: RealVllm, path: str, body: bytes, transcript: VllmTranscript | OpenAITranscript
-) -> None:
-    """Absorb the events of this request."""
-    answer = vllm.http.post(path, content=body, headers={"content-type": "application/json"})
+def reply_to(path: str, raw: dict[str, Any]) -> Reply:
+    reply = read(path, json.dumps(raw).encode(), dialects="vllm")
+    assert reply is not None
+    return reply
+
+
+def ask_as_router(vllm: RealVllm, path: str, reply: Reply) -> list[Any]:
+    """Absorb the events of this request, and return them."""
+    headers = {"content-type": "application/json"}
+    answer = vllm.http.post(path, content=reply.body(0, "vllm"), headers=headers)
     assert answer.status_code == 200, answer.text
-    for line in answer.content.split(b"\n"):
-        if line.startswith(b"data: {"):
-            transcript.absorb(json.loads(line[6:]))
+    lines = [line for line in answer.content.split(b"\n") if line.startswith(b"data: {")]
+    events = [json.loads(line[6:]) for line in lines]
+    for event in events:
+        reply.absorb(event)
+    return events
 
 
 def test_a_request_of_the_router_continues_on_vllms_own_route(vllm: RealVllm) -> None:
     sampling = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     raw = {"token_ids": list(PROMPT), "sampling_params": sampling}
-    first, rest = read_vllm(json.dumps(raw).encode()), vllm.greedy(8)
-    assert first is not None
-    ask_as_router(vllm, "/inference/v1/generate", first.body(0), first)
+    first, rest = reply_to(VLLM_GENERATE, raw), vllm.greedy(8)
+    ask_as_router(vllm, VLLM_GENERATE, first)
     assert first.payload()["choices"][0]["token_ids"] == rest[:5]
 
     sampling["max_tokens"] = 8
-    lost = read_vllm(json.dumps(raw).encode())
-    assert lost is not None
-    lost.body(0)
+    lost = reply_to(VLLM_GENERATE, raw)
+    lost.body(0, "vllm")
     entries = first.payload()["choices"][0]["logprobs"]["content"]
     lost.absorb({"choices": [{"token_ids": rest[:5], "logprobs": {"content": entries}}]})
-    lost.lose_engine()
-    ask_as_router(vllm, "/inference/v1/generate", lost.body(0), lost)
+    assert lost.lose_engine() == ""
+    ask_as_router(vllm, VLLM_GENERATE, lost)
     (choice,) = lost.payload()["choices"]
     assert choice["token_ids"] == rest
     assert len(choice["logprobs"]["content"]) == 8
@@ -127,28 +133,49 @@ def test_a_request_of_the_router_continues_on_vllms_own_route(vllm: RealVllm) ->
     assert lost.num_kept == 5
 
 
-def test_openai_requests_of_the_router_continue(vllm: RealVllm) -> None:
-    common = {"model": str(vllm.model), "temperature": 0, "ignore_eos": True, "max_tokens": 8}
-    completion = {**common, "prompt": list(PROMPT), "logprobs": 0, "return_token_ids": True}
-    asked = read_openai(json.dumps(completion).encode(), is_chat=False)
-    assert asked is not None
-    ask_as_router(vllm, "/v1/completions", asked.body(0, is_vllm=True), asked)
+def test_a_completion_of_the_router_has_its_ids(vllm: RealVllm) -> None:
+    raw = {"model": str(vllm.model), "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    raw |= {"prompt": list(PROMPT), "logprobs": 0, "return_token_ids": True}
+    asked = reply_to(COMPLETIONS, raw)
+    ask_as_router(vllm, COMPLETIONS, asked)
     (choice,) = asked.payload()["choices"]
     assert choice["token_ids"] == vllm.greedy(8)
     assert choice["prompt_token_ids"] == list(PROMPT)
     assert len(choice["logprobs"]["token_logprobs"]) == 8
 
-    chat = {**common, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-    begun = read_openai(json.dumps(chat).encode(), is_chat=True)
-    assert begun is not None
-    begun.body(0, is_vllm=True)
-    event = {"choices": [{"delta": {"content": "Once"}}], "usage": {"completion_tokens": 4}}
-    begun.absorb(event)
-    begun.lose_engine()
-    ask_as_router(vllm, "/v1/chat/completions", begun.body(0, is_vllm=True), begun)
-    reply = begun.payload()
-    assert reply["choices"][0]["message"]["content"].startswith("Once")
-    assert reply["usage"]["completion_tokens"] == 8
+
+def test_a_chat_continues_from_its_ids_at_every_event(vllm: RealVllm) -> None:
+    """vLLM takes the ids in ``kv_transfer_params`` without a connector too."""
+    asked = [[{"role": "user", "content": text}] for text in ("Hi", "one", "Say 3", "é")]
+    begun = [*asked[0], {"role": "assistant", "content": "It is "}]
+    common = {"model": str(vllm.model), "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    kept = 0
+    for messages in (*asked, begun):
+        raw = {**common, "messages": messages, "logprobs": True}
+        raw |= {"continue_final_message": True} if messages is begun else {}
+        whole = reply_to(CHAT, raw)
+        events = ask_as_router(vllm, CHAT, whole)
+        (expected,) = whole.payload()["choices"]
+        for cut in range(1, len(events) - 1):
+            lost = reply_to(CHAT, raw)
+            lost.body(0, "vllm")
+            for event in events[:cut]:
+                lost.absorb(event)
+            if lost.is_finished:
+                break
+            assert lost.lose_engine() == ""
+            kept += lost.num_kept
+            ask_as_router(vllm, CHAT, lost)
+            (choice,) = lost.payload()["choices"]
+            assert choice["message"] == expected["message"]
+            assert choice["finish_reason"] == "length"
+            assert lost.all().ids == whole.all().ids
+            logprobs, others = [
+                [entry["logprob"] for entry in one["logprobs"]["content"]]
+                for one in (expected, choice)
+            ]
+            assert others == pytest.approx(logprobs, abs=1e-4)
+    assert kept > 20
 
 
 def test_vllms_own_checksums_are_of_something(vllm: RealVllm) -> None:

@@ -31,7 +31,7 @@ def test_a_sum_of_parts_keeps_their_order():
     second = Part("bc", 2, [2, 3], {"x": [-2.0, -3.0]}, (VersionSpan("2", 0, 2),))
     whole = first.plus(second)
     assert (whole.text, whole.num, whole.ids) == ("abc", 3, [1, 2, 3])
-    assert whole.logprobs == {"x": [-1.0, -2.0, -3.0]}
+    assert whole.columns == {"x": [-1.0, -2.0, -3.0]}
     assert versions_of(whole.spans) == ["1", "2", "2"]
     assert Part().plus(second) is second
 

@@ -1,6 +1,6 @@
 """``kill -9`` of an embedded engine while hundreds of requests run on it.
 
-The greedy chats get the text that they get without the kill.
+The greedy chats get the text that they get without the kill, or an error.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def check_chat(events):
 
 
 def text_of(events):
-    choices = [choice for event in events for choice in event["choices"]]
+    choices = [choice for event in events for choice in event.get("choices", [])]
     parts = [choice.get("delta") or choice.get("message") or {} for choice in choices]
     return "".join(part.get("content") or "" for part in parts)
 
@@ -132,12 +132,19 @@ async def test_all_of_200_requests_get_responses_though_an_engine_is_killed(tmp_
     finally:
         await host.stop(0)
         await asyncio.gather(*(engine.kill() for engine in engines))
-    for path, events in responses:
-        CHECKS[path](events)
+    is_broken = ["error" in events[-1] for _, events in responses]
+    for (path, events), broken in zip(responses, is_broken, strict=True):
+        if not broken:
+            CHECKS[path](events)
     for number, (_, events) in zip(chats, undisturbed, strict=True):
-        assert text_of(responses[number][1]) == text_of(events), f"chat {number} differs"
+        whole, got = text_of(events), text_of(responses[number][1])
+        assert whole.startswith(got) if is_broken[number] else whole == got, f"chat {number}"
+    # These engines give no ids of a chat: one whose client has a part of it fails.
+    assert all(request(number)[1]["stream"] for number in range(NUM) if is_broken[number])
+    assert {number for number in range(NUM) if is_broken[number]} <= set(chats)
     assert stats["num_failovers"] > 50
-    assert stats["num_broken_replies"] == 0
+    assert stats["num_broken_replies"] == sum(is_broken)
+    assert stats["num_failovers_refused"]["chat_without_ids"] >= sum(is_broken) > 0
     with capsys.disabled():
         print(
             f"\nkill -9 with {NUM} in flight: {stats['num_failovers']} went on elsewhere, "

@@ -11,7 +11,7 @@ from rollout.router import BackendState
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.raw import bodies, post, response_to
-from tests.rollout.router.stub_engine import CHUNKED, Hold, chunk, reply
+from tests.rollout.router.stub_engine import CHUNKED, Hold, chunk, reply, stream
 
 ON = router_config(token_failover="on")
 
@@ -131,6 +131,49 @@ async def test_a_request_aborted_by_a_pause_continues_when_the_gate_opens(make_b
     got = (await pending).json
     check(got, failovers=1)
     assert [span["version"] for span in got["meta_info"]["weight_versions"]] == ["1", "8"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "q"}], "stream": True}
+
+
+def said(text, finish=None):
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return b"data: %s\n\n" % json.dumps({"id": "c", "choices": [choice]}).encode()
+
+
+async def text_and_end(bench, hold=None):
+    async with bench.client.post("/v1/chat/completions", json=CHAT) as response:
+        begin = await response.content.readuntil(b'"a"') if hold is not None else b""
+        if hold is not None:
+            hold.opened.set()
+        lines = (begin + await response.content.read()).split(b"\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    *_, last = events
+    choices = [choice for event in events for choice in event.get("choices", [])]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    end = last["error"]["type"] if "error" in last else choices[-1]["finish_reason"]
+    refused = (await bench.host.stats())["num_failovers_refused"]
+    return text, end, refused
+
+
+async def test_a_chat_without_ids_starts_over_while_its_client_has_no_text(make_bench):
+    begun = stream(said(""), then_reset=True)
+    bench = await make_bench(
+        begun, stream(said("ab"), said("", "stop"), b"data: [DONE]\n\n"), config=ON
+    )
+    assert await text_and_end(bench) == ("ab", "stop", {})
+    begun = stream(said("a", None), then_reset=True)
+    bench = await make_bench(begun, stream(said("ab"), said("", "stop")), config=ON)
+    assert await text_and_end(bench) == ("a", "engine_failure", {"chat_without_ids": 1})
+    metrics = (await bench.ask("/metrics", "GET")).body.decode()
+    assert 'router_failovers_refused_total{why="chat_without_ids"} 1.0' in metrics
+
+
+async def test_a_pause_that_aborts_a_chat_without_ids_is_its_end_where_a_part_was_sent(make_bench):
+    hold = Hold()
+    begun = stream(said("a"), hold, said("", "abort"), b"data: [DONE]\n\n")
+    bench = await make_bench(begun, begun, config=ON)
+    assert await text_and_end(bench, hold) == ("a", "abort", {"chat_without_ids": 1})
 
 
 async def test_a_requested_abort_is_the_end(make_bench):

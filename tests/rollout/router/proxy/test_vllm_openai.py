@@ -124,7 +124,7 @@ async def test_a_streamed_completion_goes_on_with_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
-async def test_a_chat_goes_on_from_its_text(has_ids: bool) -> None:
+async def test_a_chat_goes_on_with_its_tokens(has_ids: bool) -> None:
     async with served("vllm", "vllm", token_failover="on") as whole:
         reply = json.loads(await lost_one(whole, CHAT, chat(return_token_ids=has_ids)))
         (choice,) = reply["choices"]
@@ -135,7 +135,7 @@ async def test_a_chat_goes_on_from_its_text(has_ids: bool) -> None:
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
-async def test_a_streamed_chat_goes_on_from_its_text(has_ids: bool) -> None:
+async def test_a_streamed_chat_goes_on_with_its_tokens(has_ids: bool) -> None:
     async with served("vllm", "vllm", token_failover="on") as whole:
         body = chat(stream=True, stream_options=USAGE, return_token_ids=has_ids)
         content = await lost_one(whole, CHAT, body)

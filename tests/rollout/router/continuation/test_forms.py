@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.router.transcripts.generate import read_transcript
-from rollout.router.transcripts.openai import read_openai
-from rollout.router.transcripts.request_body import read_object
+from rollout.router.continuation.forms import read_object
+from tests.rollout.router.continuation.replies import generate
+from tests.rollout.router.continuation.replies import read as reply_to
 from tests.rollout.router.odd_bodies import (
     ODD,
     PLAIN,
@@ -20,14 +20,14 @@ from tests.rollout.router.odd_bodies import (
 def read(path, body):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     if path == "/generate":
-        return read_transcript(body, 32)
-    return read_openai(body, is_chat=path.endswith("chat/completions"))
+        return generate(body, 32)
+    return reply_to(path, body)
 
 
 @pytest.mark.parametrize(
     ("path", "fields"), [(path, fields) for path, odd in ODD.items() for fields in odd], ids=repr
 )
-def test_a_body_that_an_engine_may_read_differently_has_no_transcript(path, fields):
+def test_a_body_that_an_engine_may_read_differently_has_no_reply(path, fields):
     assert read(path, PLAIN[path]) is not None
     assert read(path, {**PLAIN[path], **fields}) is None
 
@@ -49,7 +49,7 @@ def test_a_body_that_an_engine_may_read_differently_has_no_transcript(path, fiel
     ],
 )
 def test_the_budget_is_the_one_that_sglang_reads(path, fields, budget):
-    assert read(path, {**PLAIN[path], **fields})._budget == budget
+    assert read(path, {**PLAIN[path], **fields}).budget == budget
 
 
 @pytest.mark.parametrize("path", PLAIN)
@@ -72,13 +72,13 @@ def test_a_body_that_could_not_be_written_again_is_not_read(path, value):
 
 
 def test_only_the_end_of_the_text_is_compared_with_stop_strings():
-    transcript = read("/v1/completions", {"prompt": [1], "max_tokens": 9, "stop": ["abc", "d"]})
+    reply = read("/v1/completions", {"prompt": [1], "max_tokens": 9, "stop": ["abc", "d"]})
     for part in ("x" * 1000, "y" * 10):
-        transcript.absorb({"choices": [{"text": part, "token_ids": [1]}]})
+        reply.absorb({"choices": [{"text": part, "token_ids": [1]}]})
     ends = []
-    end_of_text = transcript._end_of_text
-    transcript._end_of_text = lambda num: ends.append(num) or end_of_text(num)
-    transcript.absorb({"choices": [{"text": "z" * 4, "token_ids": [1]}]})
+    end_of_text = reply._end_of_text
+    reply._end_of_text = lambda num: ends.append(num) or end_of_text(num)
+    reply.absorb({"choices": [{"text": "z" * 4, "token_ids": [1]}]})
     assert ends == [3 + 4, 3]
     assert end_of_text(6) == "yyzzzz"
 
@@ -92,7 +92,7 @@ def test_only_the_end_of_the_text_is_compared_with_stop_strings():
 )
 def test_text_is_safe_if_no_stop_string_is_in_it_or_begins_at_its_end(text, stops, cut, step):
     body = {"prompt": [1], "max_tokens": 1000, "stop": stops}
-    transcript = read("/v1/completions", body)
+    reply = read("/v1/completions", body)
 
     def is_safe(so_far):
         begins = any(so_far.endswith(s[:n]) for s in stops for n in range(1, len(s)))
@@ -101,31 +101,31 @@ def test_text_is_safe_if_no_stop_string_is_in_it_or_begins_at_its_end(text, stop
     parts = [text[at : at + step] for at in range(0, len(text), step)]
     so_far = ""
     for part in parts:
-        if len(so_far) >= cut and transcript._now.num:  # its engine is lost once
-            transcript.lose_engine()
-            so_far, cut = transcript._base.text, 1 << 20
+        if len(so_far) >= cut and reply.now.num:  # its engine is lost once
+            reply.lose_engine()
+            so_far, cut = reply.base.text, 1 << 20
         so_far += part
-        transcript.absorb({"choices": [{"text": part, "token_ids": [1]}]})
-        assert transcript.is_safe == is_safe(so_far)
+        reply.absorb({"choices": [{"text": part, "token_ids": [1]}]})
+        assert reply.is_safe == is_safe(so_far)
 
 
 @settings(max_examples=300, deadline=None)
 @given(odd_bodies())
 def test_a_body_that_is_read_can_be_continued_whatever_it_contains(drawn):
     path, body = drawn
-    transcript = read(path, body)
-    if transcript is None:
+    reply = read(path, body)
+    if reply is None:
         return
-    json.loads(transcript.body(1))
+    json.loads(reply.body(1))
     if path == "/generate":
         good = {"text": "ab", "output_ids": [1, 2], "meta_info": {"completion_tokens": 2}}
     else:
         choice = {"text": "ab", "token_ids": [1, 2], "delta": {"content": "ab"}}
         good = {"choices": [choice], "usage": {"completion_tokens": 2}}
-    if transcript._budget is None or transcript._budget >= 2:
-        transcript.absorb(good)
-        transcript.lose_engine()
-        json.loads(transcript.body(2))
+    if reply.budget is None or reply.budget >= 2:
+        reply.absorb(good)
+        reply.lose_engine()
+        json.loads(reply.body(2))
 
 
 VALUES = st.recursive(

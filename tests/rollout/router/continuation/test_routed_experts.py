@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.router.transcripts.generate import read_transcript
+from tests.rollout.router.continuation.replies import generate
 
 PROMPT = [5, 6, 7]
 
@@ -19,7 +19,7 @@ def begin(budget):
         "return_routed_experts": True,
         "stream": True,
     }
-    return read_transcript(json.dumps(body).encode(), 1)
+    return generate(json.dumps(body).encode(), 1)
 
 
 def event(engine, prompt, num, finish=None):
@@ -38,43 +38,42 @@ def rows_of(payload):
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 6))
 def test_each_row_is_from_the_engine_that_computed_its_token_first(runs, last):
     budget = sum(runs) + last
-    transcript = begin(budget)
+    reply = begin(budget)
     expected = []
     for engine, num in enumerate([*runs, last]):
-        prompt = json.loads(transcript.body())["input_ids"]
+        prompt = json.loads(reply.body())["input_ids"]
         is_last = engine == len(runs)
         for count in range(1, num + 1):
             ends = is_last and count == num
-            transcript.absorb(event(engine, prompt, count, {"type": "length"} if ends else None))
+            reply.absorb(event(engine, prompt, count, {"type": "length"} if ends else None))
             so_far = len(prompt) + count - 1
             seen = expected + [engine] * (so_far - len(expected))
-            assert rows_of(transcript.payload()) == seen
+            assert rows_of(reply.payload()) == seen
         if num:
             expected += [engine] * (len(prompt) + num - 1 - len(expected))
         if not is_last:
-            transcript.lose_engine()
-    payload = transcript.payload()
+            reply.lose_engine()
+    payload = reply.payload()
     assert len(payload["output_ids"]) == budget
     assert rows_of(payload) == expected
-    assert transcript.num_recomputed == 0
+    assert reply.num_recomputed == 0
 
 
 def test_experts_that_do_not_fit_are_not_joined():
-    transcript = begin(9)
-    transcript.absorb(event(1, PROMPT, 2))
-    transcript.lose_engine()
-    transcript.absorb(event(2, [*PROMPT, 9], 1, {"type": "stop"}))  # a row too few
+    reply = begin(9)
+    reply.absorb(event(1, PROMPT, 2))
+    reply.lose_engine()
+    reply.absorb(event(2, [*PROMPT, 9], 1, {"type": "stop"}))  # a row too few
     with pytest.raises(ValueError, match="not those of 5 tokens"):
-        transcript.payload()
+        reply.payload()
 
 
 @pytest.mark.parametrize("experts", [None, "AAA", 7, "AAAA" * 7])
 def test_a_stream_whose_lost_engine_reported_no_experts_cannot_continue(experts):
-    transcript = begin(9)
+    reply = begin(9)
     one = event(1, PROMPT, 2)
     one["meta_info"]["routed_experts"] = experts
-    transcript.absorb(one)
-    transcript.lose_engine()
-    assert not transcript.can_continue
-    assert json.loads(transcript.body())["input_ids"] == PROMPT
-    assert transcript.num_recomputed == 2
+    reply.absorb(one)
+    assert reply.lose_engine() == "experts_missing"
+    assert json.loads(reply.body())["input_ids"] == PROMPT
+    assert reply.num_recomputed == 2

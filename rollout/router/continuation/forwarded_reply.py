@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.router.transcripts.transcript import Payload, Transcript
+from rollout.router.continuation.core import Payload
+from rollout.router.continuation.reply import Reply
 
 
-class ForwardedReply(Transcript):
-    """A request of any kind.
+class ForwardedReply(Reply):
+    """A reply on any route.
 
     Args:
         body: the client's, which every engine gets.
@@ -20,13 +21,13 @@ class ForwardedReply(Transcript):
     """
 
     def __init__(self, body: bytes, *, is_streamed: bool) -> None:
-        super().__init__({"stream": is_streamed})
+        super().__init__({"stream": is_streamed}, why_not="forwarded")
         self.wants_whole_reply = not is_streamed
         self._body = body
         self._payloads: list[Any] = []
+        self._has_sent = False
 
-    def body(self, version: int | None) -> bytes:
-        """The body for an engine."""
+    def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
         return self._body
 
     def absorb(self, event: Any) -> None:
@@ -36,15 +37,18 @@ class ForwardedReply(Transcript):
 
     def read_all(self) -> None:
         """The reply has ended: only its engine knows which of its events is the last."""
-        self._finish = {"type": "end"}
+        self.finish = {"type": "end"}
 
     @property
-    def is_safe(self) -> bool:
-        return True
+    def has_shown(self) -> bool:
+        return self._has_sent
 
-    def lose_engine(self) -> None:
-        self.num_failovers += 1
-        self._payloads, self._finish = [], None
+    def why_refused(self) -> str:
+        return self.why_not if self._has_sent else ""
+
+    def lose_engine(self) -> str:
+        self._payloads = []
+        return super().lose_engine()
 
     def payload(self) -> Payload:
         whole: Payload = self._payloads[0]
@@ -53,4 +57,5 @@ class ForwardedReply(Transcript):
     def new_payloads(self) -> list[Payload]:
         """The events that came since the last call."""
         new, self._payloads = self._payloads, []
+        self._has_sent |= len(new) > 0
         return new

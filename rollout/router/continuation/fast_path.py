@@ -1,10 +1,11 @@
-"""Requests and events of ``/generate`` in parts, so that their long parts are not parsed (pure).
+"""Requests and replies of ``/generate`` whose long parts are not parsed: fast, and fenced in here.
 
 The prompt's token ids and the text of a reply are most of their bytes, and the router needs them
-only if an engine is lost.  Here they are found as bytes, and the rest is parsed.
+only if an engine is lost.  So they are found as bytes, and the rest is parsed; the other fields of
+a body are read once for many requests; events with all tokens so far are put off unread.
 
 Always true: what is found is what a JSON parser would find.  In any other case there are no parts,
-and the caller parses all of it.
+and all of it is parsed (``tests/rollout/router/continuation/test_fast_path.py``).
 """
 
 from __future__ import annotations
@@ -12,15 +13,30 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from rollout.router.http.fast_json import Data, dumps
-from rollout.router.transcripts.request_body import read_object, token_ids_of
-from rollout.router.transcripts.transcript import END, Payload
+from rollout.router.continuation.core import UNUSABLE, Payload
+from rollout.router.continuation.forms import read_object, token_ids_of
+from rollout.router.continuation.reply import END, Reply
+from rollout.router.http.fast_json import Data, dumps, loads
+from rollout.router.http.request import wants_prompt_logprobs
 
+Event = tuple[bytes, int, int]
+"""An event stands in these bytes, from the one position to the other."""
+PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+FROM_FIRST = (
+    "prompt_tokens",
+    "cached_tokens",
+    "input_token_logprobs",
+    "input_top_logprobs",
+)
+_ADDED = ("weight_versions", "num_failovers", "num_recomputed_tokens")
+# Of the events that are not parsed the last ones are kept: one of them may end at a safe token.
+_NUM_UNREAD = 4
 _INPUT_IDS = b'"input_ids"'
 _IN_IDS = b"0123456789, \t\r\n"
 _SPACE = b" \t\r\n"
@@ -198,3 +214,119 @@ def _end_of_text(data: bytes, begin: int, end: int) -> int:
     text = data[begin : at + 1].replace(b"\\\\", b"")
     # Only its end is a quote without a backslash.
     return at if text.count(b'"') == text.count(b'\\"') + 1 else -1
+
+
+class FastReply(Reply):
+    """A reply whose events are parsed only when an engine is lost, if its client wants it whole.
+
+    The first events are parsed to see whether each has all tokens so far.  The last one is passed
+    on as it came, if no other engine did a part.
+
+    Attributes:
+        fields: the body for the first engine, without its token ids.
+    """
+
+    fields: bytes = b"{}"
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_cumulative = False  # the current engine's events have all tokens so far
+        self._unread: tuple[Event, ...] = ()
+        self._has_gap = False  # events before these were not kept
+        self._has_put_off = False  # an event of the current engine was not parsed when it came
+        self._written: list[Data] | None = None
+
+    def of_request(self, parts: BodyParts) -> FastReply:
+        """A new one for another request, which has these parts and the same other fields."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.begin()
+        new.prompt = parts.prompt
+        if parts.rid is not None:
+            new.raw = {**self.raw, "rid": parts.rid.decode()}
+            new.fields = parts.with_rid(self.fields)
+        return new
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
+        is_put_off = (
+            self._is_cumulative and not self.is_streamed and is_unfinished(data, begin, end)
+        )
+        # The engine may be lost after its last event, before its reply has ended.
+        if is_put_off or self._pass_on(data, begin, end):
+            self._has_gap |= len(self._unread) == _NUM_UNREAD
+            self._unread = (*self._unread[1 - _NUM_UNREAD :], (data, begin, end))
+            self._has_put_off = True
+            return None
+        self.read_all()
+        return super().take(data, begin, end)
+
+    def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
+        """Make the reply of the last event without parsing all of it, if that is possible."""
+        is_changed = self.num_failovers or self.engine.is_translated
+        if self.is_streamed or is_changed or wants_prompt_logprobs(self.raw):
+            return False
+        parts = split_event(data, begin, end)
+        if parts is None:
+            return False
+        meta, num, first = parts.meta, parts.num_ids, self.first
+        reason = meta.get("finish_reason")
+        if not isinstance(reason, dict) or meta.get("completion_tokens") != num:
+            return False
+        kind = reason.get("type")
+        if not isinstance(kind, str) or kind == "abort":
+            return False
+        if kind == "length" and reason.get("length") != num:
+            return False
+        if not meta.keys().isdisjoint(_ADDED) or (self.budget is not None and num > self.budget):
+            return False
+        for name in PER_TOKEN:
+            if (values := meta.get(name)) is not None and len(values) != num:
+                return False
+        if first and any(first[name] != meta.get(name) for name in FROM_FIRST if name in first):
+            return False
+        span = {"version": meta.get("weight_version"), "start": 0, "end": num}
+        more: Payload = {"weight_versions": [span] if num else []}
+        more |= {"num_failovers": 0, "num_recomputed_tokens": 0}
+        self._written = parts.with_meta(more)
+        self.finish = reason
+        return True
+
+    def read_all(self) -> None:
+        events, self._unread = self._unread, ()
+        for data, begin, end in events:
+            self.absorb(loads(data[begin:end]))
+            self._has_gap = False
+
+    def absorb(self, event: Payload) -> None:
+        before, ids = self.now.num, event.get("output_ids") or []
+        reported = (event.get("meta_info") or {}).get("completion_tokens", len(ids))
+        if self._has_put_off and 0 < len(ids) < reported:
+            raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
+        super().absorb(event)
+        self._is_cumulative = before > 0 and len(ids) == self.now.num
+
+    def settle(self, finish: Payload | None, *, new: str, has_grown: bool) -> None:
+        super().settle(finish, new=new, has_grown=has_grown and not self._has_gap)
+
+    @property
+    def has_tokens_of_engine(self) -> bool:
+        return bool(self._unread) or super().has_tokens_of_engine
+
+    def lose_engine(self) -> str:
+        with suppress(*UNUSABLE):  # what cannot be read is not kept
+            self.read_all()
+        why = super().lose_engine()
+        self._is_cumulative = self._has_gap = self._has_put_off = False
+        self._unread, self._written = (), None
+        return why
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def written(self) -> list[Data]:
+        return super().written() if self._written is None else self._written
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return not self.prompt_logprobs and wants_prompt_logprobs(self.raw)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.router.continuation.fast_path import FastReply
 from rollout.router.http.fast_json import dumps, loads
-from rollout.router.transcripts.generate import GenerateTranscript, read_transcript
+from tests.rollout.router.continuation.replies import generate
 
 PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
 
@@ -64,32 +65,32 @@ class Engine:
 def finished(tokens, budget, stops, deaths, *, prompt=(1, 2, 3), sends_deltas=False, aborts=False):
     sampling = {"max_new_tokens": budget, "stop": stops}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-    transcript = read_transcript(json.dumps(body).encode(), 2)
-    assert transcript is not None
+    reply = generate(json.dumps(body).encode(), 2)
+    assert reply is not None
     shown = 0
     for number, (death, interval) in enumerate([*deaths, (None, 1)]):
         engine = Engine(tokens, number, sends_deltas, interval)
-        for count, event in enumerate(engine.events(transcript.body(), list(prompt))):
+        for count, event in enumerate(engine.events(reply.body(), list(prompt))):
             if count == death:
                 if aborts and event["meta_info"]["finish_reason"] is None:
                     event["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
-                    transcript.absorb(event)
-                    check(transcript, budget)
+                    reply.absorb(event)
+                    check(reply, budget)
                 break
-            transcript.absorb(event)
-            check(transcript, budget)
-            if transcript.is_safe:
-                num = len(transcript.payload()["output_ids"])
+            reply.absorb(event)
+            check(reply, budget)
+            if reply.is_safe:
+                num = len(reply.payload()["output_ids"])
                 assert num >= shown, "what was shown was taken back"
                 shown = num
-        if transcript.is_finished and not transcript.is_aborted:
-            return transcript
-        transcript.lose_engine()
+        if reply.is_finished and not reply.is_aborted:
+            return reply
+        reply.lose_engine()
     raise AssertionError("never finished")
 
 
-def check(transcript: GenerateTranscript, budget: int) -> None:
-    payload = transcript.payload()
+def check(reply: FastReply, budget: int) -> None:
+    payload = reply.payload()
     meta, ids = payload["meta_info"], payload["output_ids"]
     assert len(ids) == meta["completion_tokens"] <= budget
     assert [entry[1] for entry in meta["output_token_logprobs"]] == ids
@@ -128,9 +129,9 @@ def test_engines_that_send_only_what_is_new_are_understood(tokens, budget, death
 
 
 def test_tokens_of_a_lost_engine_are_kept_and_counted():
-    transcript = finished([0] * 60, 10, [], [(4, 1)])
-    assert (transcript.num_kept, transcript.num_recomputed, transcript.num_failovers) == (4, 0, 1)
-    spans = transcript.payload()["meta_info"]["weight_versions"]
+    reply = finished([0] * 60, 10, [], [(4, 1)])
+    assert (reply.num_kept, reply.num_recomputed, reply.num_failovers) == (4, 0, 1)
+    spans = reply.payload()["meta_info"]["weight_versions"]
     assert spans == [
         {"version": "0", "start": 0, "end": 4},
         {"version": "1", "start": 4, "end": 10},
@@ -138,13 +139,13 @@ def test_tokens_of_a_lost_engine_are_kept_and_counted():
 
 
 def test_the_last_token_of_the_budget_is_generated_again_for_its_finish_reason():
-    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}', 1)
+    reply = generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}', 1)
     for ids in ([5], [5, 6]):
-        transcript.absorb({"output_ids": ids, "text": "ab", "meta_info": {}})
-    transcript.lose_engine()
-    body = json.loads(transcript.body())
+        reply.absorb({"output_ids": ids, "text": "ab", "meta_info": {}})
+    reply.lose_engine()
+    body = json.loads(reply.body())
     assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == ([1, 5], 1)
-    assert transcript.num_recomputed == 1
+    assert reply.num_recomputed == 1
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,9 @@ def test_the_last_token_of_the_budget_is_generated_again_for_its_finish_reason()
     ],
 )
 def test_an_event_that_does_not_add_up_is_refused(event):
-    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 8}}', 1)
+    reply = generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 8}}', 1)
     with pytest.raises(ValueError, match=r"for 2 tokens|at most"):
-        transcript.absorb(event)
+        reply.absorb(event)
 
 
 def test_what_one_engine_alone_can_report_or_continue_starts_over():
@@ -169,12 +170,12 @@ def test_what_one_engine_alone_can_report_or_continue_starts_over():
         {"input_ids": [1], "return_hidden_states": "last"},
         {"input_ids": [1], "session_params": {"id": "s"}},
     ):
-        transcript = read_transcript(json.dumps(body).encode(), 1)
-        transcript.absorb({"output_ids": [1, 2], "text": "ab", "meta_info": {}})
-        transcript.lose_engine()
-        again = json.loads(transcript.body())
+        reply = generate(json.dumps(body).encode(), 1)
+        reply.absorb({"output_ids": [1, 2], "text": "ab", "meta_info": {}})
+        reply.lose_engine()
+        again = json.loads(reply.body())
         assert again.get("input_ids") == body.get("input_ids")
-        assert transcript.num_recomputed == 2
+        assert reply.num_recomputed == 2
 
 
 @pytest.mark.parametrize(
@@ -189,14 +190,14 @@ def test_what_one_engine_alone_can_report_or_continue_starts_over():
         b"{}",
     ],
 )
-def test_a_request_for_several_completions_has_no_transcript(body):
-    assert read_transcript(body, 1) is None
+def test_a_request_for_several_completions_has_no_reply(body):
+    assert generate(body, 1) is None
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_no_body_breaks_the_reading_of_transcripts(body):
-    read_transcript(b'{"input_ids": ' + body + b"}", 1)
-    read_transcript(body, 1)
+def test_no_body_breaks_its_reading(body):
+    generate(b'{"input_ids": ' + body + b"}", 1)
+    generate(body, 1)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +205,9 @@ def test_no_body_breaks_the_reading_of_transcripts(body):
 )
 def test_a_long_request_is_read_a_bounded_number_of_times(budget, stream, interval):
     body = {"input_ids": [1], "stream": stream, "sampling_params": {"max_new_tokens": budget}}
-    transcript = read_transcript(json.dumps(body).encode(), 32)
-    assert transcript is not None
-    assert json.loads(transcript.body())["sampling_params"]["stream_interval"] == interval
+    reply = generate(json.dumps(body).encode(), 32)
+    assert reply is not None
+    assert json.loads(reply.body())["sampling_params"]["stream_interval"] == interval
 
 
 def test_json_that_orjson_refuses_is_read_and_written_too():
@@ -225,15 +226,15 @@ def test_json_that_orjson_refuses_is_read_and_written_too():
 
 def test_an_unlimited_request_is_read_a_bounded_number_of_times_too():
     body = b'{"input_ids": [1], "sampling_params": {"max_new_tokens": null}}'
-    transcript = read_transcript(body, 32)
-    assert transcript is not None
-    assert json.loads(transcript.body())["sampling_params"]["stream_interval"] == 1024
+    reply = generate(body, 32)
+    assert reply is not None
+    assert json.loads(reply.body())["sampling_params"]["stream_interval"] == 1024
 
 
 def test_other_fields_of_a_reply_are_passed_on():
-    transcript = read_transcript(b'{"input_ids": [1], "return_prompt_token_ids": true}', 1)
-    transcript.absorb({"output_ids": [1], "prompt_token_ids": [1], "meta_info": {"routed": "x"}})
-    payload = transcript.payload()
+    reply = generate(b'{"input_ids": [1], "return_prompt_token_ids": true}', 1)
+    reply.absorb({"output_ids": [1], "prompt_token_ids": [1], "meta_info": {"routed": "x"}})
+    payload = reply.payload()
     assert (payload["prompt_token_ids"], payload["meta_info"]["routed"]) == ([1], "x")
 
 
@@ -251,29 +252,29 @@ def test_other_fields_of_a_reply_are_passed_on():
     ],
 )
 def test_an_event_of_another_form_is_refused(event):
-    transcript = read_transcript(b'{"input_ids": [1]}', 1)
+    reply = generate(b'{"input_ids": [1]}', 1)
     with pytest.raises((ValueError, TypeError, AttributeError, KeyError)):
-        transcript.absorb(event)
+        reply.absorb(event)
 
 
 @pytest.mark.parametrize(("text", "num_kept"), [("", 0), ("\ufffd", 0), (None, 3), ("a", 3)])
 def test_tokens_are_kept_if_their_text_is_there_or_the_engine_sends_none(text, num_kept):
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 50}}
-    transcript = read_transcript(json.dumps(body).encode(), 1)
-    assert transcript is not None
+    reply = generate(json.dumps(body).encode(), 1)
+    assert reply is not None
     for num in (1, 2, 3):
         event = {"output_ids": [1, 1, 1], "meta_info": {}}
-        transcript.absorb(event if text is None else event | {"text": text})
-        transcript.lose_engine()
-        assert transcript.num_kept == num * num_kept
+        reply.absorb(event if text is None else event | {"text": text})
+        reply.lose_engine()
+        assert reply.num_kept == num * num_kept
 
 
 def test_only_the_tokenizer_shows_that_the_last_of_several_tokens_has_no_text_so_far():
     text_of = {1: "a", 2: "\ufffd", 3: "b"}
     for decode, num_kept in ((None, 2), (lambda ids: "".join(map(text_of.get, ids)), 0)):
-        transcript = read_transcript(b'{"input_ids": [1]}', 1)
-        assert transcript is not None
-        transcript.decode = decode
-        transcript.absorb({"output_ids": [1, 2], "text": "a", "meta_info": {}})
-        transcript.lose_engine()
-        assert transcript.num_kept == num_kept
+        reply = generate(b'{"input_ids": [1]}', 1)
+        assert reply is not None
+        reply.decode = decode
+        reply.absorb({"output_ids": [1, 2], "text": "a", "meta_info": {}})
+        reply.lose_engine()
+        assert reply.num_kept == num_kept

@@ -2,7 +2,7 @@
 
 Always true of a body that ``read_object`` returns and whose fields have their forms: every engine
 reads these fields as the router does, and the body can be written again.  Any other body gets no
-transcript: it is forwarded as it is, and the engine decides.
+reply that is read: it is forwarded as it is, and the engine decides.
 """
 
 from __future__ import annotations

@@ -21,15 +21,17 @@ from rollout.router.gate.gate import GateState
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.context import Counts
 from rollout.router.proxy.token_failover import TokenFailover
-from rollout.router.transcripts.generate import read_transcript
-from rollout.router.transcripts.openai import read_openai
-from rollout.router.transcripts.vllm_generate import read_vllm
-from tests.rollout.router.transcripts.model_engines import Engine, logprob, top
-from tests.rollout.router.transcripts.scripts import END, TEXTS, tokenizer_of
+from tests.rollout.router.continuation.model_engines import Engine, logprob, top
+from tests.rollout.router.continuation.replies import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    VLLM_GENERATE,
+    read,
+)
+from tests.rollout.router.continuation.scripts import END, TEXTS, tokenizer_of
 
 STREAM = ReplyHead(200, [(b"content-type", b"text/event-stream")])
-GENERATE, VLLM_GENERATE = "/generate", "/inference/v1/generate"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DIALECTS = [
     (GENERATE, False),
     (GENERATE, True),
@@ -87,22 +89,15 @@ def reader_of(
     path: str, body: dict[str, Any], is_vllm: bool, decode: Any
 ) -> tuple[TokenFailover, Exchange]:
     data = json.dumps(body).encode()
-    transcript: Any
-    match path:
-        case "/generate":
-            transcript = read_transcript(data, 4)
-        case "/inference/v1/generate":
-            transcript = read_vllm(data)
-        case _:
-            transcript = read_openai(data, is_chat=path == CHAT, is_for_vllm=is_vllm)
-    assert transcript is not None
-    transcript.decode = decode
+    reply = read(path, data, 4, "vllm" if is_vllm else "sglang")
+    assert reply is not None
+    reply.decode = decode
     config = SimpleNamespace(max_failovers=99)
     proxy: Any = SimpleNamespace(
         config=config, counts=Counts(), gate=SimpleNamespace(state=GateState.OPEN)
     )
     exchange = Exchange()
-    return TokenFailover(proxy, exchange, transcript), exchange  # type: ignore[arg-type]
+    return TokenFailover(proxy, exchange, reply), exchange  # type: ignore[arg-type]
 
 
 @dataclass
@@ -174,7 +169,7 @@ def answered(case: Case, *, is_cut: bool) -> tuple[Reply | None, list[set[int]]]
     for version, (sizes, part, num) in enumerate([*(case.cuts if is_cut else []), ([1], 2.0, 999)]):
         engine = Engine(tokenizer, case.prompt, case.ids, case.is_vllm, version, sizes)
         translated = case.is_vllm and case.path == GENERATE
-        body = reader.body(version, is_vllm=case.is_vllm)
+        body = reader.body(version, "vllm" if case.is_vllm else "sglang")
         data = engine.reply(VLLM_GENERATE if translated else case.path, body)
         made.append(engine.generated)
         end = min(len(data), int(part * len(data)))
@@ -263,7 +258,7 @@ def cases(draw: st.DrawFn, path: str, is_vllm: bool, *, knows_tokenizer: bool) -
     """
     has_logprobs = draw(st.booleans()) and (path, is_vllm) != (CHAT, False)  # it loses some itself
     wants_ids = draw(st.booleans())
-    knows_ends = knows_tokenizer and (path != CHAT or (wants_ids and is_vllm))
+    knows_ends = knows_tokenizer and (path, is_vllm) != (CHAT, False)
     kinds = ["byte_level", "llama", "unigram"] if knows_ends else ["byte_level"]
     kind = draw(st.sampled_from(kinds))
     chinese = set() if knows_ends else {"japanese", "code"}
@@ -271,7 +266,7 @@ def cases(draw: st.DrawFn, path: str, is_vllm: bool, *, knows_tokenizer: bool) -
     text = TEXTS[draw(st.sampled_from(sorted(TEXTS.keys() - chinese)))]
     at = draw(st.integers(0, 20))
     ids = tokenizer.encode(text[at : at + draw(st.integers(1, 30))], add_special_tokens=False).ids
-    if kind == "byte_level" and path != CHAT:  # of which a continuation has the text alone
+    if kind == "byte_level":
         for place in draw(st.lists(st.integers(0, len(ids)), max_size=1)):
             ids.insert(place, draw(st.integers(0, tokenizer.get_vocab_size() - 2)))
     ids.append(tokenizer.token_to_id(END))
@@ -312,7 +307,8 @@ def check(case: Case) -> None:
         assert uncut.logprobs == [logprob(n) for n in range(num)]
         if case.path == GENERATE and not case.is_vllm:
             assert uncut.tops == json.loads(json.dumps([top(n) for n in range(num)]))
-    if got is None:
+    if got is None:  # SGLang gives no ids of a chat before its end
+        assert (case.path, case.is_vllm, case.is_streamed) == (CHAT, False, True)
         return
     spans, got.spans, uncut.spans = got.spans, [], []
     if (case.path, case.is_vllm) == (CHAT, False) and got.usage == (len(case.prompt), num - 1):

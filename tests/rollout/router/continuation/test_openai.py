@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import dataclass
-from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.router.transcripts.openai import read_openai
+from tests.rollout.router.continuation.replies import chat, completion
 
 PIECES = [b"a", b"\xe2\x82", b"\xac", b"ST", b"OP", b" ", b"S", b"T", b"O", b"P"]
 PROMPT = [101, 102, 103]
@@ -17,24 +16,23 @@ HEAD = {"id": "r", "created": 1, "model": "m"}
 
 @dataclass
 class Engine:
-    """Its token at a place depends on the place alone; it holds back half characters."""
+    """Its token at a place depends on the place alone; it holds back half characters.
+
+    Chats are vLLM's, with the ids of each token.
+    """
 
     tokens: list[int]
     is_chat: bool
     interval: int = 1
 
     def start(self, raw) -> int:
-        if not self.is_chat:
-            ids = raw["prompt"]
-            if isinstance(ids, str):
-                return 0
-            assert ids == PROMPT + self.tokens[: len(ids) - len(PROMPT)]
-            return len(ids) - len(PROMPT)
-        if not raw.get("continue_final_message"):
+        ids = (raw.get("kv_transfer_params") or raw).get(
+            "prompt_token_ids" if self.is_chat else "prompt"
+        )
+        if not isinstance(ids, list):
             return 0
-        begun = raw["messages"][-1]["content"].encode()
-        sums = accumulate((PIECES[entry] for entry in self.tokens), initial=b"")
-        return next(num for num, text in enumerate(sums) if text == begun)
+        assert ids == PROMPT + self.tokens[: len(ids) - len(PROMPT)]
+        return len(ids) - len(PROMPT)
 
     def events(self, body: bytes):
         raw = json.loads(body)
@@ -43,14 +41,16 @@ class Engine:
         start, budget = self.start(raw), raw["max_tokens"]
         assert budget > 0
         if self.is_chat:
-            yield self.chunk({"delta": {"role": "assistant", "content": ""}})
+            prompt = {"prompt_token_ids": PROMPT + self.tokens[:start]}
+            yield self.chunk({"delta": {"role": "assistant", "content": ""}}) | prompt
         out: list[int] = []
         sent_text, sent = "", 0
         while True:
             out.append(self.tokens[start + len(out)])
             shown = text = b"".join(PIECES[entry] for entry in out).decode(errors="replace")
             reason, matched = None, None
-            assert raw.get("no_stop_trim") or not raw.get("stop")
+            trim = "include_stop_str_in_output" if self.is_chat else "no_stop_trim"
+            assert raw.get(trim) or not raw.get("stop")
             if stop := next((entry for entry in raw.get("stop") or [] if entry in text), None):
                 reason, matched = "stop", stop
             elif len(out) >= budget:
@@ -62,9 +62,7 @@ class Engine:
             yield from self.reported(shown[len(sent_text) :], out, sent, start, reason, matched)
             if reason is not None:
                 break
-            if shown[len(sent_text) :] or not self.is_chat:
-                sent = len(out)
-            sent_text = shown
+            sent, sent_text = len(out), shown
         yield {**self.chunk(None), "usage": self.usage(len(out), start)}
 
     def reported(self, delta, out, sent, start, reason, matched):
@@ -81,11 +79,9 @@ class Engine:
             ids = {"token_ids": out[sent:]} | ({} if sent else {"prompt_token_ids": PROMPT})
             yield self.chunk({"text": delta, "logprobs": logprobs, **ids, **end}) | usage
             return
-        if delta:
-            logprobs = {"content": [{"token": str(n), "logprob": -n} for n in places]}
-            yield self.chunk({"delta": {"content": delta}, "logprobs": logprobs}) | usage
-        if reason:
-            yield self.chunk({"delta": {}, **end})
+        logprobs = {"content": [{"token": str(n), "logprob": -n} for n in places]}
+        choice = {"delta": {"content": delta}, "logprobs": logprobs, "token_ids": out[sent:]}
+        yield self.chunk(choice | end) | usage
 
     def usage(self, num: int, start: int):
         prompt = len(PROMPT) + start
@@ -102,23 +98,35 @@ def request(is_chat, budget, stops, **more):
     return {**prompt, "max_tokens": budget, "stop": stops, **more}
 
 
+def read_it(body, is_chat=True):
+    """A completion on SGLang, or a chat on vLLM."""
+    data = json.dumps(body).encode()
+    reply = chat(data, "vllm") if is_chat else completion(data)
+    assert reply is not None
+    reply.body(None, "vllm" if is_chat else "sglang")
+    return reply
+
+
+def sent_to(reply, version, is_chat=True):
+    return reply.body(version, "vllm" if is_chat else "sglang")
+
+
 def run(body, engines, deaths=()):
-    """The finished transcript, and the chunks sent to the client."""
+    """The finished reply, and the chunks sent to the client."""
     is_chat = engines[0].is_chat
-    transcript = read_openai(json.dumps(body).encode(), is_chat=is_chat)
-    assert transcript is not None
+    reply = read_it(body, is_chat)
     reported = []
     for version, engine in enumerate(engines):
         death = deaths[version] if version < len(deaths) else None
-        for count, event in enumerate(engine.events(transcript.body(version))):
+        for count, event in enumerate(engine.events(sent_to(reply, version, is_chat))):
             if count == death:
                 break
-            transcript.absorb(event)
-            if transcript.is_streamed and transcript.is_safe and not transcript.is_finished:
-                reported += transcript.new_payloads()
-        if transcript.is_finished:
-            return transcript, reported + transcript.new_payloads()
-        transcript.lose_engine()
+            reply.absorb(event)
+            if reply.is_streamed and reply.is_safe and not reply.is_finished:
+                reported += reply.new_payloads()
+        if reply.is_finished:
+            return reply, reported + reply.new_payloads()
+        reply.lose_engine()
     raise AssertionError("never finished")
 
 
@@ -169,42 +177,49 @@ def test_lost_engines_change_only_the_versions_of_a_response(
 def test_log_probs_are_as_many_as_the_tokens_of_a_completion(tokens, budget, deaths):
     body = request(False, budget, [], logprobs=0, return_token_ids=True)
     engines = [Engine(tokens, False, interval) for _, interval in deaths]
-    transcript, _ = run(body, [*engines, Engine(tokens, False)], [entry for entry, _ in deaths])
-    choice = transcript.payload()["choices"][0]
+    reply, _ = run(body, [*engines, Engine(tokens, False)], [entry for entry, _ in deaths])
+    choice = reply.payload()["choices"][0]
     assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
     assert choice["logprobs"]["token_logprobs"] == [-n for n in range(len(choice["token_ids"]))]
 
 
 def test_a_stream_with_log_probs_continues_from_the_reported_tokens():
     body = request(False, 10, [], logprobs=0, stream=True, prompt=PROMPT)
-    transcript, reported = run(body, [Engine([0] * 60, False), Engine([0] * 60, False)], [4])
-    assert transcript.can_continue
-    assert (transcript.num_kept, transcript.num_recomputed) == (4, 0)
+    reply, reported = run(body, [Engine([0] * 60, False), Engine([0] * 60, False)], [4])
+    assert (reply.num_kept, reply.num_recomputed) == (4, 0)
     assert joined(reported, False) == ("a" * 10, ["length"])
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2, 3])
 def test_a_stream_of_a_chat_has_the_log_probs_of_tokens_without_text(cut):
     body = request(True, 9, [], stream=True, logprobs=True)
-    transcript = read_openai(json.dumps(body).encode(), is_chat=True)
+    reply = read_it(body)
     texts, end = ["a", "", "b", ""], {"finish_reason": "stop", "stop_reason": None}
     events = [
-        Engine.chunk({"delta": {"content": text}, "logprobs": {"content": [{"logprob": -num}]}})
+        Engine.chunk(
+            {
+                "delta": {"content": text},
+                "token_ids": [num],
+                "logprobs": {"content": [{"logprob": -num, "token": text}]},
+            }
+        )
         for num, text in enumerate(texts)
     ]
+    events[0]["prompt_token_ids"] = PROMPT
     events[-1]["choices"][0] |= end
     chunks, at = [], 0
-    while not transcript.is_finished:
+    while not reply.is_finished:
         start = at
         while at < len(events) and at != cut:
             usage = {"prompt_tokens": 3, "completion_tokens": at + 1 - start}
-            transcript.absorb(events[at] | {"usage": usage})
+            reply.absorb(events[at] | {"usage": usage})
             at += 1
-            if transcript.is_safe:
-                chunks += transcript.new_payloads()
+            if reply.is_safe:
+                chunks += reply.new_payloads()
         if at == cut:
-            transcript.lose_engine()
-            at, cut = len(transcript._base.logprobs.get("content", [])), None
+            reply.lose_engine()
+            at, cut = reply.base.num, None
+            events[at]["prompt_token_ids"] = [*PROMPT, *range(at)]
     sent = [
         entry["logprob"]
         for chunk in chunks
@@ -213,43 +228,34 @@ def test_a_stream_of_a_chat_has_the_log_probs_of_tokens_without_text(cut):
     ]
     assert sent == [0, -1, -2, -3]
     assert joined(chunks, True) == ("ab", ["stop"])
-    (choice,) = transcript.payload()["choices"]
+    (choice,) = reply.payload()["choices"]
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_the_versions_of_a_chat_cover_its_end_which_has_no_text(is_streamed):
-    transcript = read_openai(
-        json.dumps(request(True, 9, [], stream=is_streamed)).encode(), is_chat=True
-    )
-    transcript.body(7)
+    reply = chat(json.dumps(request(True, 9, [], stream=is_streamed)).encode())
+    reply.body(7)
     usage = {"prompt_tokens": 3, "completion_tokens": 1}
-    transcript.absorb(Engine.chunk({"delta": {"content": "a"}}) | {"usage": usage})
-    transcript.absorb(Engine.chunk({"delta": {}, "finish_reason": "stop"}))
-    transcript.absorb(Engine.chunk(None) | {"usage": usage | {"completion_tokens": 2}})
-    last = transcript.new_payloads()[-1] if is_streamed else transcript.payload()
+    reply.absorb(Engine.chunk({"delta": {"content": "a"}}) | {"usage": usage})
+    reply.absorb(Engine.chunk({"delta": {}, "finish_reason": "stop"}))
+    reply.absorb(Engine.chunk(None) | {"usage": usage | {"completion_tokens": 2}})
+    last = reply.new_payloads()[-1] if is_streamed else reply.payload()
     assert last["metadata"]["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
-    assert transcript.payload()["usage"]["completion_tokens"] == 2
+    assert reply.payload()["usage"]["completion_tokens"] == 2
 
 
 def test_a_token_without_its_log_prob_is_not_continued_from():
-    transcript = read_openai(
-        json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode(), is_chat=False
-    )
-    assert transcript is not None
-    transcript.absorb(
-        Engine.chunk({"text": "a", "token_ids": [0], "logprobs": {"token_logprobs": []}})
-    )
-    transcript.lose_engine()
-    assert not transcript.can_continue
+    reply = completion(json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode())
+    assert reply is not None
+    reply.absorb(Engine.chunk({"text": "a", "token_ids": [0], "logprobs": {"token_logprobs": []}}))
+    assert reply.lose_engine() == "logprobs_missing"
 
 
-def test_a_chat_continues_from_its_text_with_the_remaining_budget():
-    transcript, _ = run(
-        request(True, 10, []), [Engine([0] * 60, True), Engine([0] * 60, True)], [4]
-    )
-    assert (transcript.num_kept, transcript.num_recomputed, transcript.num_failovers) == (3, 0, 1)
-    response = transcript.payload()
+def test_a_chat_continues_from_its_ids_with_the_remaining_budget():
+    reply, _ = run(request(True, 10, []), [Engine([0] * 60, True), Engine([0] * 60, True)], [4])
+    assert (reply.num_kept, reply.num_recomputed, reply.num_failovers) == (3, 0, 1)
+    response = reply.payload()
     assert response["choices"][0]["message"]["content"] == "a" * 10
     assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
     assert response["metadata"]["weight_versions"] == [
@@ -262,14 +268,14 @@ def test_a_chat_continues_from_its_text_with_the_remaining_budget():
 def test_at_a_seam_both_limits_and_the_minimum_count_the_tokens_before_it(is_chat):
     both = {"max_completion_tokens": 10} if is_chat else {}
     body = request(is_chat, 10, [], min_tokens=7, **both)
-    transcript = read_openai(json.dumps(body).encode(), is_chat=is_chat)
-    for num, event in enumerate(Engine([0] * 60, is_chat).events(transcript.body(1))):
+    reply = read_it(body, is_chat)
+    for num, event in enumerate(Engine([0] * 60, is_chat).events(sent_to(reply, 1, is_chat))):
         if num == 4:
             break
-        transcript.absorb(event)
-    transcript.lose_engine()
-    kept = transcript.num_kept
-    raw = json.loads(transcript.body(2))
+        reply.absorb(event)
+    reply.lose_engine()
+    kept = reply.num_kept
+    raw = json.loads(sent_to(reply, 2, is_chat))
     assert kept == (3 if is_chat else 4)
     assert (raw["max_tokens"], raw["min_tokens"]) == (10 - kept, 7 - kept)
     assert raw.get("max_completion_tokens") == (10 - kept if is_chat else None)
@@ -278,46 +284,88 @@ def test_at_a_seam_both_limits_and_the_minimum_count_the_tokens_before_it(is_cha
 def test_a_chat_that_continues_its_last_message_continues_it_at_a_seam():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is "}]
     body = {"messages": messages, "continue_final_message": True}
-    transcript = read_openai(json.dumps(body).encode(), is_chat=True)
-    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
-    transcript.absorb(Engine.chunk({"delta": {"content": "7"}}) | usage)
-    transcript.lose_engine()
-    expected = [messages[0], {"role": "assistant", "content": "It is 7"}]
-    assert json.loads(transcript.body(2))["messages"] == expected
+    reply = read_it(body)
+    begin_chat(reply, "7")
+    assert reply.lose_engine() == ""
+    raw = json.loads(sent_to(reply, 2))
+    assert raw["messages"] == messages
+    assert raw["kv_transfer_params"] == {"prompt_token_ids": [*PROMPT, 5]}
 
 
 def test_reasoning_behind_a_seam_is_refused():
-    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
-    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
-    transcript.absorb(Engine.chunk({"delta": {"content": "a"}}) | usage)
-    transcript.lose_engine()
+    reply = read_it(request(True, 9, []))
+    begin_chat(reply, "a")
+    assert reply.lose_engine() == ""
     with pytest.raises(ValueError, match="reasoning comes after"):
-        transcript.absorb(Engine.chunk({"delta": {"reasoning_content": "b"}}))
+        reply.absorb(Engine.chunk({"delta": {"reasoning_content": "b"}}))
 
 
-def test_tokens_of_an_engine_that_does_not_count_them_are_generated_again():
-    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
-    assert transcript is not None
-    transcript.body(1)
-    transcript.absorb(Engine.chunk({"delta": {"content": "hello"}}))
-    transcript.lose_engine()
-    assert "continue_final_message" not in json.loads(transcript.body(2))
+def begin_chat(reply, text):
+    """The first two chunks of a chat on vLLM."""
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    reply.absorb(Engine.chunk({"delta": {"content": ""}}) | {"prompt_token_ids": PROMPT})
+    reply.absorb(Engine.chunk({"delta": {"content": text}, "token_ids": [5]}) | usage)
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_a_chat_whose_engine_gives_no_ids_starts_over_while_its_client_has_nothing(dialect):
+    body = json.dumps(request(True, 9, [], stream=True)).encode()
+    reply = chat(body, dialect)
+    assert reply is not None
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    for has_shown in (False, True):
+        reply.body(1, dialect)
+        reply.absorb(Engine.chunk({"delta": {"role": "assistant", "content": ""}}))
+        if reply.is_safe:
+            assert "hello" not in json.dumps(reply.new_payloads())
+        reply.absorb(Engine.chunk({"delta": {"content": "hello"}}) | usage)
+        if has_shown:
+            assert "hello" in json.dumps(reply.new_payloads())
+        why = reply.lose_engine()
+        assert why == {"sglang": "chat_without_ids", "vllm": "prompt_unknown"}[dialect]
+        assert reply.has_shown is has_shown
+        again = json.loads(reply.body(2, dialect))
+        assert again["messages"] == [{"role": "user", "content": "q"}]
+        assert again["max_tokens"] == 9
+        assert "kv_transfer_params" not in again
+    assert (reply.num_kept, reply.num_recomputed) == (0, 2)
+
+
+def test_a_chat_of_vllm_continues_on_sglang_from_its_ids():
+    reply = read_it(request(True, 9, []))
+    begin_chat(reply, "a")
+    assert reply.lose_engine() == ""
+    raw = json.loads(reply.body(2, "sglang"))
+    assert (raw["input_ids"], raw["max_tokens"]) == ([*PROMPT, 5], 8)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
+        ({"include_reasoning": False}, "reasoning"),
+    ],
+)
+def test_a_chat_that_vllm_renders_again_or_hides_a_part_of_starts_over(more, why):
+    reply = read_it(request(True, 9, [], **more))
+    begin_chat(reply, "a")
+    assert reply.lose_engine() == why
+    assert "kv_transfer_params" not in json.loads(sent_to(reply, 2))
 
 
 def test_reasoning_cannot_be_continued():
-    transcript = read_openai(json.dumps(request(True, 9, [])).encode(), is_chat=True)
-    assert transcript is not None
+    reply = read_it(request(True, 9, []))
     usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}
-    transcript.absorb(Engine.chunk({"delta": {"reasoning_content": "well"}}) | usage)
-    assert transcript.payload()["choices"][0]["message"]["reasoning_content"] == "well"
-    assert not transcript.can_continue
+    reply.absorb(Engine.chunk({"delta": {"reasoning_content": "well"}}) | usage)
+    assert reply.payload()["choices"][0]["message"]["reasoning_content"] == "well"
+    assert reply.lose_engine() == "reasoning"
 
 
 def test_more_tokens_than_requested_are_an_error():
-    transcript = read_openai(json.dumps(request(False, 2, [])).encode(), is_chat=False)
-    assert transcript is not None
+    reply = completion(json.dumps(request(False, 2, [])).encode())
+    assert reply is not None
     with pytest.raises(ValueError, match="3 output tokens where at most 2"):
-        transcript.absorb(Engine.chunk({"text": "abc", "token_ids": [1, 2, 3]}))
+        reply.absorb(Engine.chunk({"text": "abc", "token_ids": [1, 2, 3]}))
 
 
 @pytest.mark.parametrize(
@@ -332,11 +380,11 @@ def test_more_tokens_than_requested_are_an_error():
         {"messages": "hi"},
     ],
 )
-def test_a_chat_that_cannot_be_continued_has_no_transcript(more):
+def test_a_chat_that_cannot_be_continued_has_no_reply(more):
     body = {**request(True, 5, []), **more}
-    assert read_openai(json.dumps(body).encode(), is_chat=True) is None
+    assert chat(json.dumps(body).encode()) is None
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], None, 7])
 def test_only_a_single_prompt_can_be_continued(prompt):
-    assert read_openai(json.dumps({"prompt": prompt}).encode(), is_chat=False) is None
+    assert completion(json.dumps({"prompt": prompt}).encode()) is None

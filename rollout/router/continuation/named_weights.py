@@ -52,7 +52,7 @@ class NamedWeights:
     def stamped(self, payload: Any, base_version: int | None) -> Any:
         """A reply or an event, in which the base's tokens have the base's version.
 
-        Raises what ``transcript.UNUSABLE`` has: it has another form.
+        Raises what ``core.UNUSABLE`` has: it has another form.
         """
         items = payload if isinstance(payload, list) else [payload]
         for place, item in enumerate(items):

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tests.rollout.router.transcripts.scripts import END
+from tests.rollout.router.continuation.scripts import END
 
 HEAD = {"id": "r", "created": 1, "model": "m"}
 Payload = dict[str, Any]
@@ -257,10 +257,9 @@ class Engine:
         yield {**HEAD, "choices": [], "usage": self._usage(start, num)}
 
     def _chat(self, raw: Payload) -> Iterator[Payload]:
-        start = 0
-        if raw.get("continue_final_message"):
-            begun = raw["messages"][-1]["content"]
-            start = next(n for n in range(len(self.ids)) if self._plain(0, n) == begun)
+        assert not raw.get("continue_final_message"), "a chat does not continue from its text"
+        prompt_ids = (raw.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        start = 0 if prompt_ids is None else self._start(prompt_ids)
         stops, sent, num = raw.get("stop") or [], "", 0
         prompt = {"prompt_token_ids": self.prompt + self.ids[:start]}
         begin = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

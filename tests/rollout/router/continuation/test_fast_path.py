@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.router.transcripts.generate import read_transcript
-from rollout.router.transcripts.json_parts import (
+from rollout.router.continuation.fast_path import (
     is_unfinished,
     read_fields,
     split_body,
     split_event,
 )
+from tests.rollout.router.continuation.replies import generate
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=5)
 PIECES = [*'ab"\\,:[]{}\u00e9\n', '","output_ids":[', '"error"']
@@ -64,18 +64,18 @@ def test_a_body_of_another_form_has_no_parts(body):
 
 
 def test_ids_that_are_not_json_go_to_the_engine_as_they_are():
-    transcript = read_transcript(b'{"input_ids": [1 2,,]}', 32)
-    assert b"[1 2,,]" in transcript.body()
-    assert "input_ids" in transcript.why_not_vllm
+    reply = generate(b'{"input_ids": [1 2,,]}', 32)
+    assert b"[1 2,,]" in reply.body()
+    assert "input_ids" in reply.why_not_taken(["vllm"])
 
 
 def test_requests_that_differ_in_ids_and_rid_share_nothing():
     bodies = [{"input_ids": [n, n + 1], "rid": f"r-{n}", "stream": False} for n in range(3)]
     bodies[0]["return_logprob"] = True
-    transcripts = [read_transcript(json.dumps(body).encode(), 32) for body in bodies]
-    transcripts[0].absorb(event_of([5], finish=None))
-    transcripts[0].lose_engine()
-    sent = [json.loads(transcript.body()) for transcript in transcripts]
+    replies = [generate(json.dumps(body).encode(), 32) for body in bodies]
+    replies[0].absorb(event_of([5], finish=None))
+    replies[0].lose_engine()
+    sent = [json.loads(reply.body()) for reply in replies]
     assert [one["rid"] for one in sent] == ["r-0", "r-1", "r-2"]
     assert [one["input_ids"] for one in sent] == [[0, 1, 5], [1, 2], [2, 3]]
     assert [one.get("return_logprob") for one in sent] == [True, None, None]
@@ -159,11 +159,11 @@ def test_an_event_with_equal_or_escaped_keys_is_what_a_parser_finds(more, data):
 
 def replies(events, *, body=b'{"input_ids": [1]}', num=None):
     """The reply after these events, taken as bytes and absorbed."""
-    taken, absorbed = read_transcript(body, 32), read_transcript(body, 32)
+    taken, absorbed = generate(body, 32), generate(body, 32)
     for event in events:
         assert taken.take(json.dumps(event).encode()) is None
         absorbed.absorb(event)
-    return json.loads(b"".join(taken.reply())), absorbed.payload()
+    return json.loads(b"".join(taken.written())), absorbed.payload()
 
 
 @pytest.mark.parametrize("num_events", [1, 2, 3, 9])
@@ -202,9 +202,9 @@ def test_a_reply_that_is_passed_on_is_the_one_that_would_be_written(last):
     ],
 )
 def test_a_last_event_that_is_inconsistent_is_not_passed_on(last):
-    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    reply = generate(b'{"input_ids": [1]}', 32)
     with pytest.raises(ValueError, match=r"0 output_token_logprobs|200 output|not a text"):
-        transcript.take(json.dumps(last).encode())
+        reply.take(json.dumps(last).encode())
 
 
 def test_events_with_new_tokens_only_are_all_read():
@@ -218,44 +218,42 @@ def test_events_with_new_tokens_only_are_all_read():
 
 
 def test_new_tokens_only_after_events_with_all_tokens_are_refused():
-    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    reply = generate(b'{"input_ids": [1]}', 32)
     for num in range(1, 9):
-        transcript.take(
-            json.dumps(event_of(list(range(num)), finish=None, text="x" * num)).encode()
-        )
+        reply.take(json.dumps(event_of(list(range(num)), finish=None, text="x" * num)).encode())
     late = event_of([8], finish=None)
     late["meta_info"] |= {"completion_tokens": 9, "finish_reason": length(9)}
     with pytest.raises(ValueError, match="1 ids for 9 tokens"):
-        transcript.take(json.dumps(late).encode())
+        reply.take(json.dumps(late).encode())
 
 
 @pytest.mark.parametrize("num_events", [1, 2, 5, 9])
 def test_a_lost_engine_leaves_the_tokens_of_its_last_event(num_events):
-    transcript = read_transcript(b'{"input_ids": [1, 2]}', 32)
+    reply = generate(b'{"input_ids": [1, 2]}', 32)
     for num in range(1, num_events + 1):
         event = event_of(list(range(num)), finish=None, text="x" * num)
-        assert transcript.take(json.dumps(event).encode()) is None
-    assert transcript.has_tokens_of_engine
-    transcript.lose_engine()
-    assert json.loads(transcript.body())["input_ids"] == [1, 2, *range(num_events)]
-    assert (transcript.num_kept, transcript.num_recomputed) == (num_events, 0)
+        assert reply.take(json.dumps(event).encode()) is None
+    assert reply.has_tokens_of_engine
+    reply.lose_engine()
+    assert json.loads(reply.body())["input_ids"] == [1, 2, *range(num_events)]
+    assert (reply.num_kept, reply.num_recomputed) == (num_events, 0)
 
 
 def test_an_event_after_a_gap_is_not_safe_by_itself():
     """Its text may have grown in an event that was not kept."""
-    transcript = read_transcript(b'{"input_ids": [1], "sampling_params": {"stop": ["ab"]}}', 32)
+    reply = generate(b'{"input_ids": [1], "sampling_params": {"stop": ["ab"]}}', 32)
     texts = ["x", "xy", *["xyz"] * 9]  # the last tokens are within a character
     for num, text in enumerate(texts, 1):
         event = event_of(list(range(num)), finish=None, text=text)
-        transcript.take(json.dumps(event).encode())
-    transcript.lose_engine()
-    assert json.loads(transcript.body())["input_ids"] == [1, 0, 1]
+        reply.take(json.dumps(event).encode())
+    reply.lose_engine()
+    assert json.loads(reply.body())["input_ids"] == [1, 0, 1]
 
 
 def test_an_unreadable_event_of_a_lost_engine_is_not_kept():
-    transcript = read_transcript(b'{"input_ids": [1]}', 32)
+    reply = generate(b'{"input_ids": [1]}', 32)
     for num in range(1, 4):
         event = json.dumps(event_of(list(range(num)), finish=None, text="x" * num)).encode()
-        transcript.take(event if num < 3 else event[:-1])
-    transcript.lose_engine()
-    assert json.loads(transcript.body())["input_ids"] == [1, 0, 1]
+        reply.take(event if num < 3 else event[:-1])
+    reply.lose_engine()
+    assert json.loads(reply.body())["input_ids"] == [1, 0, 1]

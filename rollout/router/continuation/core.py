@@ -1,0 +1,419 @@
+"""The tokens of one request over several engines: what was kept, what was shown, where to go on.
+
+Always true:
+- Token ids, columns and weight versions of kept tokens have equal length, and there are never more
+  tokens than the request's budget.  The finish reason is that of an engine.
+- A request continues from token ids, or not at all: without the ids, or a column that its client
+  wants, of each kept token it starts over, unless its client has a part of the reply.
+- A continuation starts at a *safe* token: the text so far ends neither within a character nor with
+  the beginning of a stop string, so the next engine sees every stop string complete.  Behind a part
+  of a character SGLang would lose the rest of it, and vLLM would write the prompt's text.
+- Text that was sent to the client is never taken back.
+
+Pure, and without JSON: ``dialects`` read bodies and events, and write them.  A failover is not
+exact in two ways: a seeded sampler restarts, and penalties on repeated tokens see earlier tokens as
+prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from engines.protocol import VersionSpan
+from rollout.rules.continuation import Mark, Part, check_budget, join_experts
+
+Payload = dict[str, Any]
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, by the model's tokenizer."""
+UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What reading an engine's reply can raise, which may have any form."""
+# From so many ids before its first token SGLang begins to decode.
+_WINDOW = 5
+
+
+class Continuation:
+    """What one request has received so far.
+
+    Args:
+        raw: the client's body, for its dialects.
+        prompt: its token ids, as far as they are known.
+        budget: the most tokens it may get; None for no limit.
+        min_tokens: the least; 0 for none.
+        stop: its stop strings, as its client gave them.
+        trims: the router cuts the text before a stop string, because the engines do not.
+        column: that has an entry for each token, if the reply is to be continued.
+        why_not: why no other engine can continue it, in one word; empty if one can.
+
+    Attributes:
+        is_streamed: its client wants events.
+        prompt_logprobs: log-probs of the prompt, from a prefill engine.
+        awaits_prompt_logprobs: it has still to send them.
+        decode: of the model's tokenizer; None where the router has none.
+        version: of the weights of the current engine, when it got the request.
+        base: tokens of lost engines.
+        now: tokens of the current engine.
+        head: fields of the reply that are of no token and no engine.
+        first: fields of the reply that are of the prompt, from the first engine.
+        last: fields of the reply that are of no token, from the last event.
+        finish: the reason, with its ``type``.
+        reasoning: text before the answer's own.
+        has_begun: its client has the beginning of a stream, without any text.
+        experts: those that the current engine has reported.
+        num_kept: tokens carried over to another engine.
+        num_recomputed: tokens that are generated a second time.
+    """
+
+    has_text = True
+
+    def __init__(
+        self,
+        raw: Payload,
+        *,
+        prompt: Any = None,
+        budget: int | None = None,
+        min_tokens: int | None = None,
+        stop: Any = None,
+        trims: bool = False,
+        column: str = "",
+        why_not: str = "",
+    ) -> None:
+        self.raw = raw
+        self.prompt = prompt
+        self.budget = budget
+        self.min_tokens = min_tokens or 0
+        self.trims = trims
+        self.why_not = why_not
+        self.is_streamed = bool(raw.get("stream"))
+        self.decode: Decode | None = None
+        self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
+        self._longest_stop = max(map(len, self._stops), default=1)
+        self._column = column
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing was received so far."""
+        self.version: int | None = None
+        self.base, self.now = Part(), Part()
+        self.head: Payload = {}
+        self.first: Payload = {}
+        self.last: Payload = {}
+        self.finish: Payload | None = None
+        self.reasoning = ""
+        self.experts: str | None = None
+        self.prompt_logprobs: Mapping[str, list[Any]] = {}
+        self.awaits_prompt_logprobs = False
+        self.num_kept = self.num_recomputed = self.num_failovers = 0
+        self._kept_experts = b""
+        self._safe_experts: str | None = None
+        self._safe, self._sent = Mark(), Mark()
+        self._is_safe = True
+        self._has_stop = False
+        self.has_begun = False
+        self._num_reasoning_sent = 0
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def add(self, text: str, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
+        """Take new tokens of the current engine; a column may be None.
+
+        Raises:
+            ValueError: they are more than the budget.
+        """
+        now = self.now
+        now.text += text
+        now.ids += ids
+        now.num = len(now.ids)
+        for name, values in columns.items():
+            if values is not None:
+                now.columns.setdefault(name, []).extend(values)
+        check_budget(self.base.num + now.num, self.budget)
+
+    def check_columns(self, now: Part) -> None:
+        """Check that each column has an entry for each token.
+
+        Raises:
+            ValueError: one has not.
+        """
+        for name, values in now.columns.items():
+            if len(values) != now.num:
+                raise ValueError(f"{len(values)} {name} for {now.num} tokens")
+
+    def add_prompt(self, ids: list[int]) -> None:
+        """Take the ids of the prompt that the engine got.
+
+        Raises:
+            ValueError: these are not those of the first engine and the tokens since then.
+        """
+        if self.prompt is not None and ids != [*self.prompt, *self.base.ids]:
+            raise ValueError("its prompt has other token ids than prompt and answer so far")
+        self.prompt = ids if self.prompt is None else self.prompt
+
+    def add_prompt_logprobs(self, logprobs: Mapping[str, list[Any]]) -> None:
+        """Take the prompt's log-probs, from the prefill engine."""
+        self.awaits_prompt_logprobs = False
+        self.prompt_logprobs = logprobs
+
+    def settle(self, finish: Payload | None, *, new: str, has_grown: bool) -> None:
+        """Note whether another engine may continue after the last token.
+
+        Args:
+            finish: of the event; a client sees that of an abort, or another engine continues.
+            new: its text.
+            has_grown: it had text, or its tokens have none.
+        """
+        if finish is not None:
+            finish_of(finish.get("type"))
+            self.finish = finish
+            if not self.is_aborted:
+                return
+        if self.trims and not self._has_stop:
+            end = self._end_of_text(self._longest_stop + len(new))
+            self._has_stop = any(stop in end for stop in self._stops)
+        self._is_safe = not self._has_stop and self._is_complete(has_grown=has_grown)
+        if self._is_safe:
+            self._safe = self.now.mark()
+            self._safe_experts = self.experts
+
+    def _is_complete(self, *, has_grown: bool) -> bool:
+        """Whether the text of all tokens is there, so that another engine may continue it.
+
+        An engine holds back an incomplete character, and SGLang then also the text after the last
+        space.  Only the tokenizer knows it for certain: of an event with several tokens, the last
+        one may have no text so far.  A client's stop string must not be cut in two.
+        """
+        if self.budget is not None and self.base.num + self.now.num >= self.budget:
+            return False  # only an engine can give the finish reason of the last token
+        if not self.has_text:
+            return True
+        end = self._end_of_text(self._longest_stop)
+        if self.decode is not None and self.now.ids:
+            text = self.decode((self.base.ids[-_WINDOW:] + self.now.ids[-_WINDOW:])[-_WINDOW:])
+            if not text or text.endswith("\ufffd"):
+                return False
+        elif not has_grown or end.endswith(("\ufffd", " ")):
+            return False
+        return not any(
+            end.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
+        )
+
+    def _end_of_text(self, num: int) -> str:
+        """The last ``num`` characters of the text so far."""
+        end = self.now.text[-num:]
+        return end if len(end) == num else self.base.text[len(end) - num :] + end
+
+    def trim(self, stop: Any) -> None:
+        """Cut the text before its stop string; one before the minimum length did not count."""
+        if not isinstance(stop, str):
+            return
+        text = self.base.text + self.now.text
+        at = text.rfind(stop) if self.min_tokens else text.find(stop)
+        if at >= 0:
+            self.now.text = text[len(self.base.text) : at]
+
+    # -- between two engines ----------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.finish is not None and self.finish.get("type") == "abort"
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether all text so far is final, so that it can be sent to the client."""
+        return self.is_finished or self._is_safe
+
+    @property
+    def has_tokens_of_engine(self) -> bool:
+        """Whether the current engine has sent tokens."""
+        return self.now.num > 0 or bool(self.now.text)
+
+    @property
+    def num(self) -> int:
+        """Tokens so far."""
+        return self.base.num + self.now.num
+
+    def why_refused(self) -> str:
+        """Why the tokens so far cannot be continued, in one word; empty if they can be."""
+        if not (self.base.num or self.has_tokens_of_engine or self.reasoning):
+            return ""
+        if self.why_not:
+            return self.why_not
+        kept = self._kept()
+        if not (self.base.num or kept.num or kept.text):
+            return ""
+        if self.prompt is None:
+            return "prompt_unknown"
+        if len(kept.ids) != kept.num or (kept.text and not kept.num):
+            return "ids_missing"
+        # A column that stays empty was not requested: SGLang sends ``top_logprobs`` like that.
+        if any(len(values) not in (0, kept.num) for values in kept.columns.values()) or (
+            self._column and len(kept.columns.get(self._column, ())) != kept.num
+        ):
+            return "logprobs_missing"
+        wants_experts = bool(self.raw.get("return_routed_experts"))
+        if wants_experts and kept.ids and self._experts_of(self._safe_experts, kept.num) is None:
+            return "experts_missing"
+        return ""
+
+    def lose_engine(self) -> str:
+        """Go back to the last safe token, or to the prompt if tokens cannot be kept.
+
+        Returns:
+            Why they cannot, in one word; empty if they are.
+        """
+        had, kept, why = self.num, self._kept(), self.why_refused()
+        if why or self.awaits_prompt_logprobs:
+            self.base, self.first, self.reasoning = Part(), {}, ""
+            self._kept_experts = b""
+        else:
+            if self.raw.get("return_routed_experts") and kept.ids:
+                self._kept_experts = self._experts_of(self._safe_experts, kept.num) or b""
+            self.base = self.base.plus(kept)
+            self.num_kept += kept.num
+        self.num_recomputed += had - self.base.num
+        self.num_failovers += 1
+        self.now, self._safe, self.last = Part(), Mark(), {}
+        self.finish, self.experts, self._safe_experts = None, None, None
+        self._is_safe, self._has_stop = True, False
+        return why
+
+    def _kept(self) -> Part:
+        return self.now.up_to(self._safe)
+
+    @property
+    def has_shown(self) -> bool:
+        """Its client has a part of the answer."""
+        return self._sent.num > 0 or self._sent.text > 0 or self._num_reasoning_sent > 0
+
+    def lower_limits(self, limits: Payload, *most: str, least: str) -> None:
+        """Take the tokens of lost engines off the limits, which have these names."""
+        if not self.base.num:
+            return
+        if self.budget is not None:
+            present = [name for name in most if limits.get(name) is not None] or most[:1]
+            limits |= dict.fromkeys(present, self.budget - self.base.num)
+        if limits.get(least):
+            limits[least] = max(0, limits[least] - self.base.num)
+
+    # -- routed experts ---------------------------------------------------------------------
+
+    def all_experts(self) -> str:
+        """Those of all tokens, where earlier engines have reported some; else an empty text.
+
+        Raises:
+            ValueError: the current engine's are not of so many tokens.
+        """
+        if not self._kept_experts:
+            return ""
+        joined: bytes | None = self._kept_experts
+        if self.now.ids:
+            joined = self._experts_of(self.experts, len(self.now.ids))
+        if joined is None:
+            num = self._num_computed(len(self.now.ids))
+            raise ValueError(f"its routed experts are not those of {num} tokens")
+        return base64.b64encode(joined).decode()
+
+    def _num_computed(self, num_new: int) -> int:
+        """Tokens that were computed for ``num_new`` of this engine: all but the last one."""
+        num_prompt = 0 if self.prompt is None else len(self.prompt)
+        return num_prompt + len(self.base.ids) + num_new - 1
+
+    def _experts_of(self, reported: str | None, num_new: int) -> bytes | None:
+        """The experts of all tokens so far, of which this engine has added ``num_new``."""
+        try:
+            rows = base64.b64decode(reported or "")
+        except (TypeError, ValueError):
+            return None
+        return join_experts(self._kept_experts, rows, self._num_computed(num_new))
+
+    # -- to the client ----------------------------------------------------------------------
+
+    def all(self) -> Part:
+        """Everything so far; it may be ``now`` itself."""
+        return self.base.plus(self.now)
+
+    def show_all(self) -> Part:
+        """Everything so far, which is sent now."""
+        whole = self.all()
+        self._sent = Mark(len(whole.text), whole.num)
+        return whole
+
+    def show_new(self) -> Part:
+        """What was received since the last call; it never repeats text that was sent."""
+        base, now, sent = self.base, self.now, self._sent
+        end, before = now.mark(), base.mark()
+        names = before.columns.keys() | end.columns.keys()
+        lengths = {name: before.columns.get(name, 0) + end.columns.get(name, 0) for name in names}
+        self._sent = Mark(
+            before.text + end.text, before.num + end.num, before.ids + end.ids, lengths
+        )
+        return Part(
+            _after(base.text, now.text, sent.text),
+            self._sent.num - sent.num,
+            _after(base.ids, now.ids, sent.ids),
+            {
+                name: _after(
+                    base.columns.get(name, []), now.columns.get(name, []), sent.columns.get(name, 0)
+                )
+                for name in names
+            },
+        )
+
+    def show_reasoning(self) -> str:
+        """The same for the reasoning."""
+        new = self.reasoning[self._num_reasoning_sent :]
+        self._num_reasoning_sent = len(self.reasoning)
+        return new
+
+    def span_payloads(self) -> list[Payload]:
+        """Weight versions of all tokens, as they go into JSON."""
+        return [
+            {"version": span.version, "start": span.start, "end": span.end}
+            for span in self.all().spans
+        ]
+
+
+def _after(before: Any, now: Any, start: int) -> Any:
+    """Two texts or lists in a row, from index ``start`` on."""
+    if start >= len(before):
+        return now[start - len(before) :]
+    return before[start:] + now
+
+
+def finish_of(kind: Any) -> str:
+    """The kind of a finish reason.
+
+    Raises:
+        ValueError: it is not a text.
+    """
+    if not isinstance(kind, str):
+        raise ValueError(f"the finish reason {kind!r:.60} is not a text")
+    return kind
+
+
+def version_spans(
+    reported: Iterable[Payload] | None, version: Any, num: int
+) -> tuple[VersionSpan, ...]:
+    """The weight versions of ``num`` tokens, each token in exactly one span.
+
+    Args:
+        reported: spans of the engine, which may be of more tokens, or of fewer.
+        version: of tokens behind them; None for that of the last span.
+    """
+    spans: list[VersionSpan] = []
+    end = 0
+    for span in reported or ():
+        start, end_of_span = end, min(num, span["end"])
+        if end_of_span > start:
+            spans.append(VersionSpan(span["version"], start, end_of_span))
+            end = end_of_span
+    if end < num:
+        if version is None and spans:
+            version = spans[-1].version
+        spans.append(VersionSpan(version, end, num))
+    return tuple(spans)

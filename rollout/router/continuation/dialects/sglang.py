@@ -1,0 +1,211 @@
+"""``/generate``: its events have all tokens so far, or only the new ones.
+
+Routed experts come from the engine that computed the token.  Where the lost engine did not report
+them with its tokens (SGLang sends them at the end only), the request starts over.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from engines.protocol.sampling_params import GRAMMARS
+from rollout.router.continuation.core import Payload, version_spans
+from rollout.router.continuation.fast_path import (
+    FROM_FIRST,
+    PER_TOKEN,
+    FastReply,
+    PromptIds,
+    read_fields,
+    split_body,
+)
+from rollout.router.continuation.forms import (
+    has_forms,
+    is_count,
+    is_flag,
+    is_object,
+    is_stop,
+    or_none,
+    read_object,
+    token_ids_of,
+)
+from rollout.router.continuation.reply import EngineDialect, Reading, Reply
+from rollout.router.http.fast_json import dumps
+from rollout.rules.continuation import Part, check_budget
+
+_DEFAULT_BUDGET = 128
+# An engine's event has all tokens so far, so sending every event costs the square of their number.
+_MAX_EVENTS = 64
+# Requests of training differ in their token ids and their own id only.
+_NUM_FORMS = 64
+_MAX_FORM_BYTES = 4096
+_UNLIMITED = 1 << 16
+_READ = frozenset({"text", "output_ids", "meta_info"})
+_CANNOT_CONTINUE = frozenset({*GRAMMARS, "stop_regex", "custom_params"})
+# What an engine reports of all tokens so far; the next engine would compute it from its own run.
+_OF_ONE_ENGINE = frozenset(
+    {
+        "routed_experts_start_len",
+        "return_indexer_topk",
+        "return_hidden_states",
+        "return_sampling_mask",
+        "return_entropy",
+        "return_flat_raw_top_logprobs",
+        "return_prompt_token_ids",
+        "custom_logit_processor",
+        "session_params",
+        "max_thinking_tokens",
+    }
+)
+_FORMS = {
+    "sampling_params": or_none(is_object),
+    "stream": is_flag,
+    "return_logprob": or_none(is_flag),
+    "logprob_start_len": or_none(lambda value: value == -1 or is_count(value)),
+}
+_SAMPLING_FORMS = {
+    "max_new_tokens": or_none(is_count),
+    "min_new_tokens": or_none(is_count),
+    "stop": or_none(is_stop),
+}
+
+
+# -- from the client ------------------------------------------------------------------------
+
+
+def read(body: bytes, reading: Reading) -> FastReply | None:
+    """The reply to a body; None if it requests more than one completion."""
+    if (parts := split_body(body)) is not None:
+        is_short = len(parts.fields) <= _MAX_FORM_BYTES
+        read_form = _read_form if is_short else _read_form.__wrapped__
+        if (form := read_form(parts.fields, reading.interval)) is not None:
+            return form.of_request(parts)
+    raw = read_object(body)
+    if raw is None:
+        return None
+    ids = token_ids_of(raw.get("input_ids"))
+    if ids is not None:
+        del raw["input_ids"]
+    return _reply_to(raw, None if ids is None else PromptIds.of(ids), reading.interval)
+
+
+@lru_cache(_NUM_FORMS)
+def _read_form(fields: bytes, interval: int) -> FastReply | None:
+    raw = read_fields(fields)
+    return None if raw is None else _reply_to(raw, PromptIds(b""), interval)
+
+
+def _reply_to(raw: Payload, prompt: PromptIds | None, interval: int) -> FastReply | None:
+    if not has_forms(raw, _FORMS):
+        return None
+    sampling = raw.get("sampling_params") or {}
+    is_single = sampling.get("n", 1) == 1 and sampling.get("beam_width") in (None, 1)
+    if not is_single or not has_forms(sampling, _SAMPLING_FORMS):
+        return None
+    if raw.get("return_flat_raw_output_top_logprobs"):
+        return None  # an engine refuses it on a stream, as which the router sends the request
+    text = raw.get("text")
+    has_prompt = isinstance(text, str) if prompt is None else text is None
+    if not has_prompt or raw.get("input_ids") is not None:
+        return None
+    budget = sampling.get("max_new_tokens", _DEFAULT_BUDGET)
+    reply = FastReply(
+        raw,
+        prompt=prompt,
+        budget=budget,
+        min_tokens=sampling.get("min_new_tokens"),
+        stop=sampling.get("stop"),
+        column="output_token_logprobs" if raw.get("return_logprob") else "",
+        why_not=_why_not(raw, sampling, has_ids=prompt is not None),
+    )
+    if not reply.is_streamed:
+        interval = max(interval, (_UNLIMITED if budget is None else budget) // _MAX_EVENTS)
+    sampling = {**sampling, "stream_interval": interval}
+    reply.raw = {**raw, "stream": True, "sampling_params": sampling}
+    reply.fields = dumps(reply.raw)
+    return reply
+
+
+def _why_not(raw: Payload, sampling: Payload, *, has_ids: bool) -> str:
+    if not has_ids:
+        return "prompt_unknown"
+    if any(map(sampling.get, sampling.keys() & _CANNOT_CONTINUE)):
+        return "grammar"
+    return "of_one_engine" if any(map(raw.get, raw.keys() & _OF_ONE_ENGINE)) else ""
+
+
+# -- to and from an engine ------------------------------------------------------------------
+
+
+def fields_after(reply: Reply) -> Payload:
+    """The fields of the next body except its token ids."""
+    raw = reply.raw
+    if not reply.base.num:
+        return raw
+    sampling = dict(raw["sampling_params"])
+    reply.lower_limits(sampling, "max_new_tokens", least="min_new_tokens")
+    starts = {"logprob_start_len": -1} if raw.get("logprob_start_len") is not None else {}
+    return {**raw, **starts, "sampling_params": sampling}
+
+
+def _body_after(reply: Reply) -> bytes:
+    assert isinstance(reply, FastReply)
+    reply.trims = False
+    fields = dumps(fields_after(reply)) if reply.base.num else reply.fields
+    return fields if reply.prompt is None else reply.prompt.in_body(fields, reply.base.ids)
+
+
+def _event(reply: Reply, event: Payload) -> None:
+    meta: Payload = event.get("meta_info") or {}
+    ids = list(event.get("output_ids") or [])
+    reported = meta.get("completion_tokens", len(ids))
+    before = reply.now
+    columns = {name: list(meta[name]) for name in PER_TOKEN if meta.get(name) is not None}
+    now = Part(event.get("text") or "", len(ids), ids, columns)
+    if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
+        now.text, now.ids = before.text + now.text, before.ids + ids
+        now.num = len(now.ids)
+        for name, values in columns.items():
+            if len(values) < now.num:
+                columns[name] = before.columns.get(name, []) + values
+    now.spans = version_spans(meta.get("weight_versions"), meta.get("weight_version"), now.num)
+    reply.check_columns(now)
+    check_budget(reply.base.num + now.num, reply.budget)
+    finish = meta.get("finish_reason") or None
+    has_grown = len(now.text) > len(before.text) or finish is not None  # an end has all text
+    reply.now, reply.last, reply.first = now, meta, reply.first or meta
+    reply.head = {name: value for name, value in event.items() if name not in _READ}
+    reply.experts = meta.get("routed_experts")
+    reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
+    reply.settle(finish, new="", has_grown=has_grown)
+
+
+ENGINE = EngineDialect(_body_after, _event)
+
+
+# -- to the client --------------------------------------------------------------------------
+
+
+def chunks(reply: Reply) -> list[Payload]:
+    """One event; like SGLang's, it has everything so far."""
+    reply.show_all()
+    return [whole(reply)]
+
+
+def whole(reply: Reply) -> Payload:
+    assert isinstance(reply, FastReply)
+    part, first, last, finish = reply.all(), reply.first, reply.last, reply.finish
+    meta = {**last, **{name: first[name] for name in FROM_FIRST if name in first}}
+    meta["completion_tokens"] = len(part.ids)
+    meta["finish_reason"] = finish
+    if finish is not None and finish.get("type") == "length":
+        meta["finish_reason"] = {**finish, "length": len(part.ids)}
+    meta["weight_versions"] = reply.span_payloads()
+    meta.update(part.columns)
+    has_experts = reply.is_finished or "routed_experts" in last
+    if has_experts and (experts := reply.all_experts()):
+        meta["routed_experts"] = experts
+    for name, values in reply.prompt_logprobs.items():
+        meta[name] = [*values, *(meta.get(name) or [])]
+    meta["num_failovers"] = reply.num_failovers
+    meta["num_recomputed_tokens"] = reply.num_recomputed
+    return {**reply.head, "text": part.text, "output_ids": part.ids, "meta_info": meta}

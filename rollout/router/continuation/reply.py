@@ -1,0 +1,142 @@
+"""One reply that is read from the engines' bytes, and written for its client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rollout.router.continuation.core import Continuation, Payload
+from rollout.router.http.fast_json import Data, dumps, loads
+
+END = sys.maxsize
+
+
+class Reply(Continuation):
+    """The reply to one request.
+
+    Attributes:
+        route: of the request.
+        engine: how the current engine is spoken to.
+        wants_whole_reply: the engine must send one complete reply instead of events.
+    """
+
+    route: Route
+    engine: EngineDialect
+    wants_whole_reply = False
+
+    def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
+        """The body for the next engine, which holds weight ``version`` and has this dialect."""
+        self.version = version
+        self.engine = self.route.engines[dialect]
+        return self.engine.body_after(self)
+
+    def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
+        """Take one event as it came, which is this part of ``data``.
+
+        Returns:
+            It, if it is an error, and otherwise None.
+
+        Raises:
+            ``UNUSABLE``: it cannot be read.
+        """
+        payload = loads(data[begin:end])
+        if "error" in payload:
+            return dict(payload)
+        self.absorb(payload)
+        return None
+
+    def absorb(self, event: Payload) -> None:
+        """Take one event that was parsed."""
+        self.engine.event(self, event)
+
+    def read_all(self) -> None:
+        """Parse the events that were taken and not parsed so far."""
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """The client requests log-probs of the prompt, and no prefill engine has sent them."""
+        return False
+
+    def why_not_taken(self, dialects: Iterable[str]) -> str:
+        """Why engines of these dialects cannot answer it; empty if they can."""
+        return next(filter(None, (self.route.engines[one].why_not(self) for one in dialects)), "")
+
+    def new_payloads(self) -> list[Payload]:
+        """New events for a streaming client."""
+        return self.route.chunks(self)
+
+    def payload(self) -> Payload:
+        """The response so far, in the form of a single engine's reply."""
+        self.read_all()
+        return self.route.whole(self)
+
+    def written(self) -> list[Data]:
+        """The response as it is written, in parts."""
+        return [dumps(self.payload())]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDialect:
+    """How one kind of engine is spoken to on one route.
+
+    Attributes:
+        body_after: the body for the next engine, which goes on after the tokens that were kept.
+        event: takes what an engine sends in one event, or in one complete reply.
+        why_not: why no such engine can answer this request; empty if one can.
+        gives_ids: it streams the id of each token.
+        is_translated: its bodies and events are not those of the client's route.
+    """
+
+    body_after: Callable[[Reply], bytes]
+    event: Callable[[Reply, Payload], None]
+    why_not: Callable[[Reply], str] = lambda reply: ""
+    gives_ids: bool = True
+    is_translated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is needed to read a body.
+
+    Attributes:
+        interval: tokens between two events of an engine.
+        dialects: of all engines.
+    """
+
+    interval: int = 1
+    dialects: frozenset[str] = frozenset({"sglang"})
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a client is spoken to on one route, and the engines that answer there.
+
+    Attributes:
+        read: the reply to a body; None if it cannot continue on another engine, or has a form that
+            only an engine can judge.
+        chunks: what is new, as events for a streaming client.
+        whole: the complete reply.
+        engines: by their dialect.
+    """
+
+    read: Callable[[bytes, Reading], Reply | None]
+    chunks: Callable[[Reply], list[Payload]]
+    whole: Callable[[Reply], Payload]
+    engines: Mapping[str, EngineDialect]
+
+    def is_lacking(self, dialects: Iterable[str]) -> bool:
+        """Engines of one of these dialects do not have it."""
+        return any(one not in self.engines for one in dialects)
+
+    def is_translated(self, dialects: Iterable[str]) -> bool:
+        """Engines of one of these dialects get other bodies than the client's."""
+        return any(self.engines[one].is_translated for one in dialects if one in self.engines)
+
+    def reply(self, body: bytes, reading: Reading) -> Reply | None:
+        """What ``read`` gives, ready to take an engine's reply."""
+        reply = self.read(body, reading)
+        if reply is not None:
+            reply.route = self
+            reply.engine = next(iter(self.engines.values()))
+        return reply

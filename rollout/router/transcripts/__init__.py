@@ -1,1 +1,0 @@
-"""The tokens of a request so far, over several engines (pure)."""

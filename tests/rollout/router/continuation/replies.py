@@ -1,0 +1,26 @@
+"""Replies to bodies, as the router reads them."""
+
+from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.continuation.fast_path import FastReply
+from rollout.router.continuation.reply import Reading, Reply
+
+GENERATE, VLLM_GENERATE = "/generate", "/inference/v1/generate"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def read(path: str, body: bytes, interval: int = 1, dialects: str = "sglang") -> Reply | None:
+    return ROUTES[path].reply(body, Reading(interval, frozenset(dialects.split())))
+
+
+def generate(body: bytes, interval: int = 1) -> FastReply | None:
+    reply = read(GENERATE, body, interval)
+    assert reply is None or isinstance(reply, FastReply)
+    return reply
+
+
+def completion(body: bytes) -> Reply | None:
+    return read(COMPLETIONS, body)
+
+
+def chat(body: bytes, dialects: str = "sglang") -> Reply | None:
+    return read(CHAT, body, dialects=dialects)
