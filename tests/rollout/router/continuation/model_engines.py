@@ -293,6 +293,6 @@ class Engine:
 
 def _to_stop(step: Step) -> str:
     """vLLM's text ends with its stop string."""
-    if not isinstance(step.matched, str):
-        return step.text
+    if not isinstance(step.matched, str) or step.matched not in step.text:
+        return step.text  # its last character may be held back
     return step.text[: step.text.find(step.matched) + len(step.matched)]

@@ -73,7 +73,7 @@ def test_requests_that_differ_in_ids_and_rid_share_nothing():
     bodies = [{"input_ids": [n, n + 1], "rid": f"r-{n}", "stream": False} for n in range(3)]
     bodies[0]["return_logprob"] = True
     replies = [generate(json.dumps(body).encode(), 32) for body in bodies]
-    replies[0].absorb(event_of([5], finish=None))
+    replies[0].absorb(event_of([5], finish=None, output_token_logprobs=[[-1.0, 5, None]]))
     replies[0].lose_engine()
     sent = [json.loads(reply.body()) for reply in replies]
     assert [one["rid"] for one in sent] == ["r-0", "r-1", "r-2"]
