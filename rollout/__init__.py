@@ -153,15 +153,15 @@ def connect(
     Args:
         run: the run's folder, or its id if the folder is ``runs/<id>``; under Ray its id.
         backend: None looks for a local launch, then for actors if Ray is initialized here.
-        address: of a local launch, ``host:port``, with ``key``, both from the run's
-            ``connect.json``; or of the Ray cluster, by default the one that is found.
+        address: of a local launch, ``host:port``, with ``key``: ``control`` and ``key`` in a
+            server's ``journal.json``; or of the Ray cluster, by default the one that is found.
         namespace: Ray's, as in ``cluster.namespace``.
 
     Raises:
         ConfigError: there is no such run, it refuses the key, or an argument is no text.
         ActorLost: the launching process has ended.
     """
-    from rollout.config.run_dir import CONNECT_FILE
+    from rollout.config.run_dir import JOURNAL_FILE
     from rollout.core.arguments import check_kind, wrong
     from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
@@ -179,7 +179,8 @@ def connect(
         return found
     if backend == "local" or not (backend or _has_joined_ray()):
         raise ConfigError(
-            f"no launch of run {str(run)!r} is found: no {CONNECT_FILE} in {run} or runs/{run}. "
+            f"no launch of run {str(run)!r} is found: no server that takes calls has a "
+            f"{JOURNAL_FILE} in {run} or runs/{run}. "
             "Give the run's folder, or address and key from that file; for a run on a Ray cluster, "
             "backend='ray'"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,7 +117,7 @@ def _line(engine: FoundEngine) -> str:
 
 def _as_dict(found: FoundServer) -> dict[str, Any]:
     return {
-        **asdict(found.record),
+        **asdict(replace(found.record, key="")),
         "driver_is": found.driver.value,
         "is_stale": is_from_earlier_boot(found.record),
         "engines": [

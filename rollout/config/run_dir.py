@@ -12,8 +12,6 @@ from pathlib import Path
 
 from rollout.config import RolloutConfig
 
-CONNECT_FILE = "connect.json"
-CONTROL_FILE = "control.json"
 JOURNAL_FILE = "journal.json"
 LAUNCH_FILE = "launch.json"
 FIGURES_FILE = "figures.jsonl"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout.config.run_dir import CONNECT_FILE, RunFolder
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.journal import read
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError
-from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.runtime.control_socket import ControlAddress, SocketCaller
 from rollout.runtime.handle import RunHandle, ServerHandle
 
 
 def connect_local(run: str | Path, address: str, key: str) -> RunHandle | None:
-    """The servers of a run that is launched on a host; None if the run's folder has no address.
+    """The servers of a run that is launched on a host; None if no journal has an address.
 
     Args:
-        address: ``host:port``; empty to read it and the key from the run's folder.
+        address: ``host:port``; empty to read it and the key from the journal of a server.
 
     Raises:
         ConfigError: the address is none, or refuses the key.
@@ -28,30 +26,15 @@ def connect_local(run: str | Path, address: str, key: str) -> RunHandle | None:
     return None if where is None else _over_socket(where)
 
 
-def publish(run: RunFolder, listener: ControlListener) -> Callable[[], None]:
-    """Write the listener's address into the run's folder, for its user alone; returns the undo."""
-    path = run.path / CONNECT_FILE
-    part = path.with_name(f".{CONNECT_FILE}.part")
-    part.unlink(missing_ok=True)
-    where = listener.address
-    values = {"address": f"{where.host}:{where.port}", "key": where.key}
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(values, file)
-    part.replace(path)
-    return lambda: path.unlink(missing_ok=True)
-
-
 def _in_run_folder(run: Path) -> ControlAddress | None:
     for folder in (run, Path("runs") / run):
-        path = folder / CONNECT_FILE
-        try:
-            values = json.loads(path.read_bytes())
-            return _parsed(values["address"], values["key"])
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+        for path in sorted(folder.glob(f"*/{JOURNAL_FILE}")):
+            try:
+                journal = read(path)
+            except RolloutError as error:
+                raise ConfigError(str(error)) from None
+            if journal.control:
+                return _parsed(journal.control, journal.key)
     return None
 
 
@@ -59,12 +42,12 @@ def _parsed(address: Any, key: Any) -> ControlAddress:
     host, _, port = str(address).rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"address = {address!r}: must be host:port, as in the run's {CONNECT_FILE}"
+            f"address = {address!r}: must be host:port, as in a server's {JOURNAL_FILE}"
         )
     if not key:
         raise ConfigError(
-            f"key: the address {address} needs the key from the run's {CONNECT_FILE}; or, if it is "
-            "a Ray cluster's, backend='ray'"
+            f"key: the address {address} needs the key from a server's {JOURNAL_FILE}; or, if it "
+            "is a Ray cluster's, backend='ray'"
         )
     return ControlAddress(host.strip("[]"), int(port), str(key))
 

@@ -24,7 +24,6 @@ from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
 from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
-from rollout.runtime.connect import publish
 from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.preflight import check_before_launch
@@ -112,12 +111,15 @@ def build_servers(
     launcher: EngineLauncher,
     slots: Mapping[tuple[str, str], Sequence[EngineSlot]],
     connect: Connect | None = None,
+    *,
+    journals: Mapping[str, ServerJournal],
 ) -> dict[str, RolloutServer]:
     """The servers of ``config`` as objects; nothing is started.
 
     Args:
         slots: (server, group) -> its slots.
         connect: creates the client of an engine; None creates the HTTP client.
+        journals: of the servers, by name.
 
     Raises:
         ConfigError: a release would lose weights.
@@ -147,7 +149,7 @@ def build_servers(
             store=store,
             timeline=create_timeline(run.of_server(name), name, otel=server.timeline.otel),
             page=create_page(server, run, name),
-            journal=ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "local"),
+            journal=journals[name],
         )
 
     return {name: server_of(name, server) for name, server in config.servers.items()}
@@ -206,20 +208,27 @@ def launch_local(
     check_before_launch(config, launches_here=launcher is None)
     run = RunFolder.of(config)
     lock = RunLock(run)
+    journals = {
+        name: ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "local")
+        for name in config.servers
+    }
     try:
         plan = plan_of(config)
         granted = local_bundles(plan, visible_gpus(), float(os.cpu_count() or 1))
         slots = assign_slots(plan, granted)
-        servers = build_servers(config, launcher or LocalLauncher(), slots, connect)
+        servers = build_servers(
+            config, launcher or LocalLauncher(), slots, connect, journals=journals
+        )
     except BaseException:
         lock.release()
         raise
     loop = LoopThread("deployment")
     listener = ControlListener(loop, servers)
-    retract = publish(run, listener)
+    where = listener.address
+    for journal in journals.values():
+        journal.keep(control=f"{where.host}:{where.port}", key=where.key)
 
     def close() -> None:
-        retract()
         listener.close()
         lock.release()
 

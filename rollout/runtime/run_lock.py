@@ -23,6 +23,8 @@ from rollout.core.os_errors import naming_setting
 
 logger = logging.getLogger(__name__)
 
+_NUM_BYTES = 512
+
 
 class RunLock:
     """Held by one launch, from before anything is started until everything has stopped.
@@ -64,8 +66,9 @@ class RunLock:
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(values).encode(), 0)
+        # The lock is on this file, so it is not replaced.  One write of one length: a kill leaves
+        # the old values or the new ones.
+        os.pwrite(self._descriptor, json.dumps(values).ljust(_NUM_BYTES).encode(), 0)
 
     def release(self) -> None:
         """Let another launch take the folder; repeated calls do nothing."""

@@ -1,13 +1,13 @@
 """The page of a running deployment, and pushes the fakes accept."""
 
-import json
 import time
 from collections.abc import Callable
 
 import httpx
 
 from rollout.config import RolloutConfig
-from rollout.config.run_dir import CONTROL_FILE, RunFolder
+from rollout.config.run_dir import JOURNAL_FILE, RunFolder
+from rollout.control.server.journal import read
 from rollout.core.types import StepReport
 from rollout.runtime.handle import ServerHandle
 from tests.support import builders
@@ -15,8 +15,8 @@ from tests.support import builders
 
 def page_of(config: RolloutConfig, server: str = "policy") -> httpx.Client:
     """A client of the page, found as people find it: through the run folder."""
-    told = json.loads((RunFolder.of(config).of_server(server) / CONTROL_FILE).read_text())
-    return httpx.Client(base_url=told["url"], timeout=30.0, trust_env=False)
+    journal = read(RunFolder.of(config).of_server(server) / JOURNAL_FILE)
+    return httpx.Client(base_url=journal.page, timeout=30.0, trust_env=False)
 
 
 def until(is_so: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:

@@ -301,7 +301,7 @@ class Lane:
 
     def _start_ranks(self) -> None:
         self._starts += 1
-        run = next(self._folder.glob("*/connect.json")).parent
+        run = next(self._folder.glob("*/*/journal.json")).parent.parent
         for rank in range(self._num_ranks):
             asks, asked = self._forks.Pipe()
             meet = str(self._folder / f"meet-{self._starts}")

@@ -16,9 +16,10 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 
-from rollout.config.run_dir import CONTROL_FILE
+from engines.process.process_identity import is_running
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.observability.control_file import ControlFile
 
 _TIMEOUT_S = 15.0
 _without_proxy = build_opener(ProxyHandler({}))
@@ -117,17 +118,25 @@ def find(
     found: list[RunningServer] = []
     gone = []
     runs = set()
-    for file in _control_files(run):
-        control = ControlFile.read(file)
-        if control.is_gone:
-            gone.append(f"{file}: process {control.pid} is gone")
+    for file in _journals(run):
+        try:
+            journal = read(file)
+        except RolloutError as error:  # of another user, or of another version
+            gone.append(str(error))
+            continue
+        if journal.is_ended:
+            continue
+        if not is_running(journal.process):
+            gone.append(f"{file}: process {journal.process.pid} is gone, or on another machine")
+        elif not journal.page:
+            gone.append(f"{file}: the server has no page (page.enabled), or it has not started yet")
         else:
-            found.append(ServerViaPage(control.server, control.url, key, control.pid))
+            found.append(ServerViaPage(journal.server, journal.page, key, journal.process.pid))
             runs.add(str(file.parent.parent))
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")
     if not found:
-        searched = "; ".join(gone) or f"no {CONTROL_FILE} in {run or './runs'}"
+        searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or './runs'}"
         raise ConfigError(
             f"no running server found: {searched}. Give a run folder, the URL of a page, or --ray "
             "and the run's id; if the run has crashed, `rollout attach RUN` lists its leftovers"
@@ -135,10 +144,10 @@ def find(
     return found
 
 
-def _control_files(run: str) -> list[Path]:
+def _journals(run: str) -> list[Path]:
     if not run:
-        return sorted(Path("runs").glob(f"**/{CONTROL_FILE}"))
-    return files_of_run(run, CONTROL_FILE, f"*/{CONTROL_FILE}", f"*/*/{CONTROL_FILE}")
+        return sorted(Path("runs").glob(f"**/{JOURNAL_FILE}"))
+    return files_of_run(run, JOURNAL_FILE, f"*/{JOURNAL_FILE}", f"*/*/{JOURNAL_FILE}")
 
 
 def files_of_run(run: str, *patterns: str) -> list[Path]:

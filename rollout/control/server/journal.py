@@ -1,8 +1,8 @@
-"""The journal of a server: a file by which its engines are found after a crash.
+"""The journal of a server: the file by which others find its page, its calls and its engines.
 
-Always true: the file always holds one whole record, the newest or an older one.  The record names a
-command before any engine gets it.  Only the server writes the file; a reader also checks which
-processes still exist.
+Always true: the file always holds one whole record, the newest or an older one, and only its user
+can read it.  The record names a command before any engine gets it.  Only the server writes the
+file; a reader also checks which processes still exist.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class JournalRecord:
     Attributes:
         backend: ``local`` or ``ray``.
         driver: the process that launched it; its engines end with it.
+        process: the process that runs the server: the driver, or an actor.
+        control: where the driver takes calls, ``host:port``; empty with Ray, or if it was stopped.
+        key: of these calls.
+        page: URL of its page; empty if it has none.
+        page_needs_key: for viewing.
         phases: the phase of each group after the last command.
         doing: the command that runs; empty for none.
         gate: state of the router's gate.
@@ -66,6 +71,11 @@ class JournalRecord:
     server: str
     backend: str
     driver: ProcessIdentity
+    process: ProcessIdentity
+    control: str = ""
+    key: str = field(default="", repr=False)
+    page: str = ""
+    page_needs_key: bool = False
     phases: dict[str, str] = field(default_factory=dict)
     doing: str = ""
     gate: str = "closed"
@@ -104,7 +114,7 @@ class ServerJournal:
 
     def __init__(self, path: Path, first: JournalRecord) -> None:
         self.path = path
-        self._first = first
+        self._first = replace(first, process=_this_process())
         self._num_asked = 0
         self._num_written = 0
         self._lock = threading.Lock()
@@ -113,15 +123,23 @@ class ServerJournal:
     @classmethod
     def of(cls, path: Path, run_id: str, server: str, backend: str) -> ServerJournal:
         """The journal of a server that this process launches."""
-        driver = identify(os.getpid())
-        assert driver is not None
-        return cls(path, JournalRecord(run_id, server, backend, driver))
+        here = _this_process()
+        return cls(path, JournalRecord(run_id, server, backend, here, here))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ServerJournal, (self.path, self._first)
 
+    def keep(self, **values: Any) -> None:
+        """Set fields of every record from now on."""
+        self._first = replace(self._first, **values)
+
+    async def end(self) -> None:
+        """Write that the server was stopped in order, and takes no calls any more."""
+        self.keep(control="", key="", page="")
+        await self.write(is_ended=True)
+
     async def write(self, *, durable: bool = True, **now: Any) -> None:
-        """Write the fields ``now``; the other fields are those of the first record.
+        """Write the fields ``now``; the other fields are those of the first record, or ``keep``.
 
         If the record cannot be written, that is logged once, and the server continues.
 
@@ -146,12 +164,20 @@ class ServerJournal:
                 self._is_broken = True
 
 
+def _this_process() -> ProcessIdentity:
+    here = identify(os.getpid())
+    assert here is not None
+    return here
+
+
 def _replace(path: Path, content: bytes, durable: bool) -> None:
     """Replace the file atomically; if ``durable``, also across a power failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # One name, so that the next launch replaces what a killed process had begun.
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         if durable:
             file.flush()
@@ -186,7 +212,7 @@ def read(path: Path) -> JournalRecord:
             )
             for entry in content["engines"]
         )
-        driver = ProcessIdentity(**content["driver"])
-        return JournalRecord(**content | {"engines": engines, "driver": driver})
+        processes = {name: ProcessIdentity(**content[name]) for name in ("driver", "process")}
+        return JournalRecord(**content | processes | {"engines": engines})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RolloutError(f"journal {path} cannot be read: {error}") from error

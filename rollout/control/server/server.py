@@ -147,7 +147,10 @@ class RolloutServer:
             try:
                 await self._phase_runner.write_journal()
                 if self._page is not None:
-                    await self._page.start(self)
+                    page = await self._page.start(self)
+                    if self._journal is not None:
+                        self._journal.keep(page=page, page_needs_key=bool(self._config.page.key))
+                        await self._phase_runner.write_journal(durable=False)
                 # The router first: an occupied port is found before engines load.
                 await self._router.start()
                 self._expected = await asyncio.to_thread(
@@ -188,17 +191,21 @@ class RolloutServer:
         if self._store is not None:
             parts["store"] = self._store.stop()
         parts |= {name: group.stop() for name, group in self._registry.groups.items()}
+        is_stopped = True
         try:
             await barrier(parts)
         except Exception as error:  # a stop must not fail
             logger.error("server %s: while stopping: %s", self.name, describe(error))
-            return  # the journal lists possible leftovers
+            is_stopped = False
         finally:
             await self.timeline.aclose()
             if self._page is not None:
                 await self._page.stop()
-        if self._journal is not None:
-            await self._journal.write(is_ended=True)
+        if self._journal is not None and is_stopped:
+            await self._journal.end()
+        elif self._journal is not None:
+            self._journal.keep(page="")
+            await self._phase_runner.write_journal()  # it lists possible leftovers
 
     def _adopt_start_version(self, statuses: Mapping[str, GroupStatus]) -> None:
         """Begin at the version that all engines have: attached ones may have served before."""

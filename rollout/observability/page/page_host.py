@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-import psutil
 import uvicorn
 
 from engines.http.uvicorn_server import HttpServer
 from rollout.config import ServerConfig
-from rollout.config.run_dir import CONTROL_FILE, FIGURES_FILE, RunFolder
+from rollout.config.run_dir import FIGURES_FILE, RunFolder
 from rollout.core.errors import RolloutError
 from rollout.core.http_thread import HttpThread
-from rollout.observability.control_file import ControlFile
 from rollout.observability.page.access import Access
 from rollout.observability.page.actions import ServerActions
 from rollout.observability.page.app import page_app
@@ -59,8 +56,8 @@ class PageHost:
     """Starts and stops the page of one server.
 
     Args:
-        run: in the server's folder within it, the page writes ``control.json`` with its URL, and
-            ``figures.jsonl`` with the figures that drivers report for each step.
+        run: in the server's folder within it, the page writes ``figures.jsonl`` with the figures
+            that drivers report for each step.
     """
 
     def __init__(self, config: ServerConfig, run: RunFolder, name: str) -> None:
@@ -89,7 +86,6 @@ class PageHost:
         make = partial(self._make_server, server, asyncio.get_running_loop())
         endpoint = await self._thread.start(self._config.host, self._config.port, make, _START_S)
         self._url = endpoint.url
-        await asyncio.to_thread(self._write_control_file)
         logger.info("server %s: its page is at %s", self._name, self._url)
         return self._url
 
@@ -107,7 +103,6 @@ class PageHost:
             return
         with suppress(TimeoutError):
             await self._thread.stop(_GRACEFUL_S, timeout_s=_STOP_S)
-        (self._folder / CONTROL_FILE).unlink(missing_ok=True)
 
     def _make_server(self, server: ObservedServer, loop: asyncio.AbstractEventLoop) -> HttpServer:
         def on_server(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -184,17 +179,6 @@ class PageHost:
                 lines.write(json.dumps({**figures, "launch": self._launch}) + "\n")
         except OSError as error:
             logger.error("server %s: cannot write figures: %s", self._name, error)
-
-    def _write_control_file(self) -> None:
-        control = ControlFile(
-            server=self._name,
-            run_id=self._run_id,
-            url=self._url,
-            needs_key=bool(self._config.key),
-            pid=os.getpid(),
-            began_s=psutil.Process().create_time(),
-        )
-        control.write(self._folder)
 
 
 def create_page(config: ServerConfig, run: RunFolder, name: str) -> PageHost | None:

@@ -20,9 +20,11 @@ import aiohttp
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from engines.process.process_identity import is_running
 from engines.protocol.plain_text import describe
-from rollout.config.run_dir import CONTROL_FILE, FIGURES_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
-from rollout.observability.control_file import ControlFile
+from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
+from rollout.control.server.journal import JournalRecord, read
+from rollout.core.errors import RolloutError
 from rollout.observability.page.access import error_response
 from rollout.observability.page.outgoing_http import get, outgoing_session
 from rollout.observability.recorded_curves import recorded_curves
@@ -38,10 +40,10 @@ _FRESH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class KnownServer:
-    """One server of a run; ``control`` is None if it does not run on this machine."""
+    """One server of a run; ``journal`` is None if it has no page on this machine."""
 
     name: str
-    control: ControlFile | None
+    journal: JournalRecord | None
     is_recorded: bool
 
 
@@ -87,15 +89,15 @@ class RunsOfHost:
                     "server": server.name,
                     "is_here": is_own_run and server.name == self._server,
                     "is_recorded": server.is_recorded,
-                    "url": server.control.url if server.control else "",
+                    "url": server.journal.page if server.journal else "",
                     "summary": None,
-                    "trouble": "" if server.control else "stopped, or on another host",
+                    "trouble": "" if server.journal else "stopped, or on another host",
                 }
-                if server.control is not None:
+                if server.journal is not None:
                     key = self._key if is_own_run else ""
                     try:
                         async with limit:
-                            shown["summary"] = await _summary(session, server.control, key)
+                            shown["summary"] = await _summary(session, server.journal, key)
                     except Exception as error:  # this server's alone
                         shown["trouble"] = describe(error)
                 return shown
@@ -127,14 +129,14 @@ class RunsOfHost:
         return {"run_id": run_id, "server": chosen, "curves": found}
 
 
-async def _summary(session: aiohttp.ClientSession, control: ControlFile, key: str) -> Any:
+async def _summary(session: aiohttp.ClientSession, journal: JournalRecord, key: str) -> Any:
     """
     Raises:
         PermissionError: its page needs a key that this page does not have.
     """
-    if control.needs_key and not key:
+    if journal.page_needs_key and not key:
         raise PermissionError("its page needs its key")
-    url = f"{control.url}/api/summary"
+    url = f"{journal.page}/api/summary"
     return json.loads(await get(session, url, key=key, max_bytes=_MAX_BYTES))
 
 
@@ -160,20 +162,20 @@ def _servers(run: Path) -> list[KnownServer]:
     for folder in sorted(one for one in run.iterdir() if one.is_dir())[:_MAX_SERVERS]:
         files = (folder / FIGURES_FILE, folder / f"{folder.name}{SPANS_SUFFIX}")
         is_recorded = any(file.exists() for file in files)
-        control = _running(folder / CONTROL_FILE)
-        if control is not None or is_recorded:
-            found.append(KnownServer(folder.name, control, is_recorded))
+        journal = _running(folder / JOURNAL_FILE)
+        if journal is not None or is_recorded:
+            found.append(KnownServer(folder.name, journal, is_recorded))
     return found
 
 
-def _running(file: Path) -> ControlFile | None:
-    """The server of a control file, if it runs on this machine."""
+def _running(file: Path) -> JournalRecord | None:
+    """The journal of a server, if its page is on this machine."""
     try:
-        control = ControlFile.read(file)
-        is_page = urlsplit(control.url).scheme in ("http", "https")
-        return control if is_page and not control.is_gone else None
-    except (OSError, ValueError, TypeError, AttributeError):
+        journal = read(file)
+    except RolloutError:
         return None  # no such file, or one that is broken
+    is_page = urlsplit(journal.page).scheme in ("http", "https")
+    return journal if is_page and is_running(journal.process) else None
 
 
 def run_routes(runs: RunsOfHost) -> APIRouter:

@@ -1,5 +1,6 @@
 """The commands against a running deployment, as a user types them."""
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from engines.process.tcp_ports import reserve_port
 from rollout.cli.main import app
 from rollout.config.run_dir import RunFolder
+from rollout.control.server.journal import ServerJournal, read
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
@@ -150,7 +152,7 @@ def test_a_newcomer_finds_the_stuck_engine_with_what_the_documentation_says(
 def test_a_server_is_found_by_folder_by_page_and_by_the_working_directory(
     run: str, deployment: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = json.loads((Path(run) / "policy" / "control.json").read_text())["url"]
+    url = read(Path(run) / "policy" / "journal.json").page
     for how in (run, f"{run}/policy", url):
         assert list(json_of("status", how)) == ["policy"]
     stand = Path(run).parent.parent
@@ -161,12 +163,23 @@ def test_a_server_is_found_by_folder_by_page_and_by_the_working_directory(
 
 
 def test_a_run_that_has_ended_is_reported_as_such(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no running server found: no control\.json"):
+    with pytest.raises(ConfigError, match=r"no running server found: no journal\.json"):
         run_command("status", str(tmp_path))
-    left = {"server": "policy", "url": "http://127.0.0.1:1", "pid": 2**22 - 1, "began_s": 0}
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "control.json").write_text(json.dumps(left))
+    file = tmp_path / "policy" / "journal.json"
+    journal = ServerJournal.of(file, "exp", "policy", "local")
+    asyncio.run(journal.write())
+    with pytest.raises(ConfigError, match=r"the server has no page"):
+        run_command("doctor", str(tmp_path))
+    left = json.loads(file.read_text())
+    left["process"]["started"] -= 1
+    file.write_text(json.dumps(left))
     with pytest.raises(ConfigError, match="is gone"):
+        run_command("doctor", str(tmp_path))
+    asyncio.run(journal.end())
+    with pytest.raises(ConfigError, match=r"no journal\.json of one"):
+        run_command("doctor", str(tmp_path))
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"journal\.json cannot be read"):
         run_command("doctor", str(tmp_path))
 
 
@@ -365,8 +378,11 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     ) as served:
-        control = tmp_path / "served" / "policy" / "control.json"
-        until(lambda: control.exists() or served.poll() is not None, "it serves")
+        journal = tmp_path / "served" / "policy" / "journal.json"
+        until(
+            lambda: served.poll() is not None or (journal.exists() and read(journal).page),
+            "it serves",
+        )
         assert served.poll() is None, served.communicate()[0]
         until(
             lambda: gate_of(json_of("status", str(tmp_path / "served"))) == "open",
@@ -374,7 +390,7 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
         )
         assert "stopped" in run_command("stop", str(tmp_path / "served"), "--yes")
         assert served.wait(30) == 0
-    assert not control.exists()
+    assert read(journal).is_ended
 
 
 def test_every_command_with_output_can_print_json() -> None:

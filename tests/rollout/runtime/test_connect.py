@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -13,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import rollout
+from rollout.cli.main import app
+from rollout.control.server.journal import read
 from rollout.core.errors import ActorLost, ConfigError, WeightMismatch
 from rollout.runtime import control_socket
 from rollout.runtime.control_socket import ControlAddress, SocketCaller
@@ -40,13 +42,13 @@ def run(tmp_path: Path) -> Iterator[DeploymentHandle]:
 
 
 def address_of(run: DeploymentHandle) -> ControlAddress:
-    values = json.loads(connect_file(run).read_text())
-    host, _, port = values["address"].rpartition(":")
-    return ControlAddress(host, int(port), values["key"])
+    journal = read(run_folder(run) / "policy" / "journal.json")
+    host, _, port = journal.control.rpartition(":")
+    return ControlAddress(host, int(port), journal.key)
 
 
-def connect_file(run: DeploymentHandle) -> Path:
-    return Path(run.config.log_dir) / "exp" / "connect.json"
+def run_folder(run: DeploymentHandle) -> Path:
+    return Path(run.config.log_dir) / "exp"
 
 
 def test_another_process_uses_the_run(run: DeploymentHandle) -> None:
@@ -57,7 +59,7 @@ def test_another_process_uses_the_run(run: DeploymentHandle) -> None:
         "print(policy.status().result(30).phase, policy.weight_version)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", child, str(connect_file(run).parent)],
+        [sys.executable, "-c", child, str(run_folder(run))],
         capture_output=True,
         text=True,
         timeout=60,
@@ -69,7 +71,7 @@ def test_another_process_uses_the_run(run: DeploymentHandle) -> None:
 @pytest.mark.torch
 def test_the_version_is_the_servers(run: DeploymentHandle) -> None:
     torch = pytest.importorskip("torch")
-    other = rollout.connect(connect_file(run).parent)["policy"]
+    other = rollout.connect(run_folder(run))["policy"]
     manifest = other._caller.call(type_of_server().expected_manifest).result(30)
     assert manifest is not None
     weights = {
@@ -102,14 +104,21 @@ def test_handles_can_be_pickled(run: DeploymentHandle) -> None:
 
 def test_the_key_is_for_the_user_alone_and_goes_with_the_launch(tmp_path: Path) -> None:
     with launched(launch_local, tmp_path, run_id="exp") as run:
-        file = connect_file(run)
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        handle = rollout.connect(file.parent)["policy"]
-    assert not file.exists()
+        folder = run_folder(run)
+        key = address_of(run).key
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        with_key = [file for file in files if key.encode() in file.read_bytes()]
+        assert with_key == [folder / "policy" / "journal.json"]
+        assert stat.S_IMODE(with_key[0].stat().st_mode) == 0o600
+        handle = rollout.connect(folder)["policy"]
+        attached = CliRunner().invoke(app, ["attach", str(folder), "--json"]).output
+        assert handle.url in attached
+        assert key not in attached + repr(read(with_key[0]))
+    assert key not in with_key[0].read_text()
     with pytest.raises(ActorLost, match="does not answer"):
         handle.status().result(30)
-    with pytest.raises(ConfigError, match=r"no launch of run .*connect\.json"):
-        rollout.connect(file.parent, backend="local")
+    with pytest.raises(ConfigError, match=r"no launch of run .*journal\.json"):
+        rollout.connect(folder, backend="local")
 
 
 def test_a_wrong_key_is_refused_and_the_run_goes_on(run: DeploymentHandle) -> None:
@@ -132,7 +141,7 @@ def test_only_commands_of_a_server_can_be_called(run: DeploymentHandle, method: 
 
 
 def test_an_error_of_the_server_comes_back_whole(run: DeploymentHandle) -> None:
-    policy = rollout.connect(connect_file(run).parent)["policy"]
+    policy = rollout.connect(run_folder(run))["policy"]
     with pytest.raises(rollout.LifecycleError) as refused:
         policy.phases.onload_kv().result(30)
     assert refused.value.command == "resume_kv"
@@ -173,7 +182,7 @@ def test_a_long_command_gives_signs_of_life(
 
     monkeypatch.setattr(control_socket, "_SIGN_OF_LIFE_S", 0.2)
     monkeypatch.setattr(control_socket, "_SILENCE_S", 1.0)
-    policy = rollout.connect(connect_file(run).parent)["policy"]
+    policy = rollout.connect(run_folder(run))["policy"]
     with engines_of(run["policy"]) as engines:
         engine = next(iter(engines.values()))
         engine.hold("pause_generation")

@@ -1,12 +1,19 @@
 """The journal of a server: whole at every moment, and refused when it is not understood."""
 
 import asyncio
+import itertools
 import json
 import os
 import pickle
+import signal
+import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import orjson
 import pytest
 
 from engines.process.process_identity import identify
@@ -19,7 +26,13 @@ from rollout.control.server.crash_cleanup import (
     is_from_earlier_boot,
     process_state,
 )
-from rollout.control.server.journal import EngineEntry, JournalRecord, ServerJournal, read
+from rollout.control.server.journal import (
+    EngineEntry,
+    JournalRecord,
+    ServerJournal,
+    _replace,
+    read,
+)
 from rollout.core.errors import ConfigError, RolloutError
 from tests.support.builders import push
 from tests.support.served_fakes import config
@@ -34,6 +47,7 @@ RECORD = JournalRecord(
     "run",
     "policy",
     "local",
+    GONE,
     GONE,
     phases={"main": "serving"},
     gate="open",
@@ -100,6 +114,66 @@ async def test_a_journal_that_is_sent_to_an_actor_names_the_process_that_launche
     sent = pickle.loads(pickle.dumps(journal(tmp_path)))
     await sent.write()
     assert read(tmp_path / "journal.json").driver == HERE
+
+
+async def test_what_is_kept_is_in_every_record_until_the_end(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    written.keep(control="127.0.0.1:1", key="secret", page="http://127.0.0.1:2")
+    await written.write(weight_version=3)
+    found = read(written.path)
+    assert (found.control, found.key, found.page) == (
+        "127.0.0.1:1",
+        "secret",
+        "http://127.0.0.1:2",
+    )
+    await written.end()
+    found = read(written.path)
+    assert (found.control, found.key, found.page, found.is_ended) == ("", "", "", True)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_kill_at_any_line_of_a_write_leaves_the_old_record_or_the_new_one(
+    tmp_path: Path, durable: bool
+) -> None:
+    written = journal(tmp_path)
+    asyncio.run(written.write(weight_version=0))
+    records = [
+        orjson.dumps(replace(RECORD, key="secret", weight_version=version)) for version in (1, 2)
+    ]
+    seen = set()
+    for line in itertools.count(1):
+        _replace(written.path, records[0], durable)
+        child = os.fork()
+        if not child:
+            write_until(line, written.path, records[1], durable)
+        is_killed = os.waitpid(child, 0)[1] != 0
+        seen.add(read(written.path).weight_version)
+        assert written.path.read_bytes() in records
+        for file in tmp_path.iterdir():
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        if not is_killed:
+            break
+    assert seen == {1, 2}
+    _replace(written.path, records[1], durable)  # what a kill has left does not stop the next one
+    assert os.listdir(tmp_path) == ["journal.json"]
+
+
+def write_until(line: int, path: Path, content: bytes, durable: bool) -> None:
+    """Replace the file, and die at a line of it."""
+    lines = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not _replace.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        _replace(path, content, durable)
+    finally:
+        os._exit(0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "engines": 3}'])

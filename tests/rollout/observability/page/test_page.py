@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from rollout.cli.lib.server_view import render_server
-from rollout.config.run_dir import CONTROL_FILE
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.journal import read
 from rollout.control.server.server import RolloutServer
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.observability.page.prometheus import METRICS
@@ -312,9 +313,9 @@ def test_one_key_grants_the_view_and_the_other_the_control(tmp_path: Path) -> No
             (fenced,) = [event for event in events if event["name"] == "fenced"]
             assert (fenced["engine_id"], fenced["said"][:14]) == ("shared-0", "fenced by hand")
         assert "look-key" not in repr(handle.config)
-        control = tmp_path / "keyed" / "policy" / CONTROL_FILE
-        assert "look-key" not in control.read_text()
-    assert not control.exists()
+        journal = tmp_path / "keyed" / "policy" / JOURNAL_FILE
+        assert "look-key" not in journal.read_text()
+    assert not read(journal).page
 
 
 def test_the_page_can_stop_the_server(tmp_path: Path) -> None:
@@ -323,8 +324,8 @@ def test_the_page_can_stop_the_server(tmp_path: Path) -> None:
         with page_of(handle.config) as page:
             steer = {"authorization": "Bearer steer"}
             assert page.post("/api/stop", headers=steer).status_code == 202
-        control = tmp_path / "run" / "policy" / CONTROL_FILE
-        until(lambda: not control.exists(), "the page has ended")
+        journal = tmp_path / "run" / "policy" / JOURNAL_FILE
+        until(lambda: not read(journal).page, "the page has ended")
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/health")
 

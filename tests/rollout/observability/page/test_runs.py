@@ -1,5 +1,6 @@
 """Servers and runs side by side: what a page knows of the others, and what it compares."""
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config import RolloutConfig
-from rollout.config.run_dir import CONTROL_FILE, FIGURES_FILE, RunFolder
+from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, RunFolder
+from rollout.control.server.journal import ServerJournal
 from rollout.observability.page import runs as runs_module
 from rollout.observability.page.runs import known_runs
 from rollout.runtime.handle import DeploymentHandle
@@ -125,16 +127,21 @@ def test_a_killed_server_and_folders_that_are_no_runs_are_not_asked(
         (run.path / "launch.json").write_text("{}")
         os.utime(run.path / "launch.json", (number, number))
         (run.of_server("policy") / FIGURES_FILE).touch()
-    control = {"server": "policy", "run_id": "run-0", "url": "http://127.0.0.1:1"}
-    control |= {"needs_key": False, "pid": os.getpid(), "began_s": 1.0}
-    (tmp_path / "run-0" / "policy" / CONTROL_FILE).write_text(json.dumps(control))
-    (tmp_path / "run-4" / "policy" / CONTROL_FILE).write_text('{"server": 3, "url": [], "pid": {}}')
-    (tmp_path / "run-3" / "policy" / CONTROL_FILE).write_text("[]")
+    left = tmp_path / "run-0" / "policy" / JOURNAL_FILE
+    journal = ServerJournal.of(left, "run-0", "policy", "local")
+    journal.keep(page="http://127.0.0.1:1")
+    asyncio.run(journal.write())
+    assert known_runs(tmp_path, "run-0")[0].servers[0].journal is not None
+    values = json.loads(left.read_text())
+    values["process"]["started"] -= 1
+    left.write_text(json.dumps(values))
+    (tmp_path / "run-4" / "policy" / JOURNAL_FILE).write_text('{"server": 3, "page": []}')
+    (tmp_path / "run-3" / "policy" / JOURNAL_FILE).write_text("[]")
     (tmp_path / "no-run").mkdir()
     found = known_runs(tmp_path, "run-0")
     # Its own first, then the latest launched; the pid is that of another process now.
     assert [run.run_id for run in found] == ["run-0", "run-4", "run-3"]
-    assert [run.servers[0].control for run in found] == [None, None, None]
+    assert [run.servers[0].journal for run in found] == [None, None, None]
 
 
 def test_the_page_lists_servers_and_runs_and_links_to_those_that_run(
