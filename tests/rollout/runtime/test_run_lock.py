@@ -16,6 +16,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import launch_local
 from rollout.runtime.run_lock import RunLock
+from tests.support.line_kills import killed_at_each_line
 from tests.support.served_fakes import config, fail_to_make, launched
 
 HOLD = """
@@ -107,6 +108,17 @@ def test_a_release_can_be_repeated_and_the_id_of_the_launch_stays(tmp_path: Path
     lock.release()
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", held)
     assert run_of(tmp_path).last_launch() == held
+
+
+def test_a_kill_at_any_line_of_a_launch_leaves_the_last_launch_or_this_one(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    RunLock(run).release()
+    seen = [run.last_launch()]
+    for is_killed in killed_at_each_line(RunLock._write, lambda: RunLock(run).release()):
+        seen.append(run.last_launch())
+        assert seen[-1]
+        assert not is_killed or seen[-1] in (seen[0], seen[-2])
+    assert len(set(seen)) > 1
 
 
 def test_a_file_system_without_locks_is_no_reason_not_to_launch(

@@ -1,17 +1,12 @@
 """The journal of a server: whole at every moment, and refused when it is not understood."""
 
 import asyncio
-import itertools
 import json
 import os
 import pickle
-import signal
 import stat
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import orjson
 import pytest
@@ -35,6 +30,7 @@ from rollout.control.server.journal import (
 )
 from rollout.core.errors import ConfigError, RolloutError
 from tests.support.builders import push
+from tests.support.line_kills import killed_at_each_line
 from tests.support.served_fakes import config
 
 HERE = identify(os.getpid())
@@ -141,39 +137,16 @@ def test_a_kill_at_any_line_of_a_write_leaves_the_old_record_or_the_new_one(
         orjson.dumps(replace(RECORD, key="secret", weight_version=version)) for version in (1, 2)
     ]
     seen = set()
-    for line in itertools.count(1):
-        _replace(written.path, records[0], durable)
-        child = os.fork()
-        if not child:
-            write_until(line, written.path, records[1], durable)
-        is_killed = os.waitpid(child, 0)[1] != 0
+    _replace(written.path, records[0], durable)
+    for _ in killed_at_each_line(_replace, lambda: _replace(written.path, records[1], durable)):
         seen.add(read(written.path).weight_version)
         assert written.path.read_bytes() in records
         for file in tmp_path.iterdir():
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        if not is_killed:
-            break
+        _replace(written.path, records[0], durable)
     assert seen == {1, 2}
-    _replace(written.path, records[1], durable)  # what a kill has left does not stop the next one
+    _replace(written.path, records[1], durable)  # the rest of a killed write does not stop it
     assert os.listdir(tmp_path) == ["journal.json"]
-
-
-def write_until(line: int, path: Path, content: bytes, durable: bool) -> None:
-    """Replace the file, and die at a line of it."""
-    lines = itertools.count(1)
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code is not _replace.__code__:
-            return None
-        if event == "line" and next(lines) == line:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        _replace(path, content, durable)
-    finally:
-        os._exit(0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "engines": 3}'])
