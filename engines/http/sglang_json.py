@@ -183,6 +183,7 @@ def read_loads(answer: Any) -> Loads:
         # Without its metrics, SGLang always reports 0.
         tokens_per_s=tokens_per_s if tokens_per_s or not num_running else None,
         num_output_tokens=None if None in counts else sum(counts),
+        kv_use=max((rank["token_usage"] for rank in ranks if "token_usage" in rank), default=None),
         raw=answer,
     )
 

@@ -281,12 +281,14 @@ class Loads:
         tokens_per_s: generated now; None where the engine does not measure it, as SGLang without
             ``enable-metrics``.
         num_output_tokens: generated since it started; None where it does not count them.
+        kv_use: share of the KV cache in use, of the rank that uses most; None if not reported.
     """
 
     num_running_reqs: int
     num_waiting_reqs: int
     tokens_per_s: float | None = None
     num_output_tokens: int | None = None
+    kv_use: float | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -28,6 +28,7 @@ from engines.vllm.routes import REQUEST_PREFIX
 EMPTY_CHECKSUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of no bytes: what ``/weight_checker`` reports of a weight that is stored elsewhere."""
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
+_KV_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M)
 _OUTPUT_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _RENAMED = {
     "max_new_tokens": "max_tokens",
@@ -226,6 +227,7 @@ def read_loads(metrics: str) -> Loads:
         num_running_reqs=found["running"],
         num_waiting_reqs=found["waiting"],
         num_output_tokens=sum(counts) if counts else None,
+        kv_use=max(map(float, _KV_USE.findall(metrics)), default=None),
     )
 
 

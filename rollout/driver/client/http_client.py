@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 
 from engines.http.sglang_json import DONE, read_generate, sse_payloads
-from engines.protocol import GenerateReply
+from engines.kinds import kind_of
+from engines.protocol import GenerateReply, Loads
 from rollout.driver.client.generation_client import (
     EngineLoad,
     FailureKind,
@@ -174,28 +175,29 @@ class HttpGenerationClient:
             raise _error_of_status(response.status, content, "")
 
     async def load(self) -> EngineLoad | None:
-        """From the router's ``/engines`` and from ``/v1/loads`` of each engine it can reach."""
+        """From the router's ``/engines``, and from each engine it can reach."""
         reply = await self._read(f"{self._url}/engines", self._control_headers)
-        if not isinstance(reply, Mapping) or "engines" not in reply:
+        try:
+            router = json.loads(reply)
+            serving = [engine for engine in router["engines"] if engine["state"] == "serving"]
+        except (KeyError, TypeError, ValueError):  # it is no router
             return None
-        serving = [engine for engine in reply["engines"] if engine.get("state") == "serving"]
-        urls = [f"{engine['url']}/v1/loads" for engine in serving]
-        loads = await asyncio.gather(*(self._read(url) for url in urls))
-        ranks = [
-            rank
-            for load in loads
-            if isinstance(load, Mapping)
-            for rank in load.get("loads", ())
-            if isinstance(rank, Mapping)
-        ]
-        usage = [float(rank["token_usage"]) for rank in ranks if "token_usage" in rank]
+        loads = await asyncio.gather(*map(self._load_of, serving))
+        known = [one for one in loads if one is not None]
         return EngineLoad(
             num_engines=len(serving),
-            num_running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
-            num_waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
-            kv_use=max(usage, default=None),
-            weight_version=reply.get("gate", {}).get("weight_version"),
+            num_running=sum(one.num_running_reqs for one in known),
+            num_waiting=sum(one.num_waiting_reqs for one in known),
+            kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
+            weight_version=router.get("gate", {}).get("weight_version"),
         )
+
+    async def _load_of(self, engine: Mapping[str, Any]) -> Loads | None:
+        try:
+            kind = kind_of(engine["kind"])
+            return kind.read_loads(await self._read(f"{engine['url']}{kind.loads_path}"))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
 
     async def report(self, figures: Mapping[str, Any]) -> None:
         """To the router's ``/figures``.  A single engine has no such path; that is no error."""
@@ -210,12 +212,13 @@ class HttpGenerationClient:
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             return
 
-    async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
+    async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> bytes:
+        """The body of a reply; empty if there is none."""
         try:
             async with self._control.get(url, headers=headers) as response:
-                return await response.json() if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return None
+                return await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return b""
 
 
 def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:

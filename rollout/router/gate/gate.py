@@ -438,6 +438,7 @@ class Gate:
                 {
                     "engine_id": member.engine_id,
                     "url": member.endpoint.url,
+                    "kind": member.kind,
                     "worker_type": member.worker_type.value,
                     "state": member.state.value,
                     "reason": member.reason,

@@ -157,13 +157,24 @@ async def test_load_adds_up_the_reports_of_router_and_engines() -> None:
     async def handler(request: web.Request) -> web.Response:
         if request.path == "/engines":
             url = f"http://{request.host}"
-            engines = [{"state": "serving", "url": url}] * 2 + [{"state": "dead", "url": url}]
+            engines = [
+                {"state": state, "url": url, "kind": kind}
+                for state, kind in (
+                    *(("serving", "sglang"), ("serving", "sglang")),
+                    *(("serving", "vllm"), ("dead", "sglang")),
+                )
+            ]
             return web.json_response({"engines": engines, "gate": {"weight_version": 4}})
+        if request.path == "/metrics":
+            labels = '{model_name="m",engine="0"}'
+            figures = ("num_requests_running", 7), ("num_requests_waiting", 2)
+            lines = [f"vllm:{name}{labels} {value}.0" for name, value in figures]
+            return web.Response(text="\n".join([*lines, f"vllm:kv_cache_usage_perc{labels} 0.75"]))
         rank = {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5}
         return web.json_response({"loads": [rank, rank]})
 
     async with serving(handler, "/{any:.*}") as client:
-        assert await client.load() == EngineLoad(2, 12, 4, 0.5, 4)
+        assert await client.load() == EngineLoad(3, 19, 6, 0.75, 4)
 
 
 async def test_an_engine_that_is_not_a_router_reports_no_load() -> None:
