@@ -103,6 +103,7 @@ PURE = (
     "engines.vllm.vllm_json",
     "engines.tensors.fingerprint",
     "engines.tensors.flattened_bucket",
+    "rollout.config.compatibility",
     "rollout.driver.client.partial",
     "rollout.driver.client.retry",
     "rollout.driver.data.batch",

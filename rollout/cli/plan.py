@@ -18,6 +18,7 @@ from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
+from rollout.config.compatibility import of_window
 from rollout.config.file import read_values
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
@@ -27,7 +28,7 @@ from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import wrong_settings
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
-from rollout.weights.routes.choice import stream_note, why_loads_cost
+from rollout.weights.routes.choice import is_only_streamed, stream_note, why_loads_cost
 from rollout.weights.store.layout.placement import node_bytes
 
 # Numbers of nodes for which the cost of a weight store is shown.
@@ -117,6 +118,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *_notes(placement, host_bytes),
             *filter(None, backup_notes),
             *_push_notes(config),
+            *_window_notes(config),
         ],
     }
 
@@ -200,6 +202,15 @@ def _push_notes(config: RolloutConfig) -> Iterator[str]:
             yield f"servers.{name}: {note}"
         elif wanted in (Transport.AUTO, Transport.SHARED_MEMORY) and why:
             yield f"servers.{name}: a push by shared memory is loaded in one call: {why}"
+
+
+def _window_notes(config: RolloutConfig) -> Iterator[str]:
+    """What ``offloaded`` would refuse."""
+    for name, server in config.servers.items():
+        streams = is_only_streamed(server.weights.transport)
+        for is_copy in (False, True):
+            found = of_window(server.weights, is_copy=is_copy, is_only_streamed=streams)
+            yield from (f"servers.{name}: {why}" for _, why in found)
 
 
 def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rollout.config import compatibility
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values
 from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
-from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
+from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
-from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import WeightsConfig
 from rollout.core.errors import ConfigError, Mistake
 
 
@@ -40,37 +41,7 @@ class ServerConfig(ConfigSection):
     page: PageConfig = PageConfig()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """What a push cannot do: otherwise it would fail after the training of a step."""
-        weights = self.weights
-        for name, group in self.groups.items():
-            why = group.engine.of_kind.why_no_adapters
-            if why and weights.update is WeightUpdate.LORA:
-                yield (
-                    f"groups.{name}.engine.kind",
-                    f"weights.update = lora: {why}; use full, or kind sglang",
-                )
-        if weights.update is WeightUpdate.LORA and self.lifecycle.drain is Drain.RETRACT:
-            yield (
-                "lifecycle.drain",
-                "an engine cannot replace an adapter that retracted requests use; use abort, with "
-                "which token failover continues them with the new adapter, or finish",
-            )
-        if weights.transport is not Transport.DISTRIBUTED or weights.update is WeightUpdate.FROZEN:
-            return
-        for name, group in self.groups.items():
-            if (stages := group.engine.of_kind.num_stages(group.engine.options)) > 1:
-                yield (
-                    f"groups.{name}.engine.options",
-                    f"{stages} pipeline stages with weights.transport = distributed: their ranks "
-                    "cannot all be in a broadcast; use shared_memory, tensor or disk, or one stage",
-                )
-        if weights.backend == "nccl" and (why := self.why_no_nccl):
-            yield (
-                "weights.backend",
-                f"{why}, and NCCL needs a GPU for each process; use weights.transport "
-                "shared_memory or cuda_ipc, or weights.backend gloo (engines with GPUs of their "
-                "own: needs_offload false)",
-            )
+        yield from compatibility.of_server(self.weights, self.lifecycle, self.groups)
 
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:
@@ -81,8 +52,7 @@ class ServerConfig(ConfigSection):
     @property
     def why_no_nccl(self) -> str:
         """Why its engines cannot be in one NCCL group with the trainer; empty if they can."""
-        reasons = ((name, group.why_no_nccl) for name, group in self.groups.items())
-        return next((f"group {name}: {why}" for name, why in reasons if why), "")
+        return compatibility.why_no_nccl(self.groups)
 
 
 class ClusterConfig(ConfigSection):

@@ -10,9 +10,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engines.launch import check_spec
 from engines.protocol import WorkerType
@@ -26,10 +27,10 @@ from rollout.config import (
     Transport,
     wrong_paths,
 )
+from rollout.config.compatibility import of_checkpoint
 from rollout.control.engine.start import configured_spec
 from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
-from rollout.rules.engine_compat import why_quantised_online
 from rollout.rules.release_policy import release_policy
 from rollout.weights.format.checkpoint_config import (
     head_size_of,
@@ -126,34 +127,21 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         check_spec(planned_spec(server, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
-    if engine.of_kind.quantises_at_start:
-        yield from _wrong_quantisation(f"{path}.engine.options", server, engine)
-    if engine.python in CPU_PYTHONS:
-        yield from _wrong_heads(f"{path}.engine.python", server, engine)
-
-
-def _wrong_quantisation(
-    setting: str, server: ServerConfig, engine: EngineConfig
-) -> Iterator[Mistake]:
-    is_quantised = bool(quantisation_of(read_checkpoint_config(server.model_path)))
-    if why := why_quantised_online(
-        engine.options, server.weights.update, is_quantised=is_quantised
+    checkpoint = read_checkpoint_config(server.model_path)
+    for setting, why in of_checkpoint(
+        engine,
+        server.weights.update,
+        is_quantised=bool(quantisation_of(checkpoint)),
+        head_size=head_size_of(checkpoint),
     ):
-        method = engine.options.get("quantization")
-        yield _wrong(f"{setting}.quantization", str(method), why)
+        yield _wrong(f"{path}.{setting}", _value_at(group, setting), why)
 
 
-def _wrong_heads(setting: str, server: ServerConfig, engine: EngineConfig) -> Iterator[Mistake]:
-    size = head_size_of(read_checkpoint_config(server.model_path))
-    known = engine.of_kind.cpu_head_sizes
-    if size and known and size not in known:
-        sizes = ", ".join(map(str, known))
-        why = (
-            f"the model has attention heads of {size} elements, and "
-            f"{engine.of_kind.title}'s CPU kernels know those of {sizes}; use another model, or "
-            "kind sglang or embedded"
-        )
-        yield _wrong(setting, engine.python, why)
+def _value_at(group: GroupConfig, setting: str) -> str:
+    found: Any = group
+    for name in setting.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)
+    return str(found)
 
 
 def _why_no_interpreter(python: str) -> str:

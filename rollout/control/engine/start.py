@@ -12,8 +12,8 @@ from pathlib import Path
 from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine, ServerInfo
-from engines.protocol.features import read_features
+from engines.protocol import Endpoint, Engine
+from engines.protocol.features import Features, read_features
 from rollout.config import (
     Drain,
     EngineConfig,
@@ -22,6 +22,7 @@ from rollout.config import (
     LifecycleConfig,
     WeightUpdate,
 )
+from rollout.config.compatibility import Conflicts, of_embeddings, of_engine, of_pushes
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
@@ -29,7 +30,6 @@ from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
-from rollout.rules.engine_compat import why_embeddings_outlive_pushes, why_incompatible
 from rollout.weights.format.encoder_tensors import pushed_encoder
 
 Connect = Callable[[Endpoint, str], Engine]
@@ -136,21 +136,16 @@ class Starter:
         )
 
     async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> EngineState:
+        settings = self._settings
         info, endpoints = await engine.server_info(), await engine.endpoints()
         features = read_features(info, endpoints, KINDS.get(info.engine))
-        why = why_incompatible(
-            features,
-            self._settings.group,
-            self._settings.update,
-            self._settings.lifecycle.drain,
-            memory_saver=self._memory_saver,
-            weights_cpu_backup=self._weights_cpu_backup,
-            transport=self._settings.transport,
-        )
-        if why := why or await self._why_embeddings_outlive_pushes(engine, info):
-            raise ConfigError(self._settings.path + why.replace("{engine}", slot.engine_id))
+        self._check(slot.engine_id, features)
+        if settings.group.engine.may_keep_embeddings:
+            encoder = pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
+            model = await engine.model_info()
+            self._refuse(of_embeddings(slot.engine_id, settings.group.engine, info, model, encoder))
         version = await engine.weight_version()
-        by_fingerprint = self._settings.lifecycle.verify_by == "fingerprint"
+        by_fingerprint = settings.lifecycle.verify_by == "fingerprint"
         member = EngineState(
             slot=slot,
             process=process,
@@ -171,7 +166,7 @@ class Starter:
             if "/weights_manifest" in endpoints
             else (),
         )
-        is_retracting = self._settings.lifecycle.drain is Drain.RETRACT
+        is_retracting = settings.lifecycle.drain is Drain.RETRACT
         if self._weights_cpu_backup or is_retracting:
             # Some weights must survive a release: the current ones are the reference.  A drain by
             # retracting must know before the first pause whether the checker refuses.
@@ -181,13 +176,23 @@ class Starter:
             record_logprobs(member, await self._logprob_check.query(member))
         return member
 
-    async def _why_embeddings_outlive_pushes(self, engine: Engine, info: ServerInfo) -> str:
-        settings, config = self._settings, self._settings.group.engine
-        if not config.may_keep_embeddings:
-            return ""
-        encoder = pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
-        model, variable = await engine.model_info(), config.of_kind.embedding_cache
-        return why_embeddings_outlive_pushes(model, info, encoder, variable)
+    def _check(self, engine_id: str, features: Features) -> None:
+        settings = self._settings
+        self._refuse(
+            of_engine(
+                engine_id,
+                features,
+                settings.group,
+                settings.lifecycle.drain,
+                memory_saver=self._memory_saver,
+                weights_cpu_backup=self._weights_cpu_backup,
+            )
+        )
+        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
+
+    def _refuse(self, conflicts: Conflicts) -> None:
+        for setting, why in conflicts:
+            raise ConfigError(f"{self._settings.path}.{setting}: {why}")
 
     def _spec(self, slot: EngineSlot) -> EngineSpec:
         settings = self._settings

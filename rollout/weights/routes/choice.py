@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from engines.kinds import kind_of
-from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.config import Transport, WeightsConfig
+from rollout.config.compatibility import of_window
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
@@ -151,22 +152,9 @@ def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
     Raises:
         ConfigError: the transport cannot send a copy, or the server takes no weights.
     """
-    if weights.update is WeightUpdate.FROZEN and not is_copy:
-        raise ConfigError(
-            "offloaded(weights): weights.update is frozen, so the server never takes new weights; "
-            "leave the function out",
-            setting="weights.update",
-            value=weights.update.value,
-        )
-    takes_tensors = weights.update in (WeightUpdate.FULL, WeightUpdate.PARTIAL)
-    if is_copy and takes_tensors and is_only_streamed(weights.transport):
-        raise ConfigError(
-            f"weights.transport = {weights.transport}: it reads the tensors while engines load "
-            "them, so window.push cannot copy them; use offloaded(weights=function), or "
-            "give_memory() and then serve_weights(tensors) or pusher.push(tensors)",
-            setting="weights.transport",
-            value=weights.transport.value,
-        )
+    streams = is_only_streamed(weights.transport)
+    for name, why in of_window(weights, is_copy=is_copy, is_only_streamed=streams):
+        raise ConfigError(why, setting=f"weights.{name}", value=getattr(weights, name).value)
 
 
 def why_loads_cost(kinds: Collection[str], checkpoint: Mapping[str, Any]) -> str:

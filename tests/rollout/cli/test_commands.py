@@ -282,6 +282,25 @@ def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> 
     assert "at each load" not in notes["frozen", True]
 
 
+@pytest.mark.parametrize(
+    ("weights", "note"),
+    [
+        ({"transport": "distributed"}, "so window.push cannot copy them; use offloaded(weights="),
+        ({"update": "frozen"}, "the server never takes new weights; leave the function out"),
+        ({}, ""),
+    ],
+)
+def test_a_plan_says_which_offload_would_be_refused(
+    weights: dict[str, str], note: str, tmp_path: Path
+) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"]["weights"] = weights
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    notes = [one for one in json_of("plan", str(file))["notes"] if "offloaded(" in one]
+    assert [note in one for one in notes] == [True] * bool(note)
+
+
 def test_a_plan_shows_what_an_engine_is_started_with_and_what_overrides_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

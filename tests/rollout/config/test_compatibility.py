@@ -1,20 +1,17 @@
-"""Which engines can be part of a group, and the message about the others."""
+"""What does not go together, and the message about it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from engines.protocol import ModelInfo, ServerInfo, WorkerType
 from engines.protocol.features import Features
-from rollout.config import Drain, GroupConfig, Transport, WeightUpdate
-from rollout.rules.engine_compat import (
-    why_embeddings_outlive_pushes,
-    why_incompatible,
-    why_quantised_online,
-)
+from rollout.config import Drain, EngineConfig, EngineKind, GroupConfig, Transport, WeightUpdate
+from rollout.config.compatibility import of_checkpoint, of_embeddings, of_engine, of_pushes
 
 GOOD = Features(
     engine="sglang",
@@ -33,16 +30,20 @@ GOOD = Features(
 
 
 def why(
-    update: WeightUpdate = WeightUpdate.FULL, drain: Drain = Drain.ABORT, **changed: Any
+    update: WeightUpdate = WeightUpdate.FULL,
+    drain: Drain = Drain.ABORT,
+    transport: Transport = Transport.AUTO,
+    **changed: Any,
 ) -> str:
-    return why_incompatible(
-        replace(GOOD, **changed),
-        GroupConfig(),
-        update,
-        drain,
-        memory_saver=True,
-        weights_cpu_backup=True,
+    """All that keeps such an engine out of a group that offloads."""
+    features = replace(GOOD, **changed)
+    conflicts = chain(
+        of_engine(
+            "policy-0", features, GroupConfig(), drain, memory_saver=True, weights_cpu_backup=True
+        ),
+        of_pushes("policy-0", features, update, transport),
     )
+    return "; ".join(f"{setting}: {reason}" for setting, reason in conflicts)
 
 
 def test_an_engine_with_everything_is_let_in() -> None:
@@ -65,7 +66,7 @@ def test_what_an_engine_lacks_is_reported_with_what_fixes_it(
 ) -> None:
     said = why(**changed)
     assert mending in said
-    assert "{engine}" in said
+    assert "engine policy-0" in said
 
 
 def test_a_frozen_model_may_have_replicas() -> None:
@@ -74,13 +75,9 @@ def test_a_frozen_model_may_have_replicas() -> None:
 
 def test_an_engine_that_is_never_released_needs_no_memory_saver() -> None:
     bare = replace(GOOD, has_memory_saver=False, has_weights_cpu_backup=False)
-    full = WeightUpdate.FULL
     group = GroupConfig(needs_offload=False)
-    assert (
-        why_incompatible(
-            bare, group, full, Drain.FINISH, memory_saver=False, weights_cpu_backup=False
-        )
-        == ""
+    assert not list(
+        of_engine("a", bare, group, Drain.FINISH, memory_saver=False, weights_cpu_backup=False)
     )
 
 
@@ -111,18 +108,10 @@ def test_a_named_transport_that_the_engine_does_not_take_is_refused(
     transport: Transport, update: WeightUpdate, is_refused: bool
 ) -> None:
     whys = {Transport.DISTRIBUTED: "it joins none", Transport.CUDA_IPC: "it opens none"}
-    said = why_incompatible(
-        replace(GOOD, why_no_groups="it joins none", why_no_handles="it opens none"),
-        GroupConfig(),
-        update,
-        Drain.ABORT,
-        memory_saver=True,
-        weights_cpu_backup=True,
-        transport=transport,
+    said = why(
+        update, transport=transport, why_no_groups="it joins none", why_no_handles="it opens none"
     )
-    refusal = (
-        f"transport = {transport} does not reach engine {{engine}}: {whys.get(transport)}; use"
-    )
+    refusal = f"transport = {transport} does not reach engine policy-0: {whys.get(transport)}; use"
     assert (refusal in said) is is_refused
     assert bool(said) is is_refused
 
@@ -143,7 +132,9 @@ def test_a_named_transport_that_the_engine_does_not_take_is_refused(
 def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
     options: dict[str, Any], update: WeightUpdate, is_quantised: bool, is_refused: bool
 ) -> None:
-    said = why_quantised_online(options, update, is_quantised=is_quantised)
+    engine = EngineConfig(kind=EngineKind.SGLANG, options=options)
+    found = dict(of_checkpoint(engine, update, is_quantised=is_quantised, head_size=7))
+    said = found.get("engine.options.quantization", "")
     assert ("rollout.weights.tensors.fp8_block_quantiser" in said) is is_refused
     assert bool(said) is is_refused
 
@@ -166,12 +157,11 @@ def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
 def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused(
     model: dict[str, Any], info: dict[str, Any], encoder: str, kinds: str
 ) -> None:
-    said = why_embeddings_outlive_pushes(
-        ModelInfo("/m", "0", model),
-        ServerInfo("0.5.23", "sglang", True, False, raw=info),
-        encoder,
-        "SGLANG_VLM_CACHE_SIZE_MB",
-    )
+    engine = EngineConfig(kind=EngineKind.SGLANG)
+    server = ServerInfo("0.5.23", "sglang", True, False, raw=info)
+    found = dict(of_embeddings("a", engine, server, ModelInfo("/m", "0", model), encoder))
+    said = found.get("engine", "")
     assert bool(said) is bool(kinds)
     assert kinds in said
     assert encoder in said or not said
+    assert "Start it with SGLANG_VLM_CACHE_SIZE_MB=0" in said or not said

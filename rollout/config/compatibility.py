@@ -1,0 +1,218 @@
+"""What does not go together, in one place: each function has the rows of one moment.
+
+Always true: a row is checked at the first moment when all that it needs is known.  It names the
+setting to change, below the path of what is checked, and says what would go together.  A section
+refuses what is wrong in itself; a kind of engine refuses options of its own
+(``engines.launch.check_spec``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from engines.protocol import ModelInfo, ServerInfo
+from engines.protocol.features import Features
+from engines.protocol.spec import CPU_PYTHONS, spelled
+from rollout.config.groups import EngineConfig, GroupConfig
+from rollout.config.lifecycle import Drain, LifecycleConfig
+from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
+
+Conflicts = Iterator[tuple[str, str]]
+_WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
+
+
+def of_server(
+    weights: WeightsConfig, lifecycle: LifecycleConfig, groups: Mapping[str, GroupConfig]
+) -> Conflicts:
+    """When a configuration is read: what a push could not do after the training of a step."""
+    is_broadcast = weights.transport is Transport.DISTRIBUTED
+    is_broadcast &= weights.update is not WeightUpdate.FROZEN
+    for name, group in groups.items():
+        kind = group.engine.of_kind
+        if weights.update is WeightUpdate.LORA and kind.why_no_adapters:
+            yield (
+                f"groups.{name}.engine.kind",
+                f"weights.update = lora: {kind.why_no_adapters}; use full, or kind sglang",
+            )
+        if is_broadcast and (stages := kind.num_stages(group.engine.options)) > 1:
+            yield (
+                f"groups.{name}.engine.options",
+                f"{stages} pipeline stages with weights.transport = distributed: their ranks "
+                "cannot all be in a broadcast; use shared_memory, tensor or disk, or one stage",
+            )
+    if weights.update is WeightUpdate.LORA and lifecycle.drain is Drain.RETRACT:
+        yield (
+            "lifecycle.drain",
+            "an engine cannot replace an adapter that retracted requests use; use abort, with "
+            "which token failover continues them with the new adapter, or finish",
+        )
+    if is_broadcast and weights.backend == "nccl" and (why := why_no_nccl(groups)):
+        yield (
+            "weights.backend",
+            f"{why}, and NCCL needs a GPU for each process; use weights.transport "
+            "shared_memory or cuda_ipc, or weights.backend gloo (engines with GPUs of their "
+            "own: needs_offload false)",
+        )
+
+
+def why_no_nccl(groups: Mapping[str, GroupConfig]) -> str:
+    """Why their engines cannot be in one NCCL group with the trainer; empty if they can."""
+    reasons = ((name, group.why_no_nccl) for name, group in groups.items())
+    return next((f"group {name}: {why}" for name, why in reasons if why), "")
+
+
+def of_checkpoint(
+    engine: EngineConfig, update: WeightUpdate, *, is_quantised: bool, head_size: int | None
+) -> Conflicts:
+    """Before a launch: engines that are launched, and the checkpoint on this machine.
+
+    Args:
+        is_quantised: as it is on disk.
+        head_size: elements of an attention head; None if unknown.
+    """
+    kind, named = engine.of_kind, {spelled(name): one for name, one in engine.options.items()}
+    if (
+        kind.quantises_at_start
+        and named.get("quantization") not in (None, "none", "unquant")
+        and named.get("load_format") != "flash_rl"
+        and not is_quantised
+        and update in _WITH_TENSORS
+    ):
+        yield (
+            "engine.options.quantization",
+            "the checkpoint is not quantised, so SGLang quantises it at start, and the first push "
+            "would end the engine; use a checkpoint in fp8 and push with "
+            "rollout.weights.tensors.fp8_block_quantiser, or leave quantization out (with "
+            "load-format flash_rl it is accepted, and not tested)",
+        )
+    sizes = kind.cpu_head_sizes if engine.python in CPU_PYTHONS else ()
+    if head_size and sizes and head_size not in sizes:
+        yield (
+            "engine.python",
+            f"the model has attention heads of {head_size} elements, and {kind.title}'s CPU "
+            f"kernels know those of {', '.join(map(str, sizes))}; use another model, or kind "
+            "sglang or embedded",
+        )
+
+
+def of_engine(
+    engine_id: str,
+    features: Features,
+    group: GroupConfig,
+    drain: Drain,
+    *,
+    memory_saver: bool,
+    weights_cpu_backup: bool,
+) -> Conflicts:
+    """Before an engine that runs joins its group.
+
+    Args:
+        memory_saver: the group releases its memory.
+        weights_cpu_backup: its weights must survive a release.
+    """
+    if features.undrivable:
+        yield "engine", f"engine {engine_id}: {features.undrivable}"
+    if memory_saver and not features.has_memory_saver:
+        yield (
+            "needs_offload",
+            f"engine {engine_id} runs without a memory saver, so a release would free "
+            "no memory; start it with --enable-memory-saver, or set needs_offload to false",
+        )
+    if weights_cpu_backup and not features.has_weights_cpu_backup:
+        yield (
+            "engine.weights_cpu_backup",
+            f"engine {engine_id} keeps no copy of its weights while they "
+            "are released, and not all of them are pushed; start it with "
+            "--enable-weights-cpu-backup, or set needs_offload to false",
+        )
+    if drain is Drain.RETRACT and not features.is_retract_safe:
+        yield (
+            "engine",
+            f"engine {engine_id}: {features.engine} {features.version} crashes when "
+            "memory is released while requests are retracted; set lifecycle.drain to abort "
+            "or finish, or use SGLang 0.5.21 or later",
+        )
+    if features.worker_type is not group.worker_type:
+        yield (
+            "worker_type",
+            f"engine {engine_id} is a {features.worker_type} worker, and this is a group of "
+            f"{group.worker_type} ones; put it in a group of its own type",
+        )
+    if not features.streams_are_cumulative:
+        yield (
+            "engine",
+            f"engine {engine_id} streams only new tokens; start it without "
+            "--incremental-streaming-output",
+        )
+
+
+def of_pushes(
+    engine_id: str, features: Features, update: WeightUpdate, transport: Transport
+) -> Conflicts:
+    """At the same moment: pushes that would not reach the engine."""
+    if update is WeightUpdate.FROZEN:
+        return
+    if why := features.why_no_pushes:
+        yield (
+            "engine",
+            f"engine {engine_id}: {why}; or freeze the model (weights.update: frozen)",
+        )
+    if not features.takes_tensors:
+        yield (
+            "engine",
+            f"engine {engine_id} has data-parallel replicas, which refuse pushed weights; "
+            "start one engine per replica, or freeze the model (weights.update: frozen)",
+        )
+    whys = {
+        Transport.DISTRIBUTED: features.why_no_groups,
+        Transport.CUDA_IPC: features.why_no_handles,
+    }
+    if why := whys.get(transport, ""):
+        yield (
+            "engine",
+            f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
+            "use shared_memory, tensor or disk, or leave weights.transport out",
+        )
+
+
+def of_embeddings(
+    engine_id: str, config: EngineConfig, info: ServerInfo, model: ModelInfo, encoder: str
+) -> Conflicts:
+    """Then, of one that may keep embeddings because somebody else launched it.
+
+    Args:
+        encoder: what pushes may change that computes embeddings, in words; empty if nothing.
+    """
+    variable = config.of_kind.embedding_cache
+    kinds = [kind for kind in ("image", "audio") if model.raw.get(f"has_{kind}_understanding")]
+    # With this option SGLang keeps none.
+    if encoder and kinds and info.raw.get("rl_on_policy_target") is None:
+        yield (
+            "engine",
+            f"engine {engine_id} understands {' and '.join(kinds)} input and keeps the "
+            f"embeddings that it computed; after a push that changes {encoder} it would go on "
+            f"with old ones. Start it with {variable}=0, and say so in engine.env "
+            f'({variable}: "0"); or name those tensors in weights.not_pushed',
+        )
+
+
+def of_window(weights: WeightsConfig, *, is_copy: bool, is_only_streamed: bool) -> Conflicts:
+    """When ``offloaded`` begins: what would be refused at its end, when it pushes.
+
+    Args:
+        is_copy: it copies the tensors while it is open; else a function gives them at its end.
+        is_only_streamed: the transport reads tensors while engines load them.
+    """
+    if weights.update is WeightUpdate.FROZEN and not is_copy:
+        yield (
+            "update",
+            "offloaded(weights): weights.update is frozen, so the server never takes new weights; "
+            "leave the function out",
+        )
+    if is_copy and is_only_streamed and weights.update in _WITH_TENSORS:
+        yield (
+            "transport",
+            f"weights.transport = {weights.transport}: it reads the tensors while engines load "
+            "them, so window.push cannot copy them; use offloaded(weights=function), or "
+            "give_memory() and then serve_weights(tensors) or pusher.push(tensors)",
+        )
