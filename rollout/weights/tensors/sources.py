@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engines.tensors.stacked_experts import split_experts
 from rollout.core.errors import WeightMismatch
@@ -163,6 +164,9 @@ class PlannedSource:
 class StreamedSource:
     """Tensors that a generator gathers one by one, with collectives of its own.
 
+    A tensor that the model does not have is left out if it shares its memory with one that came
+    before and that the model has.
+
     Attributes:
         is_on_cuda: whether the first bucket has a tensor on a GPU; False before that.
     """
@@ -178,6 +182,7 @@ class StreamedSource:
     ) -> None:
         self.is_on_cuda = False
         self._held_bytes = 0  # of whole tensors in the bucket that is made
+        self._known: dict[tuple[object, ...], StorageWeakRef] = {}
         self._named = named_tensors
         self._expected = expected
         self._name_map = name_map
@@ -223,6 +228,9 @@ class StreamedSource:
         shards: list[tuple[str, Any]] = []
         waiting_bytes = 0
         for name, tensor in named_pairs(self._named):
+            if self._is_tied(plain_name(name), tensor):
+                del tensor
+                continue
             more = self._num_bytes(plain_name(name), tensor)
             is_full = self._held_bytes + waiting_bytes + more > bucket_bytes
             if shards and (is_full or not is_shard(tensor)):
@@ -237,6 +245,20 @@ class StreamedSource:
                 yield from self._gathered(shards)
                 waiting_bytes = 0
         yield from self._gathered(shards)
+
+    def _is_tied(self, name: str, tensor: Any) -> bool:
+        """Whether the model has it under the name of an earlier tensor that is still there."""
+        if self._expected is None or not _keeps_names(self._name_map):
+            return False
+        check_is_tensor(name, tensor)
+        memory = _memory_of(tensor)
+        if name in self._expected.tensors or is_stacked(name, self._expected):
+            local = tensor.to_local() if is_shard(tensor) else tensor
+            self._known[memory] = StorageWeakRef(local.untyped_storage())
+            return False
+        # The memory of a tensor that is gone may be another's by now.
+        known = self._known.get(memory)
+        return bool(tensor.numel()) and known is not None and not known.expired()
 
     def _gathered(self, shards: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """These shards as whole tensors, renamed; ``shards`` has none of them any more."""
