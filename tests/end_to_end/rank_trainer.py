@@ -34,6 +34,7 @@ from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.ranks.trainer_rank import LoadCosts
+from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from tests.support.lora import drawn_adapter
 from tests.support.megatron_shards import MegatronShards, Sizes
@@ -184,9 +185,11 @@ class Trainer:
         """A rank does something before it joins the engines, or sends."""
         carry_out, num_asked = BroadcastSender.carry_out, 0
 
-        def acting(sender: BroadcastSender, asked: Mapping[str, Any]) -> dict[str, Any]:
+        def acting(sender: BroadcastSender, asked: BroadcastTask) -> str:
             nonlocal num_asked
-            is_own = asked["do"] == task and asked.get("sender", self.rank) == self.rank == rank
+            is_join = asked.terms is not None
+            is_own = is_join is (task == "join") and self.rank == rank
+            is_own = is_own and (is_join or asked.sender == rank)
             if is_own and num_asked == number:
                 self._act(does, pid)
             num_asked += is_own

@@ -12,8 +12,9 @@ from rollout.runtime.calls.server_port import ServerCalls
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv
 from rollout.weights.push.push import PushRequest
 from rollout.weights.ranks.link import RankLink
+from rollout.weights.ranks.messages import EnginesNotNeeded
 from rollout.weights.ranks.protocol import PushRound
-from rollout.weights.ranks.rank_push import RankOffload, RankPush, report_of
+from rollout.weights.ranks.rank_push import RankOffload, RankPush
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.trainer_groups import IdleGroup
 from rollout.weights.tensors import Dtype, NamedTensors, NameMap
@@ -148,7 +149,7 @@ class Pusher:
                 push.complete()
         finally:
             self._forget(turn)
-        return report_of(report)
+        return report
 
     def give_memory(self, *, rank_timeout_s: float | None = None) -> StepReport:
         """Free the engines' memory for the trainer, as ``ServerHandle.give_memory``.
@@ -170,11 +171,11 @@ class Pusher:
         link, turn = self.link, self._round("offload", rank_timeout_s)
         work = RankOffload(self.server.give_memory)
         try:
-            steps = turn.lead_offload() if link.rank == 0 else turn.follow({})
+            steps = turn.lead_offload() if link.rank == 0 else turn.follow(EnginesNotNeeded())
             report = link.run(steps, work.do)
         finally:
             self._forget(turn)
-        return report_of(report)
+        return report
 
     def _round(self, call: str, timeout_s: float | None = None) -> PushRound:
         """The next call of all ranks, which no call of another name can join.
@@ -202,8 +203,8 @@ class Pusher:
 
     def _forget(self, turn: PushRound) -> None:
         """Delete the messages of earlier calls."""
-        self._keys_left.append(turn.words_left())
+        self._keys_left.append(turn.keys_left())
         if len(self._keys_left) > _ROUNDS_REMEMBERED:
             keys = self._keys_left.pop(0)
             if self.link.rank == 0:
-                self.link.words.delete(keys)
+                self.link.texts.delete(keys)

@@ -72,12 +72,12 @@ class Follower:
         """Of this rank's tensors; other ranks than 0 open it when they have the plan."""
         return self._open_source(self.rank.tensors if self.rank.rank else None)
 
-    def ready(self, version: int | None, *, has_turn: bool = False) -> Ready:
+    def ready(self, version: int | None, *, has_before_kv: bool = False) -> Ready:
         """The message with which a push begins."""
         rank = self.rank
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
         node, group = self._server.own_node, rank.idle_group.name
-        return Ready(knows, version, has_turn, node, self.gpu, group)
+        return Ready(knows, version, has_before_kv, node, self.gpu, group)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.

@@ -117,7 +117,7 @@ class Leader:
             is_streamed=not isinstance(source, PlannedSource),
             is_copied=is_copied,
             is_serving=status.gate == "open",
-            has_turn=any(one.has_turn for one in readies),
+            has_before_kv=any(one.has_before_kv for one in readies),
             routes=routes,
             at_once=at_once,
             bucket_bytes=min(weights.bucket_bytes, most),

@@ -1,4 +1,4 @@
-"""The words of a push through a store of torch.distributed, which rank 0 hosts.
+"""The messages of a push through a store of torch.distributed, which rank 0 hosts.
 
 A store and not collectives of a CPU group: a wait for a key ends at its deadline without harm to
 later pushes, it is known which rank is silent, and the end of rank 0 ends every wait at once.
@@ -6,7 +6,6 @@ later pushes, it is known which rank is silent, and the end of rank 0 ends every
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.core.pending import in_own_thread
+from rollout.weights.ranks.messages import decode, encode
 from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
 
 T = TypeVar("T")
@@ -28,36 +28,36 @@ T = TypeVar("T")
 _CONNECT_S = 60.0
 
 
-class WordStore(Protocol):
-    """Where words are kept."""
+class TextStore(Protocol):
+    """Where messages are, as text."""
 
-    def put(self, key: str, word: str) -> None: ...
-    def claim(self, key: str, word: str) -> str: ...
+    def put(self, key: str, text: str) -> None: ...
+    def claim(self, key: str, text: str) -> str: ...
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
 
 
-class LocalWords:
+class LocalTexts:
     """The store of a single rank."""
 
     def __init__(self) -> None:
-        self._words: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
 
-    def put(self, key: str, word: str) -> None:
-        self._words[key] = word
+    def put(self, key: str, text: str) -> None:
+        self._texts[key] = text
 
-    def claim(self, key: str, word: str) -> str:
-        return self._words.setdefault(key, word)
+    def claim(self, key: str, text: str) -> str:
+        return self._texts.setdefault(key, text)
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
-        return [self._words.get(key) for key in keys]
+        return [self._texts.get(key) for key in keys]
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._words.pop(key, None)
+            self._texts.pop(key, None)
 
 
-class SharedWords:
+class SharedTexts:
     """A ``TCPStore`` between the ranks.
 
     Its calls wait for ever while the process of rank 0 is frozen.  So each is made in a thread of
@@ -74,17 +74,17 @@ class SharedWords:
         self._waits = waits
         self._answer_s = answer_s
 
-    def put(self, key: str, word: str) -> None:
+    def put(self, key: str, text: str) -> None:
         with suppress(TimeoutError):
-            self._within(self._answer_s, lambda: self._store.set(key, word))
+            self._within(self._answer_s, lambda: self._store.set(key, text))
 
-    def claim(self, key: str, word: str) -> str:
-        """The word that the key has then.
+    def claim(self, key: str, text: str) -> str:
+        """The text that the key has then.
 
         Raises:
             TimeoutError: there is no answer; the claim stands.
         """
-        claim = partial(self._store.compare_set, key, "", word)
+        claim = partial(self._store.compare_set, key, "", text)
         stored: bytes = self._within(self._answer_s, claim)
         return stored.decode()
 
@@ -108,7 +108,7 @@ class SharedWords:
         Raises:
             TimeoutError: it did not end.
         """
-        return in_own_thread(call, "rank-word").result(seconds)
+        return in_own_thread(call, "rank-message").result(seconds)
 
     def _found(self, keys: list[str], timeout_s: float) -> list[str | None]:
         try:
@@ -117,7 +117,7 @@ class SharedWords:
             return [
                 self._waits.get(key).decode() if self._waits.check([key]) else None for key in keys
             ]
-        return [word.decode() for word in self._waits.multi_get(keys)]
+        return [text.decode() for text in self._waits.multi_get(keys)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class RankLink:
 
     rank: int
     num_ranks: int
-    words: WordStore
+    texts: TextStore
     group: Any = None
 
     def run(self, steps: Steps[T], do: Callable[[Step], Any]) -> T:
-        """Carry out the steps of this rank; ``do`` carries out those that are not words.
+        """Carry out the steps of this rank; ``do`` carries out those that are not exchanges.
 
         Raises:
             RolloutError: the push has failed.
@@ -143,7 +143,7 @@ class RankLink:
             step = next(steps)
             while True:
                 try:
-                    result = self._word(step) if isinstance(step, _OF_WORDS) else do(step)
+                    result = self._exchanged(step) if isinstance(step, _EXCHANGES) else do(step)
                 except (Exception, KeyboardInterrupt) as error:
                     step = steps.throw(error)
                 else:
@@ -163,37 +163,37 @@ class RankLink:
             return [0]
         ranks = range(self.num_ranks)
         with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
-            self.words.put(f"token/{self.rank}", file.name)
+            self.texts.put(f"token/{self.rank}", file.name)
             tokens = self._expect([f"token/{rank}" for rank in ranks])
             lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
-            self.words.put(f"host/{self.rank}", str(lowest))
+            self.texts.put(f"host/{self.rank}", str(lowest))
             return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
 
     def _expect(self, keys: Sequence[str]) -> list[str]:
-        found = self.words.get(keys, _CONNECT_S)
+        found = self.texts.get(keys, _CONNECT_S)
         if None in found:
             raise RankFailure(f"not all ranks called pusher() within {_CONNECT_S:g} s")
-        return [word for word in found if word is not None]
+        return [text for text in found if text is not None]
 
-    def _word(self, step: Step) -> Any:
+    def _exchanged(self, step: Step) -> Any:
         try:
             match step:
-                case Put(key, word):
-                    return self.words.put(key, json.dumps(word))
-                case Claim(key, word):
-                    return json.loads(self.words.claim(key, json.dumps(word)))
+                case Put(key, message):
+                    return self.texts.put(key, encode(message))
+                case Claim(key, message):
+                    return decode(self.texts.claim(key, encode(message)))
                 case Get(keys, timeout_s):
-                    found = self.words.get(keys, timeout_s)
-                    return [None if word is None else json.loads(word) for word in found]
+                    found = self.texts.get(keys, timeout_s)
+                    return [None if text is None else decode(text) for text in found]
                 case Delete(keys):
-                    return self.words.delete(keys)
+                    return self.texts.delete(keys)
         except (dist.DistError, RuntimeError):
             # Without the error's text, which is another one on each rank.
             raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
         raise AssertionError(step)
 
 
-_OF_WORDS = (Put, Claim, Get, Delete)
+_EXCHANGES = (Put, Claim, Get, Delete)
 
 
 def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> RankLink:
@@ -210,14 +210,14 @@ def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> R
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigError("pusher(group=...): torch.distributed is not initialized here")
-        return RankLink(0, 1, LocalWords())
+        return RankLink(0, 1, LocalTexts())
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ConfigError("pusher(group=...): this process is not a rank of that group")
     if num_ranks == 1:
-        return RankLink(0, 1, LocalWords(), group)
+        return RankLink(0, 1, LocalTexts(), group)
     store = _meet(rank, own_host, group)
-    return RankLink(rank, num_ranks, SharedWords(store, store.clone(), answer_s), group)
+    return RankLink(rank, num_ranks, SharedTexts(store, store.clone(), answer_s), group)
 
 
 def _meet(rank: int, own_host: str, group: Any) -> Any:

@@ -1,27 +1,31 @@
 """The messages of a push between the ranks of a trainer, and how they travel.
 
-    Ready      each rank -> rank 0     at the begin
-    PushPlan   rank 0 -> each rank     what rank 0 has decided
-    Share      each rank -> rank 0     what it has made of a bucket
+    each rank -> rank 0   Ready, Fits, Share, BroadcastDone, MemoryFreed, or Failed in their place;
+                          EnginesNotNeeded for an offload
+    rank 0 -> each rank   PushPlan, MakeBucket, BroadcastTask, FreeMemory, Done or Stop at the end;
+                          Wait whenever it waits
 
-``protocol`` sends them as mappings, with fields of its own: which message it is, and errors.
+A message travels as its name, the version of the library and its fields as JSON.  Ranks run one
+version of the library: what another version has sent is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from engines.protocol.plain_text import describe
+from rollout import __version__
 from rollout.config import Transport, WeightUpdate
-from rollout.core.errors import RankFailure
+from rollout.core import errors
+from rollout.core.errors import RankFailure, RolloutError
+from rollout.core.types import StepReport
+from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.route import Chosen, PushTerms
-
-M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Ready:
     Attributes:
         knows: digest of the tensors of the last push, which rank 0 need not send again.
         version: the weight version that it names.
-        has_turn: it has ``before_kv``.
+        has_before_kv: it has ``before_kv``.
         node: where it runs.
         gpu: UUID of the GPU with its tensors; empty if they are in host memory.
         group: name of the first sender's group, if it still has one to broadcast in.
@@ -39,7 +43,7 @@ class Ready:
 
     knows: str
     version: int | None
-    has_turn: bool
+    has_before_kv: bool
     node: str
     gpu: str
     group: str
@@ -67,7 +71,7 @@ class PushPlan:
         is_streamed: the tensors come from an iterator.
         is_copied: all buckets are made before the server is called.
         is_serving: the engines serve when the push begins, so ``before_kv`` runs after it.
-        has_turn: a rank has ``before_kv``.
+        has_before_kv: a rank has ``before_kv``.
         routes: one for each payload of a bucket.
         at_once: engines load all buckets in one call.
         tensors: those of rank 0, if another rank does not know them; None: as in the last push.
@@ -78,7 +82,7 @@ class PushPlan:
     is_streamed: bool
     is_copied: bool
     is_serving: bool
-    has_turn: bool
+    has_before_kv: bool
     routes: tuple[Chosen, ...]
     at_once: bool
     bucket_bytes: int
@@ -116,36 +120,157 @@ class Share:
     num_bytes: int = 0
 
 
-def encode(message: object) -> dict[str, Any]:
-    """A message as a mapping for JSON; large values are not copied."""
-    return {one.name: _plain(getattr(message, one.name)) for one in fields_of(message)}  # type: ignore[arg-type]
+@dataclass(frozen=True, slots=True)
+class EnginesNotNeeded:
+    """A rank calls ``give_memory``."""
 
 
-def decode(kind: type[M], fields: Mapping[str, Any]) -> M:
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A rank's tensors fit the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastDone:
+    """A rank has done its part of a broadcast, if it has one.
+
+    Attributes:
+        why_not: why it could not; the engines' end of it is known to the server.
+    """
+
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """A rank's ``before_kv`` has run, if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorText:
+    """An error for the other ranks; they may not unpickle what comes over the network.
+
+    Attributes:
+        kind: the name of its type in ``rollout.core.errors``.
+        fields: its attributes.
+    """
+
+    kind: str
+    message: str
+    fields: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException, prefix: str = "") -> ErrorText:
+        kind = type(error) if isinstance(error, RolloutError) else RankFailure
+        is_own = kind is type(error)
+        return cls(
+            kind.__name__,
+            prefix + describe(error, with_type=not is_own),
+            {
+                name: value
+                for name, value in vars(error).items()
+                if is_own and isinstance(value, str | int | float | bool)
+            },
+        )
+
+    def error(self) -> RolloutError:
+        """The error that it describes."""
+        kind = getattr(errors, self.kind, RankFailure)
+        if not (isinstance(kind, type) and issubclass(kind, RolloutError)):
+            kind = RankFailure
+        error: RolloutError = kind(self.message)
+        for name, value in self.fields.items():
+            setattr(error, name, value)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank could not do what rank 0 has asked for.
+
+    Attributes:
+        has_waited: a gather of it was late, so most of the time is over.
+    """
+
+    error: ErrorText
+    has_waited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Rank 0 waits, and lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeBucket:
+    """All ranks gather this bucket, and make their shares."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """The engines hold the weights: all ranks run ``before_kv``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The call has succeeded on all ranks."""
+
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The call has failed on all ranks."""
+
+    error: ErrorText
+
+
+Answer = Ready | EnginesNotNeeded | Fits | Share | BroadcastDone | MemoryFreed | Failed
+"""From each rank to rank 0."""
+Order = PushPlan | MakeBucket | BroadcastTask | FreeMemory | Done | Stop | Wait
+"""From rank 0 to each rank."""
+Message = Answer | Order
+
+_KINDS: dict[str, Any] = {
+    one.__name__: one
+    for one in (
+        *(Ready, EnginesNotNeeded, Fits, Share, BroadcastDone, MemoryFreed, Failed),
+        *(PushPlan, MakeBucket, BroadcastTask, FreeMemory, Done, Stop, Wait),
+    )
+}
+
+
+def encode(message: Message) -> str:
+    """A message as text."""
+    name = type(message).__name__
+    return f"{name} {__version__} {_adapter(name).dump_json(message).decode()}"
+
+
+def decode(text: str) -> Message:
     """The message that ``encode`` has made.
 
     Raises:
-        RankFailure: it has other fields.
+        RankFailure: another version of the library has made it.
     """
-    try:
-        values = {one.name: fields[one.name] for one in fields_of(kind)}  # type: ignore[arg-type]
-        found: M = _adapter(cast(Any, kind)).validate_python(values)
-        return found
-    except (KeyError, ValidationError) as error:
+    name, _, rest = text.partition(" ")
+    version, _, fields = rest.partition(" ")
+    if version != __version__ or name not in _KINDS:
         raise RankFailure(
-            f"a message {kind.__name__} has other fields than here ({error}): all ranks must run "
-            "the same version of rollout"
+            f"a rank of the trainer runs rollout {version}, and this one {__version__}: all ranks "
+            "must run the same version"
+        )
+    try:
+        message: Message = _adapter(name).validate_json(fields)
+    except ValidationError as error:
+        raise RankFailure(
+            f"a message {name} has other fields than here ({error}): all ranks must run the same "
+            "version of rollout"
         ) from None
+    return message
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return encode(value)
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return value
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_KINDS[name])

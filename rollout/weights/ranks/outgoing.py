@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.messages import Share
+from rollout.weights.ranks.messages import BroadcastDone, Share
+from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.route import Payload, StreamedBucket
 from rollout.weights.routes.shared_memory import ByPath
-from rollout.weights.routes.trainer_groups import JOIN, SEND, BroadcastPush
+from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.sources import Pairs
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class BucketHandover(Generic[T]):
         self._changed = threading.Condition()
         self._bucket: T | None = None
         self._num_wanted = 0
-        self._task: Mapping[str, Any] | None = None
-        self._answer: Sequence[Mapping[str, Any]] | None = None
+        self._task: BroadcastTask | None = None
+        self._done: Sequence[BroadcastDone] | None = None
         self._is_over = False
         self._over_s = 0.0
 
@@ -78,16 +79,16 @@ class BucketHandover(Generic[T]):
         """Wait until the stream has ended or has a task, at most so long."""
         self._wait(lambda: self._task is not None, timeout_s)
 
-    def take_task(self) -> Mapping[str, Any] | None:
+    def take_task(self) -> BroadcastTask | None:
         """What the stream waits for, to be answered; None for nothing."""
         with self._changed:
             task, self._task = self._task, None
             return task
 
-    def answer(self, words: Sequence[Mapping[str, Any]]) -> None:
+    def answer(self, done: Sequence[BroadcastDone]) -> None:
         """What all ranks reported of the task."""
         with self._changed:
-            self._answer = words
+            self._done = done
             self._changed.notify_all()
 
     def _wait(self, holds: Callable[[], bool], timeout_s: float) -> None:
@@ -126,7 +127,7 @@ class BucketHandover(Generic[T]):
                 raise StopIteration
             return bucket
 
-    def ask(self, task: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    def ask(self, task: BroadcastTask) -> Sequence[BroadcastDone]:
         """Have all ranks do this; returns what they report, in their order.
 
         Raises:
@@ -135,12 +136,12 @@ class BucketHandover(Generic[T]):
         with self._changed:
             self._task = task
             self._changed.notify_all()
-            while self._answer is None and not self._is_over:
+            while self._done is None and not self._is_over:
                 self._changed.wait()
-            words, self._answer = self._answer, None
-            if words is None:
+            done, self._done = self._done, None
+            if done is None:
                 raise WeightsUnavailable("the push has ended")
-            return words
+            return done
 
     def close(self) -> None:
         """End both sides; the stream calls it too."""
@@ -169,7 +170,7 @@ class OutgoingStream:
         if self.broadcast is not None:
             self.broadcast.join()
             if terms := self.broadcast.terms_of_others:
-                self._ask({"do": JOIN, "terms": terms})
+                self._ask(BroadcastTask(terms))
         for bucket in self.offered:
             parts = self._parts(bucket)
             del bucket
@@ -205,17 +206,17 @@ class OutgoingStream:
         """The parts of a bucket that another rank broadcasts when all readers have one."""
         last = len(bucket.parts) - 1
         for number, part in enumerate(bucket.parts):
-            task = {"do": SEND, "sender": bucket.sender, "part": number}
+            task = BroadcastTask(None, bucket.sender, number)
             yield StreamedBucket(part, number == last, then=partial(self._ask, task))
 
-    def _ask(self, task: Mapping[str, Any]) -> None:
+    def _ask(self, task: BroadcastTask) -> None:
         """Have the other ranks do this.
 
         Raises:
             WeightsUnavailable: one of them could not.
         """
         assert isinstance(self.offered, BucketHandover)
-        if failed := [word["why_not"] for word in self.offered.ask(task) if "why_not" in word]:
+        if failed := [one.why_not for one in self.offered.ask(task) if one.why_not]:
             raise WeightsUnavailable("; ".join(failed[:4]))
 
 

@@ -1,74 +1,91 @@
-"""The words that a trainer's ranks exchange in a push.
+"""The order of messages in a push by a trainer's ranks; ``messages`` has all of them.
 
-    every rank -> rank 0      ready, with what rank 0 needs to plan       round 0
-    rank 0     -> every rank  the plan
-    every rank -> rank 0      its tensors fit the plan                    round 1
-    rank 0     -> every rank  go                                          before each bucket
-    every rank -> rank 0      what it made of the bucket                  rounds 2, 3, ...
-    rank 0     -> every rank  broadcast, if a rank of another host sends  when the engines wait
-    every rank -> rank 0      what became of its broadcast                a round of its own
-    rank 0     -> every rank  turn, if a rank has ``before_kv``           after the last bucket
-    every rank -> rank 0      its ``before_kv`` has run                   the last round
-    rank 0     -> every rank  done with the report, or stop with an error
+    every rank -> rank 0      Ready, with what rank 0 needs to plan        round 0
+    rank 0     -> every rank  PushPlan
+    every rank -> rank 0      Fits: its tensors fit the plan               round 1
+    rank 0     -> every rank  MakeBucket                                   before each bucket
+    every rank -> rank 0      its Share of the bucket                      rounds 2, 3, ...
+    rank 0     -> every rank  BroadcastTask, if another rank sends         when the engines wait
+    every rank -> rank 0      BroadcastDone                                a round of its own
+    rank 0     -> every rank  FreeMemory, if a rank has ``before_kv``      after the last bucket
+    every rank -> rank 0      MemoryFreed: its ``before_kv`` has run       the last round
+    rank 0     -> every rank  Done with the report, or Stop with an error
 
-An offload by all ranks has only round 0 and the last word of rank 0.
+An offload by all ranks has only round 0 and the last message of rank 0.
 
-Rank 0 says ``wait`` while it waits, so that the other ranks notice its end.
+Rank 0 sends ``Wait`` while it waits, so that the other ranks notice its end.
 
 Always true:
 
-- a rank makes a bucket, which is a collective, only after rank 0 has sent go, and rank 0 sends go
+- a rank makes a bucket, which is a collective, only after rank 0 has asked for it, and rank 0 asks
   only after every rank has reported the bucket before;
-- a rank that waits for rank 0 too long takes the place of its next word, so that rank 0 cannot go
-  on alone;
+- a rank that waits for rank 0 too long takes the place of its next message, so that rank 0 cannot
+  go on alone;
 - ``before_kv`` runs after the engines have verified the weights, and they resume the KV caches
   after it has run on every rank;
-- all ranks end with the same report or the same error;
-- a rank that waits ends within ``timeout_s`` of the last word of the rank it waits for, and the
+- all ranks end with the same report or the same error; the error of a single rank is its own;
+- a rank that waits ends within ``timeout_s`` of the last message of the rank it waits for, and the
   error names that rank; also in a gather, unless the trainer's own generator gathers.
 
-The functions are generators: they yield what is to be done, and get its result.  ``rank_link`` does
-it with a store of torch.distributed; the tests do it in virtual time, with faults at every step.
+The functions are generators: they yield what is to be done, and get its result.  ``link`` does it
+with a store of torch.distributed; the tests do it in virtual time, with faults at every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from engines.protocol.plain_text import describe
-from rollout.core import errors
 from rollout.core.errors import RankFailure, RolloutError
+from rollout.core.types import StepReport
+from rollout.weights.ranks.messages import (
+    Answer,
+    BroadcastDone,
+    Done,
+    EnginesNotNeeded,
+    ErrorText,
+    Failed,
+    FreeMemory,
+    MakeBucket,
+    Message,
+    Order,
+    PushPlan,
+    Ready,
+    Share,
+    Stop,
+    Wait,
+)
+from rollout.weights.routes.broadcast import BroadcastTask
 
 T = TypeVar("T")
 
 # While rank 0 waits, it says so this often within the others' deadline.
 _SIGNS_OF_LIFE = 4
-# A rank that is late has at most these words of rank 0 to read.
+# A rank that is late has at most these messages of rank 0 to read.
 _MOST_UNREAD = 4 * _SIGNS_OF_LIFE
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store a word."""
+    """Store a message."""
 
     key: str
-    word: Mapping[str, Any]
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Store a word if the key has none; the result is the word that it has then."""
+    """Store a message if the key has none; the result is the message that it has then."""
 
     key: str
-    word: Mapping[str, Any]
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Wait for words; the result is one for each key, None for one that did not come."""
+    """Wait for messages; the result is one for each key, None for one that did not come."""
 
     keys: tuple[str, ...]
     timeout_s: float
@@ -76,27 +93,18 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Remove words that nothing reads any more."""
+    """Remove messages that nothing reads any more."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """On rank 0: decide on the push; the result, a word, goes to all ranks.
+    """On rank 0: decide on the push.  The result is the plan; None after ``timeout_s``: the same
+    again waits for it."""
 
-    Attributes:
-        words: of the ranks, in order.
-    """
-
-    words: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Check this rank's tensors against the plan; nothing is gathered."""
-
-    plan: Mapping[str, Any]
+    readies: Sequence[Ready]
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +113,18 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
-    """Gather the next bucket with all ranks and make this rank's part; the result is a word."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Offer:
-    """On rank 0: give the engines a bucket, from the words of all ranks."""
+    """On rank 0: give the engines a bucket, of which all ranks have made their shares."""
 
     index: int
-    words: Sequence[Mapping[str, Any]]
+    shares: Sequence[Share]
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitEngines:
     """On rank 0: wait until the engines want a bucket; or, if ``index`` is None, until the push has
-    ended.  The result: None after ``timeout_s``, else a word, which is the report at the end.  A
-    word with ``broadcast`` is for all ranks, and the wait goes on after ``Answer``.
+    ended.  The result: None after ``timeout_s``; a ``BroadcastTask`` for all ranks, and the wait
+    goes on after ``Broadcasted``; else True, or the report at the end.
     """
 
     index: int | None
@@ -131,27 +132,15 @@ class AwaitEngines:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Join a group with the engines, or send in it, if ``task`` is this rank's; a word results."""
-
-    task: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Broadcasted:
     """On rank 0: what all ranks reported of a broadcast."""
 
-    words: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class TakeTurn:
-    """Run this rank's ``before_kv``, if it has one; the result is a word."""
+    done: Sequence[BroadcastDone]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """On rank 0: make the engines serve, after all ranks had their turn."""
+    """On rank 0: make the engines serve, after ``before_kv`` has run on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +148,21 @@ class Offload:
     """On rank 0: begin to free the engines' memory; no rank needs the engines any more."""
 
 
+Asked = PushPlan | MakeBucket | BroadcastTask | FreeMemory
+"""Of every rank; the result is its answer."""
 Step = (
     Put
     | Claim
     | Get
     | Delete
     | Plan
-    | Prepare
     | Begin
-    | Make
     | Offer
     | AwaitEngines
-    | Broadcast
-    | Answer
-    | TakeTurn
+    | Broadcasted
     | Finish
     | Offload
+    | Asked
 )
 Steps = Generator[Step, Any, T]
 
@@ -194,12 +182,12 @@ class PushRound:
     num_ranks: int
     timeout_s: float
     call: str = "push"
-    _num_said: int = 0
+    _num_sent: int = 0
     _round: int = 0
 
     # -- rank 0 -----------------------------------------------------------------------------
 
-    def lead(self, ready: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
+    def lead(self, ready: Ready) -> Steps[StepReport]:
         """Rank 0's part; the result is the report.
 
         Raises:
@@ -207,7 +195,7 @@ class PushRound:
         """
         return (yield from self._led(self._push(ready)))
 
-    def lead_offload(self) -> Steps[Mapping[str, Any]]:
+    def lead_offload(self) -> Steps[StepReport]:
         """Rank 0's part of an offload, for which the other ranks ``follow``; the result is the
         report.
 
@@ -216,170 +204,182 @@ class PushRound:
         """
         return (yield from self._led(self._offload()))
 
-    def _led(self, steps: Steps[Mapping[str, Any]]) -> Steps[Mapping[str, Any]]:
+    def _led(self, steps: Steps[StepReport]) -> Steps[StepReport]:
         """The result of rank 0's own steps, of which all ranks hear."""
         try:
             report = yield from steps
         except (Exception, KeyboardInterrupt) as error:
             # If the others have stopped already, their error is raised.
-            yield from self._say({"word": "stop", "error": error_to_word(error)})
+            yield from self._send(Stop(ErrorText.of(error)))
             raise
-        yield from self._say({"word": "done", "report": report})
+        yield from self._send(Done(report))
         return report
 
-    def _offload(self) -> Steps[Mapping[str, Any]]:
-        yield from self._collect({})
+    def _offload(self) -> Steps[StepReport]:
+        yield from self._collect(EnginesNotNeeded())
         yield Offload()
-        return (yield from self._await_engines(None))
+        return (yield from self._ended())
 
-    def _push(self, ready: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
-        words = yield from self._collect(ready)
-        plan = yield Plan(words)
-        yield from self._say({**plan, "word": "plan"})
-        yield from self._collect((yield from self._own(Prepare(plan))))
-        if is_copied := plan.get("is_copied"):
+    def _push(self, ready: Ready) -> Steps[StepReport]:
+        plan = yield from self._planned((yield from self._collect(ready)))
+        yield from self._send(plan)
+        yield from self._collect((yield from self._own(plan)))
+        if plan.is_copied:
             yield from self._copies()
         # Where a generator's tensors are is known with its first bucket.
-        is_streamed = plan.get("is_streamed") and not is_copied
+        is_streamed = plan.is_streamed and not plan.is_copied
         made = (yield from self._bucket(0)) if is_streamed else None
         yield Begin()
-        index, is_last = 0, bool(is_copied)
+        index, is_last = 0, plan.is_copied
         while not is_last:
             yield from self._await_engines(index)
-            words = made or (yield from self._bucket(index))
-            yield Offer(index, words)
-            is_last, made = bool(words[0]["is_last"]), None
+            shares = made or (yield from self._bucket(index))
+            yield Offer(index, shares)
+            is_last, made = shares[0].is_last, None
             index += 1
-        report: Mapping[str, Any] = yield from self._await_engines(None)
-        if plan.get("has_turn"):
-            yield from self._say({"word": "turn"})
-            yield from self._collect((yield from self._own(TakeTurn())), "before_kv")
+        report = yield from self._ended()
+        if plan.has_before_kv:
+            yield from self._ask(FreeMemory(), "before_kv")
             yield Finish()
-            report = yield from self._await_engines(None)
+            report = yield from self._ended()
         return report
+
+    def _planned(self, readies: Sequence[Ready]) -> Steps[PushPlan]:
+        """The plan; the server's answers to rank 0 may take long."""
+        while True:
+            plan: PushPlan | None = yield Plan(readies, self.timeout_s / _SIGNS_OF_LIFE)
+            if plan is not None:
+                return plan
+            yield from self._send(Wait())
 
     def _copies(self) -> Steps[None]:
         """All buckets, before the engines are called."""
         for index in count():
-            words = yield from self._bucket(index)
-            yield Offer(index, words)
-            if words[0]["is_last"]:
+            shares = yield from self._bucket(index)
+            yield Offer(index, shares)
+            if shares[0].is_last:
                 return
 
-    def _bucket(self, index: int) -> Steps[list[Mapping[str, Any]]]:
+    def _bucket(self, index: int) -> Steps[list[Share]]:
         """What all ranks made of a bucket."""
-        yield from self._say({"word": "go", "index": index})
-        own = yield from self._own(Make(index))
-        return (yield from self._collect(own, f"bucket {index}"))
+        return (yield from self._ask(MakeBucket(index), f"bucket {index}"))
 
-    def _broadcast(self, task: Mapping[str, Any]) -> Steps[None]:
-        yield from self._say({"word": "broadcast", "task": task})
-        own = yield from self._own(Broadcast(task))
-        yield Answer((yield from self._collect(own, "a broadcast")))
+    def _ask(self, asked: Asked, what: str) -> Steps[list[Any]]:
+        """The answers of all ranks; ``what`` they are about."""
+        yield from self._send(asked)
+        return (yield from self._collect((yield from self._own(asked)), what))
 
-    def _collect(self, own: Mapping[str, Any], what: str = "") -> Steps[list[Mapping[str, Any]]]:
-        """The words of all ranks in the next round; ``what`` they are about.
+    def _collect(self, own: Answer, what: str = "") -> Steps[list[Any]]:
+        """The answers of all ranks in the next round; ``what`` they are about.
 
         It waits for all of them, also after an error: where one rank has died in a collective, the
         others report errors, and only the silent one is the cause.  If a gather of rank 0 was late,
         it waits only for the rest of the time.
         """
         keys = tuple(self._key(self._round, rank) for rank in range(1, self.num_ranks))
-        if has_waited := own.get("has_waited"):
-            yield from self._say({"word": "wait"})
-        found: list[Mapping[str, Any] | None] = []
+        if has_waited := isinstance(own, Failed) and own.has_waited:
+            yield from self._send(Wait())
+        found: list[Answer | None] = []
         for _ in range(1 if has_waited else _SIGNS_OF_LIFE):
             found = yield Get(keys, self.timeout_s / _SIGNS_OF_LIFE)
-            if all(word is not None for word in found):
+            if all(answer is not None for answer in found):
                 break
-            yield from self._say({"word": "wait"})
-        words = [own, *found]
-        reported = [error_of(word["error"]) for word in words if word and "error" in word]
-        if missing := [rank for rank, word in enumerate(words) if word is None]:
+            yield from self._send(Wait())
+        answers = [own, *found]
+        reported = [one.error.error() for one in answers if isinstance(one, Failed)]
+        if missing := [rank for rank, answer in enumerate(answers) if answer is None]:
             raise self._silent(missing, what or f"at the begin of the {self.call}", reported)
         if reported:
             raise reported[0]
         yield Delete(keys)
         self._round += 1
-        return [word for word in words if word is not None]
+        return answers
 
-    def _await_engines(self, index: int | None) -> Steps[Mapping[str, Any]]:
+    def _await_engines(self, index: int | None) -> Steps[Any]:
+        """True, or the report if ``index`` is None."""
         while True:
-            word = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
-            if word is None:
-                yield from self._say({"word": "wait"})
-            elif "broadcast" in word:
-                yield from self._broadcast(word["broadcast"])
+            found = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
+            if found is None:
+                yield from self._send(Wait())
+            elif isinstance(found, BroadcastTask):
+                yield Broadcasted((yield from self._ask(found, "a broadcast")))
             else:
-                return dict(word)
+                return found
 
-    def _say(self, word: Mapping[str, Any]) -> Steps[None]:
-        stored = yield Claim(self._said(self._num_said), word)
-        self._num_said += 1
-        if stored != word:  # a rank has stopped the push, because this one was silent
-            raise error_of(stored["error"])
-        if self._num_said > _MOST_UNREAD:
-            yield Delete((self._said(self._num_said - _MOST_UNREAD - 1),))
+    def _ended(self) -> Steps[StepReport]:
+        report: StepReport = yield from self._await_engines(None)
+        return report
 
-    def words_left(self) -> tuple[str, ...]:
-        """On rank 0, after the push: the keys that may still have a word."""
-        first = max(0, self._num_said - _MOST_UNREAD)
-        said = [self._said(number) for number in range(first, self._num_said)]
+    def _send(self, order: Order) -> Steps[None]:
+        stored = yield Claim(self._sent(self._num_sent), order)
+        self._num_sent += 1
+        # A rank has stopped the push, because this one was silent.
+        if isinstance(stored, Stop) and stored != order:
+            raise stored.error.error()
+        if self._num_sent > _MOST_UNREAD:
+            yield Delete((self._sent(self._num_sent - _MOST_UNREAD - 1),))
+
+    def keys_left(self) -> tuple[str, ...]:
+        """On rank 0, after the push: the keys that may still have a message."""
+        first = max(0, self._num_sent - _MOST_UNREAD)
+        sent = [self._sent(number) for number in range(first, self._num_sent)]
         rounds = (self._round, self._round + 1)
         reported = [self._key(index, rank) for index in rounds for rank in range(1, self.num_ranks)]
-        return (*said, *reported)
+        return (*sent, *reported)
 
     # -- the other ranks --------------------------------------------------------------------
 
-    def follow(self, ready: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
-        """The part of a rank other than 0; the result is the report.
+    def follow(self, own: Answer) -> Steps[StepReport]:
+        """The part of a rank other than 0, which begins with its first message; the result is the
+        report.
 
         Raises:
             RolloutError: the push has failed, on all ranks.
         """
-        own = ready
-        for index in range(1 << 62):
+        for index in count():
             yield Put(self._key(index, self.rank), own)
-            word = yield from self._listen(own)
-            if word["word"] == "done":
-                report: Mapping[str, Any] = word["report"]
-                return report
-            own = yield from self._own(_asked(word))
+            order = yield from self._listen(own)
+            if isinstance(order, Done):
+                return order.report
+            own = yield from self._own(order)
         raise AssertionError("unreachable")
 
-    def _own(self, step: Prepare | Make | Broadcast | TakeTurn) -> Steps[Mapping[str, Any]]:
-        """This rank's part of a round; its error is a word too."""
+    def _own(self, asked: Asked) -> Steps[Answer]:
+        """This rank's answer; its error is one, too, unless it is the only rank."""
         try:
-            word: Mapping[str, Any] = yield step
+            answer: Answer = yield asked
         except Exception as error:
-            word = {"error": error_to_word(error, f"rank {self.rank}: ")}
-            return {**word, "has_waited": True} if isinstance(error, TimeoutError) else word
-        return word
+            if self.num_ranks == 1 and not isinstance(error, RankFailure):
+                raise
+            text = ErrorText.of(error, f"rank {self.rank}: ")
+            return Failed(text, has_waited=isinstance(error, TimeoutError))
+        return answer
 
-    def _listen(self, own: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
-        """Rank 0's next word that is not ``wait``, after this rank's own.
+    def _listen(self, own: Answer) -> Steps[Any]:
+        """Rank 0's next message that is not ``Wait``, after this rank's own.
 
         If this rank has failed, that is why rank 0 is silent: it waits in a gather for this rank.
         But if a gather of this rank was late, rank 0 has had most of its time.
         """
-        is_late = "has_waited" in own
+        is_late = isinstance(own, Failed) and own.has_waited
         timeout_s = self.timeout_s / _SIGNS_OF_LIFE if is_late else self.timeout_s
         while True:
-            key = self._said(self._num_said)
-            (word,) = yield Get((key,), timeout_s)
+            key = self._sent(self._num_sent)
+            (order,) = yield Get((key,), timeout_s)
             timeout_s = self.timeout_s
-            if word is None:
-                silent = error_to_word(self._rank_0_is_silent())
-                error = silent if is_late else own.get("error", silent)
+            if order is None:
+                text = ErrorText.of(self._rank_0_is_silent())
+                if isinstance(own, Failed) and not is_late:
+                    text = own.error
                 try:
-                    word = yield Claim(key, {"word": "stop", "error": error})
-                except TimeoutError:  # rank 0 is frozen, and finds the word when it goes on
-                    raise error_of(error) from None
-            self._num_said += 1
-            if word["word"] == "stop":
-                raise error_of(word["error"])
-            if word["word"] != "wait":
-                return dict(word)
+                    order = yield Claim(key, Stop(text))
+                except TimeoutError:  # rank 0 is frozen, and finds the message when it goes on
+                    raise text.error() from None
+            self._num_sent += 1
+            if isinstance(order, Stop):
+                raise order.error.error()
+            if not isinstance(order, Wait):
+                return order
 
     def _rank_0_is_silent(self) -> RankFailure:
         return RankFailure(
@@ -403,47 +403,10 @@ class PushRound:
     def _key(self, index: int, rank: int) -> str:
         return f"{self.name}/{index}/{rank}"
 
-    def _said(self, number: int) -> str:
-        return f"{self.name}/said/{number}"
+    def _sent(self, number: int) -> str:
+        return f"{self.name}/sent/{number}"
 
 
 def gather_timeout_s(timeout_s: float) -> float:
     """How long a rank waits in a gather, so that all know the silent rank within ``timeout_s``."""
     return timeout_s * (1 - 1 / _SIGNS_OF_LIFE)
-
-
-def _asked(word: Mapping[str, Any]) -> Prepare | Make | Broadcast | TakeTurn:
-    """What a word of rank 0 asks of another rank."""
-    match word["word"]:
-        case "plan":
-            return Prepare(word)
-        case "go":
-            return Make(word["index"])
-        case "broadcast":
-            return Broadcast(word["task"])
-    return TakeTurn()
-
-
-def error_to_word(error: BaseException, prefix: str = "") -> dict[str, Any]:
-    """An error for the other ranks; they may not unpickle what comes over the network."""
-    kind = type(error) if isinstance(error, RolloutError) else RankFailure
-    return {
-        "type": kind.__name__,
-        "message": prefix + describe(error, with_type=kind is not type(error)),
-        "fields": {
-            name: value
-            for name, value in vars(error).items()
-            if kind is type(error) and isinstance(value, str | int | float | bool)
-        },
-    }
-
-
-def error_of(word: Mapping[str, Any]) -> RolloutError:
-    """The error that a word describes."""
-    kind = getattr(errors, str(word["type"]), RankFailure)
-    if not (isinstance(kind, type) and issubclass(kind, RolloutError)):
-        kind = RankFailure
-    error: RolloutError = kind(str(word["message"]))
-    for name, value in word["fields"].items():
-        setattr(error, name, value)
-    return error

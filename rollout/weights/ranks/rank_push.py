@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
-
-from pydantic import TypeAdapter
+from typing import Any, TypeVar
 
 from rollout.core.errors import RolloutError
-from rollout.core.pending import Pending
+from rollout.core.pending import Pending, in_own_thread
 from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.follower import Follower
 from rollout.weights.ranks.leader import Leader
-from rollout.weights.ranks.messages import PushPlan, Ready, Share, decode, encode
+from rollout.weights.ranks.messages import (
+    BroadcastDone,
+    Fits,
+    FreeMemory,
+    MakeBucket,
+    MemoryFreed,
+    PushPlan,
+    Ready,
+    Share,
+)
 from rollout.weights.ranks.outgoing import BucketHandover, OfferedBucket
 from rollout.weights.ranks.protocol import (
-    Answer,
     AwaitEngines,
     Begin,
-    Broadcast,
+    Broadcasted,
     Finish,
-    Make,
     Offer,
     Offload,
     Plan,
-    Prepare,
     Step,
-    TakeTurn,
     gather_timeout_s,
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
+from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.cuda_ipc import gpu_with
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import (
@@ -48,9 +52,9 @@ from rollout.weights.tensors.sources import (
     TensorList,
 )
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_REPORT = TypeAdapter(StepReport)
 _RECORD_S = 5.0
 
 
@@ -199,34 +203,35 @@ class RankPush:
         self._timeout_s = timeout_s
         self._handover: BucketHandover[OfferedBucket] = BucketHandover()
         self._pairs: Pairs | None = None
+        self._planning: Pending[PushPlan] | None = None
         self._pending: Pending[StepReport] | None = None
         self._verified: StepReport | None = None
-        self.ready = encode(follower.ready(request.version, has_turn=before_kv is not None))
+        self.ready = follower.ready(request.version, has_before_kv=before_kv is not None)
 
     def do(self, step: Step) -> Any:
         """Carry out one step."""
         match step:
-            case Plan(words):
-                return encode(self._led.decide([decode(Ready, word) for word in words]))
-            case Prepare(plan):
-                self._follower.prepare(decode(PushPlan, plan))
-                return {}
+            case Plan(readies, timeout_s):
+                return self._plan(readies, timeout_s)
+            case PushPlan():
+                self._follower.prepare(step)
+                return Fits()
             case Begin():
                 return self._begin()
-            case Make(index):
+            case MakeBucket(index):
                 return self._make(index)
-            case Offer(_, words):
-                return self._offer([decode(Share, word) for word in words])
+            case Offer(_, shares):
+                return self._offer(shares)
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
-            case Broadcast(task):
+            case BroadcastTask():
                 sender = self._follower.sender
-                return {} if sender is None else sender.carry_out(task)
-            case Answer(words):
-                return self._handover.answer(words)
-            case TakeTurn():
+                return BroadcastDone("" if sender is None else sender.carry_out(step))
+            case Broadcasted(done):
+                return self._handover.answer(done)
+            case FreeMemory():
                 self._follower.run(self._before_kv)
-                return {}
+                return MemoryFreed()
             case Finish():
                 return self._finish()
         raise AssertionError(step)
@@ -263,11 +268,20 @@ class RankPush:
         assert self._leader is not None
         return self._leader
 
-    def _make(self, index: int) -> Mapping[str, Any]:
+    def _plan(self, readies: Sequence[Ready], timeout_s: float) -> PushPlan | None:
+        """The plan; None if the server has not answered yet."""
+        if len(readies) == 1:
+            return self._led.decide(readies)
+        if self._planning is None:
+            decide = partial(self._led.decide, readies)
+            self._planning = Pending(in_own_thread(decide, "push-plan"))
+        return reported(self._planning, timeout_s)
+
+    def _make(self, index: int) -> Share:
         share, pairs = self._follower.make(index)
         if self._leader is not None:
             self._pairs = pairs
-        return encode(share)
+        return share
 
     def _offer(self, shares: Sequence[Share]) -> None:
         pairs, self._pairs = self._pairs, None
@@ -283,21 +297,23 @@ class RankPush:
         # Before the next push, and after the stream is closed, which ends a push that has failed.
         self._resources.callback(self._await_end)
         push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._handover)
-        until = Command.VERIFY if plan.has_turn and not plan.is_serving else Command.CONTINUE
+        until = Command.VERIFY if plan.has_before_kv and not plan.is_serving else Command.CONTINUE
         push = replace(push, checks_path=self._checks_path)
         pending = self._server.serve_weights(push, until)
         self._pending = pending.then(self._handover.close)
 
-    def _await_engines(self, index: int | None, timeout_s: float) -> Mapping[str, Any] | None:
+    def _await_engines(
+        self, index: int | None, timeout_s: float
+    ) -> StepReport | BroadcastTask | bool | None:
         assert self._pending is not None
         figures = self._follower.figures
         if index is not None and self._handover.is_wanted(index, timeout_s):
             figures.wanted(time.monotonic())
-            return {}
+            return True
         if index is None:
             self._handover.await_end(timeout_s)
         if (task := self._handover.take_task()) is not None:
-            return {"broadcast": task}
+            return task
         if not self._handover.is_over:
             return None
         report = reported(self._pending, timeout_s)
@@ -309,7 +325,7 @@ class RankPush:
         if self._verified is not None:
             report = self._verified.merged(report)
         routes = "+".join(sorted({one.transport for one in self._led.plan.routes}))
-        return word_of(replace(report, push_stages=figures.stages(routes)))
+        return replace(report, push_stages=figures.stages(routes))
 
     def _finish(self) -> None:
         """Resume what waited until all ranks had freed memory."""
@@ -339,27 +355,15 @@ class RankOffload:
                 return None
             case AwaitEngines(_, timeout_s):
                 assert self._pending is not None
-                report = reported(self._pending, timeout_s)
-                return None if report is None else word_of(report)
+                return reported(self._pending, timeout_s)
         raise AssertionError(step)
 
 
-def reported(pending: Pending[StepReport], timeout_s: float) -> StepReport | None:
-    """The report of a call; None if there is none yet."""
+def reported(pending: Pending[T], timeout_s: float) -> T | None:
+    """The result of a call; None if there is none yet."""
     try:
         return pending.result(timeout_s)
     except TimeoutError:
         if pending.done():
             raise
         return None
-
-
-def word_of(report: StepReport) -> dict[str, Any]:
-    """A report for the other ranks."""
-    word: dict[str, Any] = _REPORT.dump_python(report, mode="json")
-    return word
-
-
-def report_of(word: Mapping[str, Any]) -> StepReport:
-    """The report of ``word_of``."""
-    return _REPORT.validate_python(word)

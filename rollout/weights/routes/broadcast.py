@@ -39,6 +39,21 @@ def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
 
 
 @dataclass(frozen=True, slots=True)
+class BroadcastTask:
+    """Join a group with the engines, or send in it.
+
+    Attributes:
+        terms: of the group to join; None to send.
+        sender: the rank that sends.
+        part: of its bucket, by number.
+    """
+
+    terms: Mapping[str, Any] | None = None
+    sender: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ByBroadcast(Route):
     """``init_weights_update_group`` and ``update_weights_from_distributed``: one broadcast from the
     trainer to all ranks of all engines, gloo on CPU, NCCL on GPU.

@@ -35,7 +35,12 @@ from torch.distributed import distributed_c10d
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError, WeightsUnavailable
-from rollout.weights.routes.broadcast import BroadcastMember, can_be_kept, is_same_group
+from rollout.weights.routes.broadcast import (
+    BroadcastMember,
+    BroadcastTask,
+    can_be_kept,
+    is_same_group,
+)
 from rollout.weights.routes.route import PushTerms, RankEnd, StreamedBucket
 from rollout.weights.tensors.bucket_bytes import (
     FlatLayoutCache,
@@ -52,7 +57,6 @@ logger = logging.getLogger(__name__)
 _MOST_IDLE_S = 240.0
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 # What a rank does in a broadcast of its own.
-JOIN, SEND = "join", "send"
 
 
 class BroadcastRoot:
@@ -410,21 +414,22 @@ class BroadcastSender:
         found = dict(ChainMap(*(dict(part.fingerprints) for part in self._parts)))
         return {"parts": [part.payload for part in self._parts], "fingerprints": found}
 
-    def carry_out(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Join the engines, or send them a part of the bucket, if the task is this rank's."""
+    def carry_out(self, task: BroadcastTask) -> str:
+        """Join the engines, or send them a part of the bucket, if the task is this rank's.  Returns
+        why it could not; empty if it could."""
         try:
-            if task["do"] == JOIN:
-                self._join(task["terms"])
-            elif task["sender"] == self._rank:
-                send = self._parts[task["part"]].then
+            if task.terms is not None:
+                self._join(task.terms)
+            elif task.sender == self._rank:
+                send = self._parts[task.part].then
                 assert send is not None
                 send()
-                if task["part"] == len(self._parts) - 1:
+                if task.part == len(self._parts) - 1:
                     self._parts = []
         except WeightsUnavailable as error:
             # The engines' end of it is known to the server, which ends the push.
-            return {"why_not": f"rank {self._rank}: {error}"}
-        return {}
+            return f"rank {self._rank}: {error}"
+        return ""
 
     def stay(self) -> None:
         """After a push that has succeeded."""

@@ -13,7 +13,9 @@ import torch
 
 from rollout.config import Transport
 from rollout.core.errors import WeightsUnavailable
+from rollout.weights.ranks.messages import BroadcastDone
 from rollout.weights.ranks.outgoing import BucketHandover, OfferedBucket, OutgoingStream
+from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.route import Chosen, RankPlace, StreamedBucket
 from rollout.weights.tensors.sources import Pairs
@@ -127,7 +129,7 @@ def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> No
             handover.await_end(10)
             if (task := handover.take_task()) is not None:
                 asked.append(task)
-                handover.answer([{}, {}])
+                handover.answer([BroadcastDone(), BroadcastDone()])
 
     ranks = threading.Thread(target=all_ranks)
     ranks.start()
@@ -136,7 +138,7 @@ def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> No
     handover.put(OfferedBucket(pairs(), True, [files], sender=1, parts=parts))
     buckets = iter(stream)
     first = next(buckets)
-    assert asked == [{"do": "join", "terms": {"first": "g"}}]
+    assert asked == [BroadcastTask({"first": "g"})]
     assert (first.payload, first.is_last) == ({"distributed": parts[0]}, False)
     assert first.then is not None
     first.then()
@@ -144,7 +146,7 @@ def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> No
     assert (last.payload, last.is_last) == ({**files, "distributed": parts[1]}, True)
     assert last.then is not None
     last.then()
-    assert asked[1:] == [{"do": "send", "sender": 1, "part": part} for part in (0, 1)]
+    assert asked[1:] == [BroadcastTask(None, 1, part) for part in (0, 1)]
     stream.close()
     ranks.join()
 
@@ -157,14 +159,14 @@ def test_a_broadcast_that_another_rank_could_not_send_ends_the_stream() -> None:
     def asks() -> None:
         for _ in range(2):
             with pytest.raises(WeightsUnavailable) as error:
-                stream._ask({"do": "send"})
+                stream._ask(BroadcastTask(None, 1))
             raised.append(error.value)
 
     asking = threading.Thread(target=asks)
     asking.start()
     handover.await_end(10)
-    assert handover.take_task() == {"do": "send"}
-    handover.answer([{}, {"why_not": "rank 1: the group is closed"}])
+    assert handover.take_task() == BroadcastTask(None, 1)
+    handover.answer([BroadcastDone(), BroadcastDone("rank 1: the group is closed")])
     handover.await_end(10)
     stream.close()
     asking.join()

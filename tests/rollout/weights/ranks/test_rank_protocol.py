@@ -1,4 +1,4 @@
-"""The words of a push's ranks, in virtual time: faults at every step of every rank.
+"""The messages of a push's ranks, in virtual time: faults at every step of every rank.
 
 A simulated collective ends when all ranks have joined it, or fails for all when one has died.  A
 rank waits in it as long as ``gather_timeout_s`` says; one that joins later finds its peers.
@@ -9,42 +9,74 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from rollout.config import WeightUpdate
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
+from rollout.core.types import StepReport
+from rollout.weights.ranks.messages import (
+    BroadcastDone,
+    EnginesNotNeeded,
+    ErrorText,
+    Fits,
+    FreeMemory,
+    MakeBucket,
+    MemoryFreed,
+    Message,
+    PushPlan,
+    Ready,
+    Share,
+)
 from rollout.weights.ranks.protocol import (
-    Answer,
     AwaitEngines,
     Begin,
-    Broadcast,
+    Broadcasted,
     Claim,
     Delete,
     Finish,
     Get,
-    Make,
     Offer,
     Offload,
     Plan,
-    Prepare,
     PushRound,
     Put,
     Steps,
-    TakeTurn,
-    error_of,
-    error_to_word,
     gather_timeout_s,
 )
+from rollout.weights.routes.broadcast import BroadcastTask
+from rollout.weights.routes.route import PushTerms
 
 TIMEOUT_S = 30.0
 NUM_BUCKETS = 3
 GATHER_S = 0.5
 APPLY_S = 2.0
 TURN_S = 3.0
-REPORT = {"weight_version": 7}
+REPORT = StepReport(weight_version=7)
+
+
+def ready(rank: int, *, has_before_kv: bool = False) -> Ready:
+    return Ready("", None, has_before_kv, f"node {rank}", "", "")
+
+
+def plan(**more: bool) -> PushPlan:
+    decided: dict[str, Any] = {
+        "is_streamed": False,
+        "is_copied": False,
+        "has_before_kv": False,
+        **more,
+    }
+    return PushPlan(
+        PushTerms(1),
+        WeightUpdate.FULL,
+        is_serving=False,
+        routes=(),
+        at_once=False,
+        bucket_bytes=1,
+        **decided,
+    )
 
 
 class Died(Exception):
@@ -64,7 +96,7 @@ class Fault:
 @dataclass
 class Rank:
     number: int
-    steps: Steps[Mapping[str, Any]]
+    steps: Steps[StepReport]
     num_steps: int = 0
     result: Any = None
     ended_s: float | None = None
@@ -92,7 +124,9 @@ class World:
     num_answered: int = 0
     call: str = "push"
     order: list[str] = field(default_factory=list)
-    words: dict[str, Any] = field(default_factory=dict)
+    messages: dict[str, Message] = field(default_factory=dict)
+    # Of the server, before it answers rank 0.
+    plan_s: float = 0.2
     waiting: dict[int, tuple[Get, float]] = field(default_factory=dict)
     gathering: dict[int, tuple[int, float]] = field(default_factory=dict)
     joined: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -102,17 +136,21 @@ class World:
     def __post_init__(self) -> None:
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
+        self._planned_s = 0.0
         self.rounds = [
             PushRound("p", rank, self.num_ranks, TIMEOUT_S, self.call)
             for rank in range(self.num_ranks)
         ]
         self.ranks = [
-            Rank(rank, one.follow({"ready": rank}) if rank else self._led(one))
+            Rank(rank, one.follow(self._first(rank)) if rank else self._led(one))
             for rank, one in enumerate(self.rounds)
         ]
 
-    def _led(self, one: PushRound) -> Steps[Mapping[str, Any]]:
-        return one.lead({}) if self.call == "push" else one.lead_offload()
+    def _first(self, rank: int) -> Ready | EnginesNotNeeded:
+        return ready(rank) if self.call == "push" else EnginesNotNeeded()
+
+    def _led(self, one: PushRound) -> Steps[StepReport]:
+        return one.lead(ready(0)) if self.call == "push" else one.lead_offload()
 
     def run(self) -> None:
         for rank in self.ranks:
@@ -152,11 +190,11 @@ class World:
             if fault.kind == "late":
                 self._later(fault.late_s, rank, lambda: self._begin(rank, step))
                 return
-            if fault.kind == "raises" and isinstance(step, Prepare | Broadcast | TakeTurn):
-                self.failed_turn = isinstance(step, TakeTurn)
+            if fault.kind == "raises" and isinstance(step, PushPlan | BroadcastTask | FreeMemory):
+                self.failed_turn = isinstance(step, FreeMemory)
                 self._later(0.1, rank, ValueError("a bad name map"))
                 return
-            if fault.kind == "raises" and isinstance(step, Make):
+            if fault.kind == "raises" and isinstance(step, MakeBucket):
                 # Its own code, after the collective.
                 self._gather(rank, step, ValueError("a bad name map"))
                 return
@@ -179,43 +217,44 @@ class World:
         match step:
             case Put() | Claim() | Get() if leader_has_died:
                 self._later(0.0, rank, RankFailure("rank 0 has ended", ranks=(0,)))
-            case Put(key, word) | Claim(key, word):
-                stored = self.words.get(key, word) if isinstance(step, Claim) else word
-                self.words[key] = stored
+            case Put(key, message) | Claim(key, message):
+                stored = self.messages.get(key, message) if isinstance(step, Claim) else message
+                self.messages[key] = stored
                 self._later(0.001, rank, stored)
                 for number, (get, _) in list(self.waiting.items()):
-                    if all(wanted in self.words for wanted in get.keys):
+                    if all(wanted in self.messages for wanted in get.keys):
                         del self.waiting[number]
                         self._later(
-                            0.001, self.ranks[number], [self.words[wanted] for wanted in get.keys]
+                            0.001,
+                            self.ranks[number],
+                            [self.messages[wanted] for wanted in get.keys],
                         )
             case Get(keys, timeout_s):
-                if all(key in self.words for key in keys):
-                    self._later(0.001, rank, [self.words[key] for key in keys])
+                if all(key in self.messages for key in keys):
+                    self._later(0.001, rank, [self.messages[key] for key in keys])
                 else:
                     entry = (step, self.now)
                     self.waiting[rank.number] = entry
                     self._later(timeout_s, rank, lambda: self._timed_out(rank, entry))
             case Delete(keys):
                 for key in keys:
-                    self.words.pop(key, None)
+                    self.messages.pop(key, None)
                 self._later(0.0, rank, None)
-            case Make():
+            case MakeBucket():
                 self._gather(rank, step)
-            case Prepare():
-                word = {"fits": rank.number}
-                self._later(0.1, rank, word)
-            case TakeTurn():
+            case PushPlan():
+                self._later(0.1, rank, Fits())
+            case FreeMemory():
                 assert len(self.applied_s) == NUM_BUCKETS
                 assert self.applied_s[-1] <= self.now, "before the weights are verified"
                 self.had_turn.add(rank.number)
-                self._later(TURN_S, rank, {"had_turn": rank.number})
+                self._later(TURN_S, rank, MemoryFreed())
             case Finish():
                 assert len(self.had_turn) == self.num_ranks, "a rank still holds the memory"
                 self.has_finished = True
                 self._later(0.1, rank, self._engines_say("finish"))
             case Offload():
-                assert len(self.words.keys() & {"p/0/1", "p/0/2"}) == 0, "they were read"
+                assert len(self.messages.keys() & {"p/0/1", "p/0/2"}) == 0, "they were read"
                 self.order.append("offload")
                 self.applied_s.append(self.now + self.apply_s)
                 self._later(0.1, rank, self._engines_say("begin"))
@@ -223,37 +262,41 @@ class World:
                 self.order.append("begin")
                 self.tasks += ["join"] if self.is_broadcast else []
                 self._later(0.1, rank, self._engines_say("begin"))
-            case Plan(words):
-                assert [word.get("ready") for word in words[1:]] == list(range(1, self.num_ranks))
-                plan = {
-                    "is_streamed": self.is_streamed,
-                    "is_copied": self.is_copied,
-                    "has_turn": self.has_turn,
-                }
-                self._later(0.2, rank, self._engines_say("plan") or plan)
-            case Offer(index, words):
-                assert [word["made_by"] for word in words] == list(range(self.num_ranks))
+            case Plan(readies, timeout_s):
+                assert [one.node for one in readies] == [f"node {n}" for n in self._numbers]
+                self._planned_s = self._planned_s or self.now + self.plan_s
+                made = plan(
+                    is_streamed=self.is_streamed,
+                    is_copied=self.is_copied,
+                    has_before_kv=self.has_turn,
+                )
+                is_late = self._planned_s > self.now + timeout_s
+                left_s = timeout_s if is_late else max(0.0, self._planned_s - self.now)
+                self._later(left_s, rank, None if is_late else self._engines_say("plan") or made)
+            case Offer(index, shares):
+                assert [share.num_bytes for share in shares] == self._numbers
                 assert index == len(self.applied_s)
                 self.applied_s.append(self.now + self.apply_s)
                 self.tasks += [f"send {index}"] if self.is_broadcast and index % 2 else []
                 self._later(0.0, rank, self._engines_say(f"offer {index}"))
             case AwaitEngines() if self.tasks:
-                self._later(0.1, rank, {"broadcast": {"do": self.tasks.pop(0)}})
-            case Broadcast(task):
-                self.order.append(f"{task['do']} on {rank.number}")
-                self._later(0.2, rank, {"made_by": rank.number})
-            case Answer(words):
-                assert [word["made_by"] for word in words] == list(range(self.num_ranks))
+                self._later(0.1, rank, BroadcastTask({"do": self.tasks.pop(0)}))
+            case BroadcastTask(terms):
+                assert terms is not None
+                self.order.append(f"{terms['do']} on {rank.number}")
+                self._later(0.2, rank, BroadcastDone(str(rank.number)))
+            case Broadcasted(done):
+                assert [one.why_not for one in done] == [str(number) for number in self._numbers]
                 self.num_answered += 1
                 self._later(0.0, rank, None)
             case AwaitEngines(index, timeout_s):
-                said = self._engines_say("end" if index is None else f"await {index}")
+                error = self._engines_say("end" if index is None else f"await {index}")
                 done = {None: self.applied_s[-1:], 0: [], 1: []}.get(
                     index, self.applied_s[: (index or 0) - 1][-1:]
                 )
                 ready_s = max(0.0, *(at - self.now for at in done)) if done else 0.0
                 if ready_s <= timeout_s:
-                    self._later(ready_s, rank, said or (REPORT if index is None else {}))
+                    self._later(ready_s, rank, error or (REPORT if index is None else True))
                 else:
                     self._later(timeout_s, rank, None)
         return _STILL
@@ -262,9 +305,13 @@ class World:
         if self.waiting.get(rank.number) is not entry:
             return _STILL
         del self.waiting[rank.number]
-        return [self.words.get(key) for key in entry[0].keys]
+        return [self.messages.get(key) for key in entry[0].keys]
 
-    def _gather(self, rank: Rank, step: Make, error: Exception | None = None) -> None:
+    @property
+    def _numbers(self) -> list[int]:
+        return list(range(self.num_ranks))
+
+    def _gather(self, rank: Rank, step: MakeBucket, error: Exception | None = None) -> None:
         if any(other.has_died for other in self.ranks):
             self._later(0.1, rank, RuntimeError("connection closed by peer"))
             return
@@ -277,8 +324,8 @@ class World:
             assert len({index for index, _ in self.gathering.values()}) == 1
             for number in self.gathering:
                 own = self.ranks[number].result
-                word = {"made_by": number, "is_last": step.index == NUM_BUCKETS - 1}
-                self._later(GATHER_S, self.ranks[number], own or word)
+                share = Share("", step.index == NUM_BUCKETS - 1, num_bytes=number)
+                self._later(GATHER_S, self.ranks[number], own or share)
             self.gathering.clear()
 
     def _gather_late(self, rank: Rank, entry: tuple[int, float]) -> Any:
@@ -333,8 +380,8 @@ def test_a_push_without_faults_ends_with_the_report_on_all_ranks(
     assert world.has_finished is has_turn
     check(world, within_s=20)
     assert results(world) == [REPORT] * num_ranks
-    left = {key for one in world.rounds[:1] for key in one.words_left()}
-    assert world.words.keys() <= left
+    left = {key for one in world.rounds[:1] for key in one.keys_left()}
+    assert world.messages.keys() <= left
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -502,26 +549,38 @@ def test_slow_engines_hold_all_ranks_without_an_error(call: str) -> None:
     assert results(world) == [REPORT] * 3
 
 
+def test_a_server_that_answers_late_holds_all_ranks_without_an_error() -> None:
+    world = World(3, plan_s=20 * TIMEOUT_S)
+    world.run()
+    assert results(world) == [REPORT] * 3
+
+
+def test_the_error_of_a_single_rank_is_its_own() -> None:
+    world = World(1, Fault(0, 5, "raises"))
+    with pytest.raises(ValueError, match=r"^a bad name map$"):
+        world.run()
+
+
 def test_an_error_keeps_its_type_and_fields() -> None:
-    error = error_of(error_to_word(WeightMismatch("no", tensor="w", engine_id="e"), "rank 3: "))
+    error = ErrorText.of(WeightMismatch("no", tensor="w", engine_id="e"), "rank 3: ").error()
     assert (type(error), str(error), error.tensor) == (WeightMismatch, "rank 3: no", "w")  # type: ignore[attr-defined]
-    foreign = error_of(error_to_word(KeyError("x"), "rank 1: "))
+    foreign = ErrorText.of(KeyError("x"), "rank 1: ").error()
     assert isinstance(foreign, RankFailure)
     assert str(foreign).startswith("rank 1: KeyError")
 
 
 def test_a_rank_that_has_failed_stops_a_silent_rank_0_with_its_own_error() -> None:
     """Rank 0 waits for it in a gather, so that it says nothing."""
-    steps = PushRound("p", 1, 2, TIMEOUT_S).follow({})
+    steps = PushRound("p", 1, 2, TIMEOUT_S).follow(ready(1))
     assert isinstance(next(steps), Put)
     assert isinstance(steps.send(None), Get)
-    assert isinstance(steps.send([{"word": "plan"}]), Prepare)
-    assert isinstance(steps.send({}), Put)
+    assert isinstance(steps.send([plan()]), PushPlan)
+    assert isinstance(steps.send(Fits()), Put)
     assert isinstance(steps.send(None), Get)
-    assert isinstance(steps.send([{"word": "go", "index": 0}]), Make)
+    assert isinstance(steps.send([MakeBucket(0)]), MakeBucket)
     assert isinstance(steps.throw(ValueError("no weights")), Put)
     assert isinstance(steps.send(None), Get)
     claim = steps.send([None])
     assert isinstance(claim, Claim)
     with pytest.raises(RankFailure, match=r"^rank 1: ValueError: no weights"):
-        steps.send(claim.word)
+        steps.send(claim.message)
