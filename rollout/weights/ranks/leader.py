@@ -142,12 +142,13 @@ class Leader:
         if isinstance(source, AdapterSource):
             name = rank.config.weights.adapter
             return (Chosen(ADAPTER, adapter=name, config=source.config),)
-        share = source.num_bytes if isinstance(source, PlannedSource) else 0
-        no_room = why_no_room_for(share, rank.pool, len(rank.writers)) if share else ""
+        planned = source if isinstance(source, PlannedSource) else None
+        num_bytes = planned.num_bytes if planned else self._expected_bytes()
+        no_room = why_no_room_for(num_bytes, rank.pool, len(rank.writers))
         places = self._server.places(status)
         copies = not self._may_stream
         chosen = choose(wanted, self._ranks, places, no_room, is_copy=copies)
-        if note := by_value_note(wanted, chosen, share or self._expected_bytes()):
+        if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
         self._assigned = {
             name: EngineRoute(one.payload, ROUTES[one.transport].route(one))
@@ -301,7 +302,10 @@ class Leader:
             return source.manifest
         if self.plan.is_copied:
             assert self.follower.check is not None
-            return Manifest(self.follower.check.seen)
+            expected = self._server.expected or Manifest({})
+            seen = self.follower.check.seen
+            # It was cast to the model's dtypes.
+            return Manifest({name: expected.tensors.get(name, seen[name]) for name in seen})
         return self._server.expected or Manifest({})
 
 

@@ -19,9 +19,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from engines.protocol.plain_text import describe
-from rollout import __version__
 from rollout.config import Transport, WeightUpdate
-from rollout.core import errors
+from rollout.core import VERSION, errors
 from rollout.core.errors import RankFailure, RolloutError
 from rollout.core.types import StepReport
 from rollout.weights.routes.broadcast import BroadcastTask
@@ -245,7 +244,7 @@ _KINDS: dict[str, Any] = {
 def encode(message: Message) -> str:
     """A message as text."""
     name = type(message).__name__
-    return f"{name} {__version__} {_adapter(name).dump_json(message).decode()}"
+    return f"{name} {VERSION} {_adapter(name).dump_json(message).decode()}"
 
 
 def decode(text: str) -> Message:
@@ -256,9 +255,9 @@ def decode(text: str) -> Message:
     """
     name, _, rest = text.partition(" ")
     version, _, fields = rest.partition(" ")
-    if version != __version__ or name not in _KINDS:
+    if version != VERSION or name not in _KINDS:
         raise RankFailure(
-            f"a rank of the trainer runs rollout {version}, and this one {__version__}: all ranks "
+            f"a rank of the trainer runs rollout {version}, and this one {VERSION}: all ranks "
             "must run the same version"
         )
     try:

@@ -180,9 +180,10 @@ class OutgoingStream:
             del parts
 
     def close(self) -> None:
-        """The stream has ended."""
-        if isinstance(self.offered, BucketHandover):
-            self.offered.close()
+        """The stream has ended: let go of the last bucket."""
+        close = getattr(self.offered, "close", None)
+        if close is not None:
+            close()
 
     def _parts(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
         *before, payload = bucket.payloads

@@ -29,7 +29,7 @@ from rollout.weights.ranks.messages import (
     Ready,
     Share,
 )
-from rollout.weights.ranks.outgoing import BucketHandover, OfferedBucket
+from rollout.weights.ranks.outgoing import BucketHandover, CopiedPush, OfferedBucket
 from rollout.weights.ranks.protocol import (
     AwaitEngines,
     Begin,
@@ -43,7 +43,7 @@ from rollout.weights.ranks.protocol import (
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.cuda_ipc import gpu_with
+from rollout.weights.routes.cuda_ipc import gpu_of_thread, gpu_with, use_gpu
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import (
     Pairs,
@@ -120,7 +120,8 @@ def push_of_one_rank(
     """
     weights = rank.config.weights
     contents = request.contents(weights.update)
-    if isinstance(request.named_tensors, Iterator):
+    if isinstance(request.named_tensors, Iterator) and server.expected is None:
+        # Without a list of the checkpoint, the server needs that of the push.
         request = replace(request, named_tensors=list(request.named_tensors))
     with ExitStack() as resources:
         follower = follower_of(rank, server, request, resources)
@@ -128,8 +129,10 @@ def push_of_one_rank(
         leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
         plan = leader.decide([follower.ready(request.version)])
         follower.prepare(plan)
-        made = _copied(leader) if plan.is_copied else leader.streamed_push(_made(leader))
-        return Push(made, resources.pop_all(), partial(_offer_copies, leader, server))
+        made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
+        # Without the leader, which has the tensors.
+        offer = partial(_offer_copies, leader.kept, plan.terms.version, server)
+        return Push(made, resources.pop_all(), offer)
 
 
 def _copied(leader: Leader) -> WeightPush:
@@ -142,16 +145,30 @@ def _copied(leader: Leader) -> WeightPush:
     return leader.copied_push()
 
 
-def _offer_copies(leader: Leader, server: ServerPort) -> Pending[None] | None:
+def _offer_copies(
+    copies: CopiedPush | None, version: int, server: ServerPort
+) -> Pending[None] | None:
     """Offer the copies of a push that has succeeded to the store; None without copies."""
-    version = leader.plan.terms.version
-    push = None if leader.kept is None else leader.kept.push(version)
+    push = None if copies is None else copies.push(version)
     return None if push is None else server.offer_to_store(push)
 
 
-def _made(leader: Leader) -> Iterator[OfferedBucket]:
-    """The buckets of one process, each made when the stream asks for it."""
+def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
+    """The buckets of one process, each made when the stream asks for it; but the first of a
+    generator here: where its tensors are is known with it, and an error of it is the caller's."""
+    buckets = _made(leader, gpu_of_thread())
+    return _followed(next(buckets), buckets) if leader.plan.is_streamed else buckets
+
+
+def _followed(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator[OfferedBucket]:
+    yield first
+    del first
+    yield from others
+
+
+def _made(leader: Leader, gpu: int | None) -> Iterator[OfferedBucket]:
     for index in count():
+        use_gpu(gpu)  # the stream's thread begins with another
         share, pairs = leader.follower.make(index)
         bucket = leader.join([share], pairs)
         del pairs
@@ -255,7 +272,7 @@ class RankPush:
             return
         version = self._leader.plan.terms.version
         try:
-            if (offered := _offer_copies(self._leader, self._server)) is not None:
+            if (offered := _offer_copies(self._leader.kept, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)

@@ -171,6 +171,21 @@ def gpu_with(named_tensors: Any) -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
+def gpu_of_thread() -> int | None:
+    """The number of this thread's current GPU; None if the process uses none."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def use_gpu(number: int | None) -> None:
+    """Make this GPU the current one of this thread; None changes nothing."""
+    import torch
+
+    if number is not None:
+        torch.cuda.set_device(number)
+
+
 def pinned(address: int, num_bytes: int) -> Callable[[], object]:
     """Pin host memory for copies from the GPU; returns what undoes it, before it is unmapped.
 

@@ -16,6 +16,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import RolloutConfig
+from rollout.core.errors import WeightMismatch
 from rollout.runtime.local import launch_local
 
 torch = pytest.importorskip("torch")
@@ -70,3 +71,31 @@ def test_at_most_two_buckets_of_a_generator_are_alive(tmp_path: Path, transport:
         # And the tensor that begins the next bucket.
         assert trainer.most <= 2 * BUCKET_BYTES + TENSOR_BYTES < len(TENSORS) * TENSOR_BYTES / 3
         assert trainer.alive <= BUCKET_BYTES
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tensor"])
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "copied"])
+def test_one_process_takes_a_generator_bucket_by_bucket_too(
+    tmp_path: Path, transport: str, stream: bool
+) -> None:
+    server = {
+        "model_path": str(write_checkpoint(tmp_path / "model", TENSORS)),
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
+        "weights": {"bucket_bytes": BUCKET_BYTES, "transport": transport, "stream": stream},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    trainer = Trainer()
+    with launch_local(config, launcher=HttpFakeLauncher(make_engine)) as deployment:
+        policy = deployment["policy"]
+        for version in (1, 2):
+            report = policy.serve_weights(trainer.tensors()).result(60)
+            assert report.weight_version == version
+        assert trainer.most <= 2 * BUCKET_BYTES + TENSOR_BYTES
+        assert trainer.alive <= BUCKET_BYTES
+
+        def wrong() -> Iterator[tuple[str, Any]]:
+            yield "layers.0.weigth", torch.ones(25)
+
+        with pytest.raises(WeightMismatch, match=r"no tensor 'layers.0.weigth'; did you mean"):
+            policy.serve_weights(wrong())
+        assert policy.status().result(30).gate == "open"

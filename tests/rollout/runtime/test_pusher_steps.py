@@ -250,3 +250,16 @@ def test_engines_that_were_not_offloaded_serve_while_before_kv_runs(tmp_path: Pa
 
         policy.serve_weights(tensors(), before_kv=free).result(30)
     assert seen == ["open"]
+
+
+def test_the_error_of_a_single_rank_goes_up_as_it_is(tmp_path: Path) -> None:
+    def broken(name: str, tensor: Any) -> Any:
+        if not tensor.is_meta:
+            raise KeyError(name)
+        yield name, tensor
+
+    with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
+        with pytest.raises(KeyError) as caught:
+            pusher.push(tensors(), name_map=broken)
+        assert caught.value.args == (DEFAULT_TENSORS[0].name,)
+        deployment["policy"].serve_weights(tensors(), 1).result(30)

@@ -103,7 +103,7 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
 
 def test_a_message_of_another_version_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(messages, "__version__", "0.0.9")
+        patched.setattr(messages, "VERSION", "0.0.9")
         older = encode(MakeBucket(3))
 
     class Older:
