@@ -73,7 +73,6 @@ class PushStreamServer:
         when_ended: Callable[[bool], None] = lambda is_kept: None,
     ) -> None:
         self._buckets = buckets
-        self._timeout_s = timeout_s
         self._gather_s = min(gather_s, timeout_s)
         self._terms_of = terms
         self._when_ended = when_ended
@@ -93,9 +92,9 @@ class PushStreamServer:
     def close(self) -> None:
         """End the push; waiting readers get an error. Returns when the threads have ended."""
         self._end("the push was ended by the trainer")
-        self._listener.close(self._timeout_s)
+        self._listener.close(self.address.timeout_s)
         if self._maker is not threading.current_thread():
-            self._maker.join(self._timeout_s)
+            self._maker.join(self.address.timeout_s)
 
     # -- making -----------------------------------------------------------------------------
 
@@ -171,9 +170,9 @@ class PushStreamServer:
         with self._changed:
             if not self._wait(
                 lambda: all(getattr(reader, progress) >= index for reader in self._connected()),
-                self._timeout_s,
+                self.address.timeout_s,
             ):
-                self._error = f"no reader {what} within {self._timeout_s:g} s"
+                self._error = f"no reader {what} within {self.address.timeout_s:g} s"
                 self._changed.notify_all()
                 raise _StreamEnded
             if not self._connected():

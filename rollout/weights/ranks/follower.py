@@ -13,15 +13,18 @@ from engines.protocol.plain_text import describe
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
+from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
 from rollout.weights.routes.choice import ROUTES
+from rollout.weights.routes.cuda_ipc import gpu_with
 from rollout.weights.routes.route import RankEnd, ShareMaker
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
+from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import fingerprints_of
 from rollout.weights.tensors.sources import (
     Pairs,
@@ -38,9 +41,10 @@ class Follower:
     """One rank in one push; rank 0 is one, too.
 
     Args:
-        open_source: the source of these tensors, in the order of rank 0's list.
-        gpu: UUID of the GPU with its tensors; empty if they are in host memory.
-        timeout_s: for a broadcast of this rank.
+        timeout_s: for each gather and broadcast with other ranks; None for a single process,
+            which has no shards.
+
+    Attributes:
         resources: what the push holds in this process; the caller closes it.
     """
 
@@ -48,20 +52,16 @@ class Follower:
         self,
         rank: TrainerRank,
         server: ServerPort,
-        open_source: Callable[[TensorList | None], PlannedSource | StreamedSource],
-        resources: ExitStack,
-        *,
-        gpu: str,
-        timeout_s: float,
+        request: PushRequest,
+        timeout_s: float | None = None,
     ) -> None:
         self.check: BucketCheck | None = None
         self.rank = rank
-        self.gpu = gpu
         self.figures = PushFigures(rank.num_ranks)
-        self.resources = resources
+        self.resources = ExitStack()
         self.held: HeldBuffers | None = None
         self._server = server
-        self._open_source = open_source
+        self._request = request
         self._timeout_s = timeout_s
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._makers: dict[str, ShareMaker] = {}
@@ -70,14 +70,37 @@ class Follower:
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
         """Of this rank's tensors; other ranks than 0 open it when they have the plan."""
-        return self._open_source(self.rank.tensors if self.rank.rank else None)
+        rank, request, expected = self.rank, self._request, self._server.expected
+        shared: Any = {
+            "name_map": request.name_map,
+            "dtype": request.dtype,
+            "gather_timeout_s": self._timeout_s,
+        }
+        if request.adapter is None and isinstance(request.named_tensors, Iterator):
+            return StreamedSource(request.named_tensors, expected=expected, **shared)
+        shared |= {
+            "tensors": rank.tensors if rank.rank else None,
+            "plans": rank.plans,
+            "is_on_all_ranks": rank.num_ranks > 1,
+        }
+        if request.adapter is None:
+            return PlannedSource(request.named_tensors, expected=expected, **shared)
+        kinds = {group.engine.kind for group in rank.config.groups.values()}
+        return AdapterSource(
+            request.named_tensors, request.adapter, base=expected, kinds=kinds, **shared
+        )
 
-    def ready(self, version: int | None, *, has_before_kv: bool = False) -> Ready:
+    @cached_property
+    def gpu(self) -> str:
+        """UUID of the GPU with its tensors; empty if they are in host memory."""
+        return gpu_with(self._request.named_tensors)
+
+    def ready(self, *, has_before_kv: bool = False) -> Ready:
         """The message with which a push begins."""
         rank = self.rank
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
         node, group = self._server.own_node, rank.idle_group.name
-        return Ready(knows, version, has_before_kv, node, self.gpu, group)
+        return Ready(knows, self._request.version, has_before_kv, node, self.gpu, group)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.
@@ -126,7 +149,7 @@ class Follower:
             buffers,
             rank.idle_group,
             rank.config,
-            self._timeout_s,
+            self._timeout_s or rank.config.weights.group_timeout_s,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -43,65 +43,13 @@ from rollout.weights.ranks.protocol import (
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.cuda_ipc import gpu_of_thread, gpu_with, use_gpu
-from rollout.weights.tensors.adapters import AdapterSource
-from rollout.weights.tensors.sources import (
-    Pairs,
-    PlannedSource,
-    StreamedSource,
-    TensorList,
-)
+from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
+from rollout.weights.tensors.sources import Pairs
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _RECORD_S = 5.0
-
-
-def follower_of(
-    rank: TrainerRank,
-    server: ServerPort,
-    request: PushRequest,
-    resources: ExitStack,
-    timeout_s: float | None = None,
-) -> Follower:
-    """The part of one rank in a push.
-
-    Args:
-        timeout_s: for each gather and broadcast with other ranks; None for a single process,
-            which has no shards.
-    """
-    named_tensors, adapter = request.named_tensors, request.adapter
-
-    def open_source(tensors: TensorList | None) -> PlannedSource | StreamedSource:
-        shared: Any = {
-            "name_map": request.name_map,
-            "dtype": request.dtype,
-            "gather_timeout_s": timeout_s,
-        }
-        planned: Any = {
-            "tensors": tensors,
-            "plans": rank.plans,
-            "is_on_all_ranks": rank.num_ranks > 1,
-            **shared,
-        }
-        if adapter is not None:
-            kinds = {group.engine.kind for group in rank.config.groups.values()}
-            return AdapterSource(
-                named_tensors, adapter, base=server.expected, kinds=kinds, **planned
-            )
-        if isinstance(named_tensors, Iterator):
-            return StreamedSource(named_tensors, expected=server.expected, **shared)
-        return PlannedSource(named_tensors, expected=server.expected, **planned)
-
-    return Follower(
-        rank,
-        server,
-        open_source,
-        resources,
-        gpu=gpu_with(named_tensors),
-        timeout_s=timeout_s or rank.config.weights.group_timeout_s,
-    )
 
 
 # -- one process ------------------------------------------------------------------------------
@@ -123,11 +71,11 @@ def push_of_one_rank(
     if isinstance(request.named_tensors, Iterator) and server.expected is None:
         # Without a list of the checkpoint, the server needs that of the push.
         request = replace(request, named_tensors=list(request.named_tensors))
-    with ExitStack() as resources:
-        follower = follower_of(rank, server, request, resources)
+    follower = Follower(rank, server, request)
+    with follower.resources as resources:
         streams = may_stream and weights.stream
         leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
-        plan = leader.decide([follower.ready(request.version)])
+        plan = leader.decide([follower.ready()])
         follower.prepare(plan)
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
@@ -207,10 +155,7 @@ class RankPush:
         timeout_s: float,
     ) -> None:
         contents = request.contents(rank.config.weights.update)
-        self._resources = ExitStack()
-        timeout_in_gather_s = gather_timeout_s(timeout_s)
-        follower = follower_of(rank, server, request, self._resources, timeout_in_gather_s)
-        self._follower = follower
+        self._follower = follower = Follower(rank, server, request, gather_timeout_s(timeout_s))
         self._leader = (
             None if rank.rank else Leader(server, follower, contents, may_stream=True, streams=True)
         )
@@ -223,7 +168,7 @@ class RankPush:
         self._planning: Pending[PushPlan] | None = None
         self._pending: Pending[StepReport] | None = None
         self._verified: StepReport | None = None
-        self.ready = follower.ready(request.version, has_before_kv=before_kv is not None)
+        self.ready = follower.ready(has_before_kv=before_kv is not None)
 
     def do(self, step: Step) -> Any:
         """Carry out one step."""
@@ -257,7 +202,7 @@ class RankPush:
         """Free what the push holds, in any state."""
         self._pairs = None
         self._handover.close()
-        self._resources.close()
+        self._follower.resources.close()
 
     def __enter__(self) -> RankPush:
         return self
@@ -312,7 +257,7 @@ class RankPush:
         leader = self._led
         plan = leader.plan
         # Before the next push, and after the stream is closed, which ends a push that has failed.
-        self._resources.callback(self._await_end)
+        self._follower.resources.callback(self._await_end)
         push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._handover)
         until = Command.VERIFY if plan.has_before_kv and not plan.is_serving else Command.CONTINUE
         push = replace(push, checks_path=self._checks_path)
