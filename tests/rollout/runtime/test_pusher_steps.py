@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 
 torch = pytest.importorskip("torch")
+from rollout.weights.ranks import rank_push  # noqa: E402
+
 pytestmark = pytest.mark.embedded
 
 
@@ -263,3 +266,18 @@ def test_the_error_of_a_single_rank_goes_up_as_it_is(tmp_path: Path) -> None:
             pusher.push(tensors(), name_map=broken)
         assert caught.value.args == (DEFAULT_TENSORS[0].name,)
         deployment["policy"].serve_weights(tensors(), 1).result(30)
+
+
+def test_the_thread_of_a_stream_uses_the_callers_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[int | None, str]] = []
+
+    def use_gpu(number: int | None) -> None:
+        used.append((number, threading.current_thread().name))
+
+    monkeypatch.setattr(rank_push, "gpu_of_thread", lambda: 1)
+    monkeypatch.setattr(rank_push, "use_gpu", use_gpu)
+    with launched(tmp_path, transport="shared_memory", stream=True) as (deployment, _):
+        deployment["policy"].serve_weights(tensors()).result(30)
+    assert set(used) == {(1, "push-stream-make")}
