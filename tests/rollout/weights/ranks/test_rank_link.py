@@ -114,7 +114,7 @@ def test_a_message_of_another_version_is_refused_in_words(monkeypatch: pytest.Mo
             return [older.encode() for _ in keys]
 
         def set(self, key: str, text: str) -> None:
-            """Nobody reads it."""
+            """Rank 0 is no part of this test."""
 
     link = RankLink(1, 2, SharedTexts(Older(), Older(), answer_s=5))
     wrong = (

@@ -169,7 +169,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def streamed_names(*named: tuple[str, Any], bucket_bytes: int = 1) -> list[str]:
-    """What is left of a generator's tensors; the model has an embedding alone, tied."""
+    """The names that a generator's tensors have in a push; the model has a tied embedding."""
     expected = Manifest.of([TensorSpec(EMBEDDING, "float32", (4, 2))])
     source = StreamedSource(iter(named), expected=expected, name_map=None, dtype=None)
     return [name for pairs, _ in source.buckets(bucket_bytes) for name, _ in pairs]
