@@ -30,7 +30,7 @@ from typing import Any
 
 from engines.protocol.errors import EngineError
 from engines.protocol.plain_text import size_text
-from engines.protocol.spec import CPU_PYTHONS
+from engines.protocol.spec import CPU_PYTHONS, OF_THIS_PYTHON
 
 _NOT_COPIED = ("README.md", "ruff.toml", "__pycache__")
 _NEEDED_BYTES = 4 * 1024**3
@@ -209,8 +209,7 @@ class CachedEnvironment:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment, less what belongs to this interpreter."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    return {name: value for name, value in os.environ.items() if name not in OF_THIS_PYTHON}
 
 
 def check_machine(product: str, here: str = "") -> None:

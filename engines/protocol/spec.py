@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engines.protocol import Endpoint, GpuId, WorkerType
@@ -120,6 +121,8 @@ class EngineSpec:
         return options
 
 
+OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that are meant for the interpreter that launches, and wrong for another one."""
 # What torchrun gives to each rank.  With its store setting, an engine waits for ever to be joined.
 _OF_TORCHRUN = re.compile(
     r"TORCHELASTIC_\w+|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -129,10 +132,13 @@ _OF_ITS_MEMORY = re.compile(r"TMS_\w+|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF")
 _MEMORY_SAVER = "torch_memory_saver"
 
 
-def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def inherited_environment(environ: Mapping[str, str], python: str = "") -> dict[str, str]:
     """The environment that an engine inherits: without what configures its launcher as a trainer.
 
     An engine that got it would not start, or would make all its memory pausable.
+
+    Args:
+        python: the interpreter it runs in, where that is another than this one.
     """
     env = {
         name: value
@@ -144,6 +150,11 @@ def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
     libraries = re.split(r"[ :]+", env.pop("LD_PRELOAD", ""))
     if kept := [library for library in libraries if library and _MEMORY_SAVER not in library]:
         env["LD_PRELOAD"] = ":".join(kept)
+    if python:
+        for name in OF_THIS_PYTHON:
+            env.pop(name, None)
+        # Tools that came with it, such as ninja, are found by name.
+        env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
     return env
 
 

@@ -22,8 +22,6 @@ CLEANUP = (
     "/dev/shm/sem.mp-*",
 )
 
-# Meant for the interpreter that launches, and wrong for another one.
-_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 # An engine on a GPU that gives its memory to a trainer and takes it back.
 _BESIDE_A_TRAINER = {
     # CUDA graphs lie in pausable memory; otherwise their release frees nothing.
@@ -67,12 +65,7 @@ def build_environment(
         ValueError: a variable that would break the memory saver, hide the control endpoints, or
             keep embeddings of images over a push that changes what computes them.
     """
-    env = inherited_environment(inherited)
-    if python:
-        for name in _OF_THIS_PYTHON:
-            env.pop(name, None)
-        # Tools that came with it, such as ninja, are found by name.
-        env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
+    env = inherited_environment(inherited, python)
     env |= spec.visible_gpus
     # The health endpoints would generate, and fail a server for being paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"

@@ -8,8 +8,6 @@ from pathlib import Path
 from engines.process.allocator import refuse_expandable_segments
 from engines.protocol.spec import EngineSpec, inherited_environment
 
-# Meant for the interpreter that launches, and wrong for another one.
-_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
@@ -31,12 +29,7 @@ def build_environment(
         ValueError: a variable that would break the release of memory, or hide the control
             endpoints.
     """
-    env = inherited_environment(inherited)
-    if python:
-        for name in _OF_THIS_PYTHON:
-            env.pop(name, None)
-        # Tools that came with it, such as ninja, are found by name.
-        env["PATH"] = f"{Path(python).parent}:{env.get('PATH', '')}"
+    env = inherited_environment(inherited, python)
     env |= spec.visible_gpus | {_DEV_MODE: "1"} | dict(cpu or {})
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.launch import check_spec
+from engines.process.cached_environment import clean_environment
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from engines.protocol.spec import CPU_PYTHONS, EngineSpec
@@ -39,8 +40,6 @@ from rollout.weights.format.checkpoint_config import (
 )
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 
-# Meant for this interpreter: no engine in another one gets them.
-_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _ASK_S = 20.0
 
 
@@ -194,13 +193,12 @@ def _first_missing(engine: EngineConfig) -> str:
 
 def _lacks(engine: EngineConfig, module: str) -> bool:
     """Whether the interpreter of an engine answers that it has no such module."""
-    inherited = {name: one for name, one in os.environ.items() if name not in _OF_THIS_PYTHON}
     code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is None)"
     try:
         # -P: what is in the working directory is not installed.
         asked = subprocess.run(
             [engine.python, "-P", "-c", code],
-            env=inherited | dict(engine.env),
+            env=clean_environment() | dict(engine.env),
             capture_output=True,
             text=True,
             timeout=_ASK_S,
