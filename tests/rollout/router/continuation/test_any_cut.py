@@ -32,16 +32,20 @@ from tests.rollout.router.continuation.replies import (
 from tests.rollout.router.continuation.scripts import END, TEXTS, tokenizer_of
 
 STREAM = ReplyHead(200, [(b"content-type", b"text/event-stream")])
+SGLANG, VLLM, MIXED = ("sglang",), ("vllm",), ("sglang", "vllm")
 DIALECTS = [
-    (GENERATE, False),
-    (GENERATE, True),
-    (VLLM_GENERATE, True),
-    (COMPLETIONS, False),
-    (COMPLETIONS, True),
-    (CHAT, False),
-    (CHAT, True),
+    (GENERATE, SGLANG),
+    (GENERATE, VLLM),
+    (GENERATE, MIXED),
+    (VLLM_GENERATE, VLLM),
+    (COMPLETIONS, SGLANG),
+    (COMPLETIONS, VLLM),
+    (COMPLETIONS, MIXED),
+    (CHAT, SGLANG),
+    (CHAT, VLLM),
+    (CHAT, MIXED),
 ]
-NAMES = ["-".join([path.strip("/"), "vllm" if is_vllm else "sglang"]) for path, is_vllm in DIALECTS]
+NAMES = ["-".join([path.strip("/"), *kinds]) for path, kinds in DIALECTS]
 
 
 @dataclass
@@ -86,10 +90,10 @@ class Exchange:
 
 
 def reader_of(
-    path: str, body: dict[str, Any], is_vllm: bool, decode: Any
+    path: str, body: dict[str, Any], kinds: tuple[str, ...], decode: Any
 ) -> tuple[TokenFailover, Exchange]:
     data = json.dumps(body).encode()
-    reply = read(path, data, 4, "vllm" if is_vllm else "sglang")
+    reply = read(path, data, 4, " ".join(kinds))
     assert reply is not None
     reply.decode = decode
     config = SimpleNamespace(max_failovers=99)
@@ -105,12 +109,13 @@ class Case:
     """A request, its answer, and where its engines are lost.
 
     Attributes:
+        kinds: of the engines, in turn.
         cuts: of each lost engine: tokens in its events, the part of its reply that arrives, and
             bytes that arrive at once.
     """
 
     path: str
-    is_vllm: bool
+    kinds: tuple[str, ...]
     tokenizer: str
     prompt: list[int]
     ids: list[int]
@@ -122,11 +127,16 @@ class Case:
     cuts: list[tuple[list[int], float, int]]
     knows_tokenizer: bool = True
 
+    @property
+    def gives_ids(self) -> bool:
+        """Every engine streams an id for each token."""
+        return self.path != CHAT or self.kinds == VLLM
+
     def body(self) -> dict[str, Any]:
         names = {"max_tokens": self.budget, "stream": self.is_streamed, "stop": self.stops}
         match self.path:
             case "/generate":
-                tops = 0 if self.is_vllm else 2
+                tops = 2 if self.kinds == SGLANG else 0
                 sampling = {"max_new_tokens": self.budget, "stop": self.stops}
                 raw = {"input_ids": self.prompt, "sampling_params": sampling}
                 more = {"return_logprob": True} | ({"top_logprobs_num": tops} if tops else {})
@@ -142,7 +152,7 @@ class Case:
                 return raw | ({"logprobs": 1} if self.has_logprobs else {})
         raw = {"messages": [{"role": "user", "content": "q"}], **names}
         raw |= {"stream_options": {"include_usage": True}} if self.is_streamed else {}
-        raw |= {"return_token_ids": True} if self.wants_ids and self.is_vllm else {}
+        raw |= {"return_token_ids": True} if self.wants_ids and self.gives_ids else {}
         return raw | ({"logprobs": True} if self.has_logprobs else {})
 
 
@@ -160,16 +170,23 @@ class Reply:
     spans: list[dict[str, Any]] = field(default_factory=list)
 
 
-def answered(case: Case, *, is_cut: bool) -> tuple[Reply | None, list[set[int]]]:
-    """What the client got, None if the request was failed; and which tokens each engine made."""
+def answered(case: Case, uncut_on: str = "") -> tuple[Reply | None, list[set[int]], str]:
+    """What the client got, None if the request was failed; which tokens each engine made; and the
+    kind of the last engine.
+
+    Args:
+        uncut_on: the kind of one engine that does all of it.
+    """
     tokenizer = tokenizer_of(case.tokenizer)
     decode = tokenizer.decode if case.knows_tokenizer else None
-    reader, exchange = reader_of(case.path, case.body(), case.is_vllm, decode)
+    reader, exchange = reader_of(case.path, case.body(), case.kinds, decode)
     made: list[set[int]] = []
-    for version, (sizes, part, num) in enumerate([*(case.cuts if is_cut else []), ([1], 2.0, 999)]):
-        engine = Engine(tokenizer, case.prompt, case.ids, case.is_vllm, version, sizes)
-        translated = case.is_vllm and case.path == GENERATE
-        body = reader.body(version, "vllm" if case.is_vllm else "sglang")
+    cuts, kind = [] if uncut_on else case.cuts, uncut_on
+    for version, (sizes, part, num) in enumerate([*cuts, ([1], 2.0, 999)]):
+        kind = uncut_on or case.kinds[version % len(case.kinds)]
+        engine = Engine(tokenizer, case.prompt, case.ids, kind == "vllm", version, sizes)
+        translated = kind == "vllm" and case.path == GENERATE
+        body = reader.body(version, kind)
         data = engine.reply(VLLM_GENERATE if translated else case.path, body)
         made.append(engine.generated)
         end = min(len(data), int(part * len(data)))
@@ -184,14 +201,14 @@ def answered(case: Case, *, is_cut: bool) -> tuple[Reply | None, list[set[int]]]
             break
         reader.on_engine_lost("cut")
         if exchange.is_lost and not reader.lose_engine():
-            return None, made
+            return None, made, kind
         exchange.is_lost = False
         if exchange.is_over:
             break
     assert exchange.problem == ""
     assert exchange.is_over
     assert exchange.status == 200
-    return read_reply(case, exchange), made
+    return read_reply(case, exchange), made, kind
 
 
 def read_reply(case: Case, exchange: Exchange) -> Reply:
@@ -249,16 +266,17 @@ def joined(case: Case, payloads: list[dict[str, Any]]) -> Reply:
 
 
 @st.composite
-def cases(draw: st.DrawFn, path: str, is_vllm: bool, *, knows_tokenizer: bool) -> Case:
+def cases(draw: st.DrawFn, path: str, engines: tuple[str, ...], *, knows_tokenizer: bool) -> Case:
     """A request whose reply is exact on any engines, as far as the router can know it.
 
     Without tokenizer or ids, the end of a character is known only of one token an event, and not
     behind Chinese characters.  A tokenizer with bytes for rare letters decodes all bytes in a row
     again if one more is no letter: there an engine's text depends on its events without a failover.
     """
-    has_logprobs = draw(st.booleans()) and (path, is_vllm) != (CHAT, False)  # it loses some itself
+    gives_ids = path != CHAT or engines == VLLM
+    has_logprobs = draw(st.booleans()) and gives_ids  # of a chat SGLang loses some itself
     wants_ids = draw(st.booleans())
-    knows_ends = knows_tokenizer and (path, is_vllm) != (CHAT, False)
+    knows_ends = knows_tokenizer and gives_ids
     kinds = ["byte_level", "llama", "unigram"] if knows_ends else ["byte_level"]
     kind = draw(st.sampled_from(kinds))
     chinese = set() if knows_ends else {"japanese", "code"}
@@ -283,7 +301,7 @@ def cases(draw: st.DrawFn, path: str, is_vllm: bool, *, knows_tokenizer: bool) -
     cut = st.tuples(sizes, st.floats(0, 1), st.sampled_from([1, 7, 60, 999]))
     return Case(
         path,
-        is_vllm,
+        engines,
         kind,
         tokenizer.encode("Say: ", add_special_tokens=False).ids,
         ids,
@@ -298,20 +316,21 @@ def cases(draw: st.DrawFn, path: str, is_vllm: bool, *, knows_tokenizer: bool) -
 
 
 def check(case: Case) -> None:
-    uncut, _ = answered(case, is_cut=False)
-    got, made = answered(case, is_cut=True)
+    got, made, last = answered(case)
+    uncut, _, _ = answered(case, uncut_on=last)
     assert uncut is not None
     num = uncut.usage[1] if uncut.usage else 0
     assert uncut.ids in (None, case.ids[:num])
     if case.has_logprobs:
         assert uncut.logprobs == [logprob(n) for n in range(num)]
-        if case.path == GENERATE and not case.is_vllm:
+        if case.path == GENERATE and case.kinds == SGLANG:
             assert uncut.tops == json.loads(json.dumps([top(n) for n in range(num)]))
     if got is None:  # SGLang gives no ids of a chat before its end
-        assert (case.path, case.is_vllm, case.is_streamed) == (CHAT, False, True)
+        assert case.is_streamed
+        assert not case.gives_ids
         return
     spans, got.spans, uncut.spans = got.spans, [], []
-    if (case.path, case.is_vllm) == (CHAT, False) and got.usage == (len(case.prompt), num - 1):
+    if not case.gives_ids and got.usage == (len(case.prompt), num - 1):
         num -= 1  # SGLang counts the end in its very last chunk, which was lost
         got.usage = uncut.usage
     assert got == uncut
@@ -325,12 +344,12 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("knows_tokenizer", [True, False])
-@pytest.mark.parametrize(("path", "is_vllm"), DIALECTS, ids=NAMES)
+@pytest.mark.parametrize(("path", "engines"), DIALECTS, ids=NAMES)
 def test_any_cut_gives_the_reply_of_an_uncut_stream(
-    path: str, is_vllm: bool, knows_tokenizer: bool, num: int
+    path: str, engines: tuple[str, ...], knows_tokenizer: bool, num: int
 ) -> None:
     @settings(max_examples=num, deadline=None)
-    @given(cases(path, is_vllm, knows_tokenizer=knows_tokenizer))
+    @given(cases(path, engines, knows_tokenizer=knows_tokenizer))
     def holds(case: Case) -> None:
         check(case)
 
