@@ -33,6 +33,57 @@ UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 _WINDOW = 5
 
 
+class Experts:
+    """Routed experts of a reply's tokens, in base64: one row for each token that was computed.
+
+    Args:
+        is_wanted: the client requests them.
+
+    Attributes:
+        reported: those that the current engine has reported, of the prompt and all of its tokens.
+        safe: the same up to the safe token.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted
+        self.reported: str | None = None
+        self.safe: str | None = None
+        self._kept, self._num_kept = b"", 0
+
+    def joined(self, reported: str | None, num: int) -> bytes | None:
+        """Those of ``num`` tokens that were computed, each from the engine that did so first; None
+        if the current engine's are not of so many."""
+        try:
+            rows = base64.b64decode(reported or "")
+        except (TypeError, ValueError):
+            return None
+        return join_experts(self._kept, rows, num)
+
+    def are_missing(self, num: int) -> bool:
+        """The engine has not reported those of the tokens up to the safe one."""
+        return self.is_wanted and self.joined(self.safe, num) is None
+
+    def keep(self, num: int) -> None:
+        """Keep those of ``num`` tokens, which are not missing."""
+        self._kept, self._num_kept = self.joined(self.safe, num) or b"", num
+
+    def start_over(self) -> None:
+        self._kept, self._num_kept = b"", 0
+
+    def whole(self, num: int) -> str:
+        """Those of ``num`` tokens where earlier engines have reported some; else an empty text.
+
+        Raises:
+            ValueError: the current engine's are not of so many.
+        """
+        if not self._kept:
+            return ""
+        joined = self._kept if num == self._num_kept else self.joined(self.reported, num)
+        if joined is None:
+            raise ValueError(f"its routed experts are not those of {num} tokens")
+        return base64.b64encode(joined).decode()
+
+
 class Continuation:
     """What one request has received so far.
 
@@ -60,7 +111,7 @@ class Continuation:
         finish: the reason, with its ``type``.
         reasoning: text before the answer's own.
         has_begun: its client has the beginning of a stream, without any text.
-        experts: those that the current engine has reported.
+        experts: of the prompt and the tokens.
         num_kept: tokens carried over to another engine.
         num_recomputed: tokens that are generated a second time.
     """
@@ -101,12 +152,10 @@ class Continuation:
         self.last: Payload = {}
         self.finish: Payload | None = None
         self.reasoning = ""
-        self.experts: str | None = None
+        self.experts = Experts(is_wanted=bool(self.raw.get("return_routed_experts")))
         self.prompt_logprobs: Mapping[str, list[Any]] = {}
         self.awaits_prompt_logprobs = False
         self.num_kept = self.num_recomputed = self.num_failovers = 0
-        self._kept_experts = b""
-        self._safe_experts: str | None = None
         self._safe, self._sent = Mark(), Mark()
         self._is_safe = True
         self._has_stop = False
@@ -174,7 +223,7 @@ class Continuation:
         self._is_safe = not self._has_stop and self._is_complete(has_grown=has_grown)
         if self._is_safe:
             self._safe = self.now.mark()
-            self._safe_experts = self.experts
+            self.experts.safe = self.experts.reported
 
     def _is_complete(self, *, has_grown: bool) -> bool:
         """Whether the text of all tokens is there, so that another engine may continue it.
@@ -237,6 +286,11 @@ class Continuation:
         """Tokens so far."""
         return self.base.num + self.now.num
 
+    def num_computed(self, num_new: int) -> int:
+        """Tokens that were computed for ``num_new`` of this engine: all but the last one."""
+        num_prompt = 0 if self.prompt is None else len(self.prompt)
+        return num_prompt + len(self.base.ids) + num_new - 1
+
     def why_refused(self) -> str:
         """Why the tokens so far cannot be continued, in one word; empty if they can be."""
         if not (self.base.num or self.has_tokens_of_engine or self.reasoning):
@@ -255,8 +309,7 @@ class Continuation:
             self._column and len(kept.columns.get(self._column, ())) != kept.num
         ):
             return "logprobs_missing"
-        wants_experts = bool(self.raw.get("return_routed_experts"))
-        if wants_experts and kept.ids and self._experts_of(self._safe_experts, kept.num) is None:
+        if kept.num and self.experts.are_missing(self.num_computed(kept.num)):
             return "experts_missing"
         return ""
 
@@ -269,17 +322,17 @@ class Continuation:
         had, kept, why = self.num, self._kept(), self.why_refused()
         if why or self.awaits_prompt_logprobs:
             self.base, self.first, self.reasoning = Part(), {}, ""
-            self._kept_experts = b""
+            self.experts.start_over()
         else:
-            if self.raw.get("return_routed_experts") and kept.ids:
-                self._kept_experts = self._experts_of(self._safe_experts, kept.num) or b""
+            if kept.num and self.experts.is_wanted:
+                self.experts.keep(self.num_computed(kept.num))
             self.base = self.base.plus(kept)
             self.num_kept += kept.num
         self.num_recomputed += had - self.base.num
         self.num_failovers += 1
         self.now, self._safe, self.last = Part(), Mark(), {}
-        self.finish, self.experts, self._safe_experts = None, None, None
-        self._is_safe, self._has_stop = True, False
+        self.experts.reported = self.experts.safe = None
+        self.finish, self._is_safe, self._has_stop = None, True, False
         return why
 
     def _kept(self) -> Part:
@@ -299,37 +352,6 @@ class Continuation:
             limits |= dict.fromkeys(present, self.budget - self.base.num)
         if limits.get(least):
             limits[least] = max(0, limits[least] - self.base.num)
-
-    # -- routed experts ---------------------------------------------------------------------
-
-    def all_experts(self) -> str:
-        """Those of all tokens, where earlier engines have reported some; else an empty text.
-
-        Raises:
-            ValueError: the current engine's are not of so many tokens.
-        """
-        if not self._kept_experts:
-            return ""
-        joined: bytes | None = self._kept_experts
-        if self.now.ids:
-            joined = self._experts_of(self.experts, len(self.now.ids))
-        if joined is None:
-            num = self._num_computed(len(self.now.ids))
-            raise ValueError(f"its routed experts are not those of {num} tokens")
-        return base64.b64encode(joined).decode()
-
-    def _num_computed(self, num_new: int) -> int:
-        """Tokens that were computed for ``num_new`` of this engine: all but the last one."""
-        num_prompt = 0 if self.prompt is None else len(self.prompt)
-        return num_prompt + len(self.base.ids) + num_new - 1
-
-    def _experts_of(self, reported: str | None, num_new: int) -> bytes | None:
-        """The experts of all tokens so far, of which this engine has added ``num_new``."""
-        try:
-            rows = base64.b64decode(reported or "")
-        except (TypeError, ValueError):
-            return None
-        return join_experts(self._kept_experts, rows, self._num_computed(num_new))
 
     # -- to the client ----------------------------------------------------------------------
 

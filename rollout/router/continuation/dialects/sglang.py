@@ -174,7 +174,7 @@ def _event(reply: Reply, event: Payload) -> None:
     has_grown = len(now.text) > len(before.text) or finish is not None  # an end has all text
     reply.now, reply.last, reply.first = now, meta, reply.first or meta
     reply.head = {name: value for name, value in event.items() if name not in _READ}
-    reply.experts = meta.get("routed_experts")
+    reply.experts.reported = meta.get("routed_experts")
     reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
     reply.settle(finish, new="", has_grown=has_grown)
 
@@ -201,9 +201,9 @@ def whole(reply: Reply) -> Payload:
         meta["finish_reason"] = {**finish, "length": len(part.ids)}
     meta["weight_versions"] = reply.span_payloads()
     meta.update(part.columns)
-    has_experts = reply.is_finished or "routed_experts" in last
-    if has_experts and (experts := reply.all_experts()):
-        meta["routed_experts"] = experts
+    if reply.is_finished or "routed_experts" in last:
+        experts = reply.experts.whole(reply.num_computed(len(reply.now.ids)))
+        meta |= {"routed_experts": experts} if experts else {}
     for name, values in reply.prompt_logprobs.items():
         meta[name] = [*values, *(meta.get(name) or [])]
     meta["num_failovers"] = reply.num_failovers
