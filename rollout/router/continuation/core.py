@@ -102,6 +102,7 @@ class Continuation:
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
         awaits_prompt_logprobs: it has still to send them.
         decode: of the model's tokenizer; None where the router has none.
+        has_text: the engines send text; a stop string is not seen otherwise.
         version: of the weights of the current engine, when it got the request.
         base: tokens of lost engines.
         now: tokens of the current engine.
@@ -115,8 +116,6 @@ class Continuation:
         num_kept: tokens carried over to another engine.
         num_recomputed: tokens that are generated a second time.
     """
-
-    has_text = True
 
     def __init__(
         self,
@@ -138,6 +137,7 @@ class Continuation:
         self.why_not = why_not
         self.is_streamed = bool(raw.get("stream"))
         self.decode: Decode | None = None
+        self.has_text = True
         self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
         self._longest_stop = max(map(len, self._stops), default=1)
         self._column = column
