@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,35 +45,20 @@ class Part:
             join_spans(self.spans, other.spans, self.num),
         )
 
-    def mark(self) -> Mark:
-        """Its end now."""
-        lengths = {name: len(values) for name, values in self.columns.items()}
-        return Mark(len(self.text), self.num, len(self.ids), lengths)
-
-    def up_to(self, end: Mark) -> Part:
-        """A copy of what is before ``end``."""
-        num = min(end.num, self.num)
+    def up_to(self, num: int, num_characters: int) -> Part:
+        """A copy of the first ``num`` tokens, whose text has so many characters."""
+        num = min(num, self.num)
         return Part(
-            self.text[: end.text],
+            self.text[:num_characters],
             num,
-            self.ids[: end.ids],
-            {name: self.columns[name][:length] for name, length in end.columns.items()},
+            self.ids[:num],
+            {name: values[:num] for name, values in self.columns.items()},
             tuple(
                 VersionSpan(span.version, span.start, min(span.end, num))
                 for span in self.spans
                 if span.start < num
             ),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A position in a part that grows.  To mark each event costs less than to copy the part."""
-
-    text: int = 0
-    num: int = 0
-    ids: int = 0
-    columns: Mapping[str, int] = field(default_factory=dict)
 
 
 def join_spans(

@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import VersionSpan
-from rollout.rules.continuation import Mark, Part, check_budget, join_experts
+from rollout.rules.continuation import Part, check_budget, join_experts
 
 Payload = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 """The text of token ids, by the model's tokenizer."""
 UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading an engine's reply can raise, which may have any form."""
+_START: tuple[int, int, str | None] = (0, 0, None)
 # From so many ids before its first token SGLang begins to decode.
 _WINDOW = 5
 
@@ -38,39 +39,42 @@ class Experts:
 
     Args:
         is_wanted: the client requests them.
-
-    Attributes:
-        reported: those that the current engine has reported, of the prompt and all of its tokens.
-        safe: the same up to the safe token.
     """
 
     def __init__(self, *, is_wanted: bool) -> None:
         self.is_wanted = is_wanted
-        self.reported: str | None = None
-        self.safe: str | None = None
         self._kept, self._num_kept = b"", 0
 
     def joined(self, reported: str | None, num: int) -> bytes | None:
-        """Those of ``num`` tokens that were computed, each from the engine that did so first; None
-        if the current engine's are not of so many."""
+        """Those of ``num`` tokens that were computed, each from the engine that did so first.
+
+        Args:
+            reported: those that the current engine has reported, of the prompt and all tokens.
+
+        Returns:
+            None if these are not of so many.
+        """
         try:
             rows = base64.b64decode(reported or "")
         except (TypeError, ValueError):
             return None
         return join_experts(self._kept, rows, num)
 
-    def are_missing(self, num: int) -> bool:
-        """The engine has not reported those of the tokens up to the safe one."""
-        return self.is_wanted and self.joined(self.safe, num) is None
+    def are_missing(self, reported: str | None, num: int) -> bool:
+        """These are not those of ``num`` tokens that were computed."""
+        return self.is_wanted and self.joined(reported, num) is None
 
-    def keep(self, num: int) -> None:
-        """Keep those of ``num`` tokens, which are not missing."""
-        self._kept, self._num_kept = self.joined(self.safe, num) or b"", num
+    def keep(self, reported: str | None, num: int) -> None:
+        """Keep those of ``num`` tokens, if they are wanted."""
+        if self.is_wanted:
+            self._kept, self._num_kept = self.joined(reported, num) or b"", num
 
     def start_over(self) -> None:
-        self._kept, self._num_kept = b"", 0
+        """Keep none."""
+        if self.is_wanted:
+            self._kept, self._num_kept = b"", 0
 
-    def whole(self, num: int) -> str:
+    def whole(self, reported: str | None, num: int) -> str:
         """Those of ``num`` tokens where earlier engines have reported some; else an empty text.
 
         Raises:
@@ -78,7 +82,7 @@ class Experts:
         """
         if not self._kept:
             return ""
-        joined = self._kept if num == self._num_kept else self.joined(self.reported, num)
+        joined = self._kept if num == self._num_kept else self.joined(reported, num)
         if joined is None:
             raise ValueError(f"its routed experts are not those of {num} tokens")
         return base64.b64encode(joined).decode()
@@ -112,7 +116,9 @@ class Continuation:
         finish: the reason, with its ``type``.
         reasoning: text before the answer's own.
         has_begun: its client has the beginning of a stream, without any text.
-        experts: of the prompt and the tokens.
+        experts: of lost engines, if any are wanted.
+        reported_experts: those of the current engine.
+        safe_end: tokens, characters and reported experts of ``now`` up to the safe token.
         num_kept: tokens carried over to another engine.
         num_recomputed: tokens that are generated a second time.
     """
@@ -141,26 +147,30 @@ class Continuation:
         self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
         self._longest_stop = max(map(len, self._stops), default=1)
         self._column = column
-        self.begin()
-
-    def begin(self) -> None:
-        """Nothing was received so far."""
         self.version: int | None = None
-        self.base, self.now = Part(), Part()
         self.head: Payload = {}
         self.first: Payload = {}
         self.last: Payload = {}
         self.finish: Payload | None = None
         self.reasoning = ""
-        self.experts = Experts(is_wanted=bool(self.raw.get("return_routed_experts")))
         self.prompt_logprobs: Mapping[str, list[Any]] = {}
         self.awaits_prompt_logprobs = False
         self.num_kept = self.num_recomputed = self.num_failovers = 0
-        self._safe, self._sent = Mark(), Mark()
+        self.has_begun = False
         self._is_safe = True
         self._has_stop = False
-        self.has_begun = False
-        self._num_reasoning_sent = 0
+        self.safe_end = _START
+        self._sent_num = self._sent_text = self._sent_ids = self._sent_reasoning = 0
+        self.experts = Experts(is_wanted=bool(raw.get("return_routed_experts")))
+        self.reported_experts: str | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Have parts of its own, as a copy of one that has received nothing."""
+        self.base, self.now = Part(), Part()
+        self._sent_columns: dict[str, int] = {}
+        if self.experts.is_wanted:
+            self.experts = Experts(is_wanted=True)
 
     # -- from the engine --------------------------------------------------------------------
 
@@ -222,8 +232,7 @@ class Continuation:
             self._has_stop = any(stop in end for stop in self._stops)
         self._is_safe = not self._has_stop and self._is_complete(has_grown=has_grown)
         if self._is_safe:
-            self._safe = self.now.mark()
-            self.experts.safe = self.experts.reported
+            self.safe_end = self.now.num, len(self.now.text), self.reported_experts
 
     def _is_complete(self, *, has_grown: bool) -> bool:
         """Whether the text of all tokens is there, so that another engine may continue it.
@@ -309,7 +318,8 @@ class Continuation:
             self._column and len(kept.columns.get(self._column, ())) != kept.num
         ):
             return "logprobs_missing"
-        if kept.num and self.experts.are_missing(self.num_computed(kept.num)):
+        num, experts = self.num_computed(kept.num), self.safe_end[2]
+        if kept.num and self.experts.are_missing(experts, num):
             return "experts_missing"
         return ""
 
@@ -324,24 +334,24 @@ class Continuation:
             self.base, self.first, self.reasoning = Part(), {}, ""
             self.experts.start_over()
         else:
-            if kept.num and self.experts.is_wanted:
-                self.experts.keep(self.num_computed(kept.num))
+            if kept.num:
+                self.experts.keep(self.safe_end[2], self.num_computed(kept.num))
             self.base = self.base.plus(kept)
             self.num_kept += kept.num
         self.num_recomputed += had - self.base.num
         self.num_failovers += 1
-        self.now, self._safe, self.last = Part(), Mark(), {}
-        self.experts.reported = self.experts.safe = None
+        self.now, self.last, self.safe_end = Part(), {}, _START
+        self.reported_experts = None
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
 
     def _kept(self) -> Part:
-        return self.now.up_to(self._safe)
+        return self.now.up_to(*self.safe_end[:2])
 
     @property
     def has_shown(self) -> bool:
         """Its client has a part of the answer."""
-        return self._sent.num > 0 or self._sent.text > 0 or self._num_reasoning_sent > 0
+        return bool(self._sent_num or self._sent_text or self._sent_reasoning)
 
     def lower_limits(self, limits: Payload, *most: str, least: str) -> None:
         """Take the tokens of lost engines off the limits, which have these names."""
@@ -362,42 +372,34 @@ class Continuation:
     def show_all(self) -> Part:
         """Everything so far, which is sent now."""
         whole = self.all()
-        self._sent = Mark(len(whole.text), whole.num)
+        self._sent_num, self._sent_text = whole.num, len(whole.text)
         return whole
 
     def show_new(self) -> Part:
         """What was received since the last call; it never repeats text that was sent."""
-        base, now, sent = self.base, self.now, self._sent
-        end, before = now.mark(), base.mark()
-        names = before.columns.keys() | end.columns.keys()
-        lengths = {name: before.columns.get(name, 0) + end.columns.get(name, 0) for name in names}
-        self._sent = Mark(
-            before.text + end.text, before.num + end.num, before.ids + end.ids, lengths
+        base, now, sent = self.base, self.now, self._sent_columns
+        columns = {
+            name: _after(base.columns.get(name, []), now.columns.get(name, []), sent.get(name, 0))
+            for name in base.columns.keys() | now.columns.keys()
+        }
+        new = Part(
+            _after(base.text, now.text, self._sent_text),
+            self.num - self._sent_num,
+            _after(base.ids, now.ids, self._sent_ids),
+            columns,
         )
-        return Part(
-            _after(base.text, now.text, sent.text),
-            self._sent.num - sent.num,
-            _after(base.ids, now.ids, sent.ids),
-            {
-                name: _after(
-                    base.columns.get(name, []), now.columns.get(name, []), sent.columns.get(name, 0)
-                )
-                for name in names
-            },
-        )
+        self._sent_num += new.num
+        self._sent_text += len(new.text)
+        self._sent_ids += len(new.ids)
+        for name, values in columns.items():
+            sent[name] = sent.get(name, 0) + len(values)
+        return new
 
     def show_reasoning(self) -> str:
         """The same for the reasoning."""
-        new = self.reasoning[self._num_reasoning_sent :]
-        self._num_reasoning_sent = len(self.reasoning)
+        new = self.reasoning[self._sent_reasoning :]
+        self._sent_reasoning = len(self.reasoning)
         return new
-
-    def span_payloads(self) -> list[Payload]:
-        """Weight versions of all tokens, as they go into JSON."""
-        return [
-            {"version": span.version, "start": span.start, "end": span.end}
-            for span in self.all().spans
-        ]
 
 
 def _after(before: Any, now: Any, start: int) -> Any:
@@ -439,3 +441,8 @@ def version_spans(
             version = spans[-1].version
         spans.append(VersionSpan(version, end, num))
     return tuple(spans)
+
+
+def span_payloads(spans: Iterable[VersionSpan]) -> list[Payload]:
+    """Weight versions, as they go into JSON."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

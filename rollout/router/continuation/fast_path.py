@@ -224,17 +224,20 @@ class FastReply(Reply):
 
     Attributes:
         fields: the body for the first engine, without its token ids.
+        passes_on: the last event may be the reply, if one engine does all.
     """
 
     fields: bytes = b"{}"
+    passes_on = False
 
-    def begin(self) -> None:
-        super().begin()
-        self._is_cumulative = False  # the current engine's events have all tokens so far
-        self._unread: tuple[Event, ...] = ()
-        self._has_gap = False  # events before these were not kept
-        self._has_put_off = False  # an event of the current engine was not parsed when it came
-        self._written: list[Data] | None = None
+    # The current engine's events have all tokens so far.
+    _is_cumulative = False
+    _unread: tuple[Event, ...] = ()
+    # Events before these were not kept.
+    _has_gap = False
+    # An event of the current engine was not parsed when it came.
+    _has_put_off = False
+    _written: list[Data] | None = None
 
     def of_request(self, parts: BodyParts) -> FastReply:
         """A new one for another request, which has these parts and the same other fields."""
@@ -264,8 +267,7 @@ class FastReply(Reply):
 
     def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
         """Make the reply of the last event without parsing all of it, if that is possible."""
-        is_changed = self.num_failovers or self.engine.is_translated
-        if self.is_streamed or is_changed or wants_prompt_logprobs(self.raw):
+        if not self.passes_on or self.num_failovers or self.engine.is_translated:
             return False
         parts = split_event(data, begin, end)
         if parts is None:
@@ -296,19 +298,21 @@ class FastReply(Reply):
     def read_all(self) -> None:
         events, self._unread = self._unread, ()
         for data, begin, end in events:
+            safe = self.safe_end
             self.absorb(loads(data[begin:end]))
-            self._has_gap = False
+            if self._has_gap:  # its text may have grown in an event that was not kept
+                self.safe_end, self._has_gap = safe, False
 
     def absorb(self, event: Payload) -> None:
+        if self.is_streamed:
+            return self.engine.event(self, event)
         before, ids = self.now.num, event.get("output_ids") or []
-        reported = (event.get("meta_info") or {}).get("completion_tokens", len(ids))
-        if self._has_put_off and 0 < len(ids) < reported:
-            raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
-        super().absorb(event)
+        if self._has_put_off:
+            reported = (event.get("meta_info") or {}).get("completion_tokens", len(ids))
+            if 0 < len(ids) < reported:
+                raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
+        self.engine.event(self, event)
         self._is_cumulative = before > 0 and len(ids) == self.now.num
-
-    def settle(self, finish: Payload | None, *, new: str, has_grown: bool) -> None:
-        super().settle(finish, new=new, has_grown=has_grown and not self._has_gap)
 
     @property
     def has_tokens_of_engine(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rollout.router.continuation.core import Payload, finish_of, version_spans
+from rollout.router.continuation.core import Payload, finish_of, span_payloads, version_spans
 from rollout.router.continuation.forms import (
     Form,
     has_forms,
@@ -391,7 +391,7 @@ def _prompt_of_chat(reply: Reply) -> Payload:
 def _metadata(reply: Reply) -> Payload:
     return {
         "weight_version": str(reply.version),
-        "weight_versions": reply.span_payloads(),
+        "weight_versions": span_payloads(reply.all().spans),
         "num_failovers": reply.num_failovers,
         "num_recomputed_tokens": reply.num_recomputed,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engines.protocol.sampling_params import GRAMMARS
-from rollout.router.continuation.core import Payload, version_spans
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
     PER_TOKEN,
@@ -117,6 +117,7 @@ def _reply_to(raw: Payload, prompt: PromptIds | None, interval: int) -> FastRepl
         column="output_token_logprobs" if raw.get("return_logprob") else "",
         why_not=_why_not(raw, sampling, has_ids=prompt is not None),
     )
+    reply.passes_on = not reply.is_streamed and not reply.lacks_prompt_logprobs
     if not reply.is_streamed:
         interval = max(interval, (_UNLIMITED if budget is None else budget) // _MAX_EVENTS)
     sampling = {**sampling, "stream_interval": interval}
@@ -174,7 +175,7 @@ def _event(reply: Reply, event: Payload) -> None:
     has_grown = len(now.text) > len(before.text) or finish is not None  # an end has all text
     reply.now, reply.last, reply.first = now, meta, reply.first or meta
     reply.head = {name: value for name, value in event.items() if name not in _READ}
-    reply.experts.reported = meta.get("routed_experts")
+    reply.reported_experts = meta.get("routed_experts")
     reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
     reply.settle(finish, new="", has_grown=has_grown)
 
@@ -187,22 +188,25 @@ ENGINE = EngineDialect(_body_after, _event)
 
 def chunks(reply: Reply) -> list[Payload]:
     """One event; like SGLang's, it has everything so far."""
-    reply.show_all()
-    return [whole(reply)]
+    return [_payload(reply, reply.show_all())]
 
 
 def whole(reply: Reply) -> Payload:
-    assert isinstance(reply, FastReply)
-    part, first, last, finish = reply.all(), reply.first, reply.last, reply.finish
+    return _payload(reply, reply.all())
+
+
+def _payload(reply: Reply, part: Part) -> Payload:
+    first, last, finish = reply.first, reply.last, reply.finish
     meta = {**last, **{name: first[name] for name in FROM_FIRST if name in first}}
     meta["completion_tokens"] = len(part.ids)
     meta["finish_reason"] = finish
     if finish is not None and finish.get("type") == "length":
         meta["finish_reason"] = {**finish, "length": len(part.ids)}
-    meta["weight_versions"] = reply.span_payloads()
+    meta["weight_versions"] = span_payloads(part.spans)
     meta.update(part.columns)
     if reply.is_finished or "routed_experts" in last:
-        experts = reply.experts.whole(reply.num_computed(len(reply.now.ids)))
+        num = reply.num_computed(len(reply.now.ids))
+        experts = reply.experts.whole(reply.reported_experts, num)
         meta |= {"routed_experts": experts} if experts else {}
     for name, values in reply.prompt_logprobs.items():
         meta[name] = [*values, *(meta.get(name) or [])]

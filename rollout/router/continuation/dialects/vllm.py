@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
-from rollout.router.continuation.core import Payload, version_spans
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.dialects.sglang import fields_after
 from rollout.router.continuation.forms import (
     has_forms,
@@ -214,7 +214,7 @@ def _choice(reply: Reply, part: Part) -> Payload:
         "stop_reason": finish.get("matched"),
         "routed_experts": reply.last.get("routed_experts") if reply.is_finished else None,
         "sampling_mask": part.columns.get("mask"),
-        "weight_versions": reply.span_payloads() if reply.is_finished else None,
+        "weight_versions": span_payloads(reply.all().spans) if reply.is_finished else None,
     }
     return {**choice, "text": part.text} if reply.has_text else choice
 
