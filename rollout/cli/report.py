@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.launch_option import (
+from rollout.cli.lib.launches import (
     NOT_STOPPED,
     LaunchId,
     ListLaunches,
@@ -24,7 +24,7 @@ from rollout.cli.lib.launch_option import (
 )
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
 from rollout.core.errors import ConfigError
-from rollout.observability.recorded_figures import read_figures
+from rollout.observability.recorded import read_figures
 from rollout.observability.timeline.analysis import Step, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import read_spans

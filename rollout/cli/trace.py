@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.launch_option import LaunchId, ListLaunches, show_launches, spans_of_launch
+from rollout.cli.lib.launches import LaunchId, ListLaunches, show_launches, spans_of_launch
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
 from rollout.core.types import PushStage
 from rollout.observability.timeline.analysis import Step, push_stages, slowest_engines, steps

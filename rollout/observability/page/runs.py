@@ -27,7 +27,7 @@ from rollout.control.server.journal import JournalRecord, read
 from rollout.core.errors import RolloutError
 from rollout.observability.page.access import error_response
 from rollout.observability.page.outgoing_http import get, outgoing_session
-from rollout.observability.recorded_curves import recorded_curves
+from rollout.observability.recorded import recorded_curves
 
 _MAX_RUNS = 40
 _MAX_SERVERS = 64

@@ -1,16 +1,18 @@
-"""The curves of one server from its run folder, for the comparison of two runs.
+"""What a run has recorded of its steps: drivers' figures, and the curves of one server.
 
-Always true: it reads a bounded part of each file, its end; of several launches of a run, the last.
+Always true: of curves, a bounded part of each file is read, its end; of several launches of a run,
+the last.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.config.run_dir import SPANS_SUFFIX
-from rollout.observability.recorded_figures import last_figures, last_lines
+from rollout.config.run_dir import FIGURES_FILE, SPANS_SUFFIX, RunFolder
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
 from rollout.observability.timeline.span_file import read_lines
@@ -30,6 +32,14 @@ _MAX_POINTS = 2_000
 Points = list[tuple[int, float]]
 
 
+def read_figures(run: Path) -> list[dict[str, Any]]:
+    """The figures that drivers reported, by time; incomplete lines are skipped."""
+    figures = []
+    for file in RunFolder(run, run.name).figure_files():
+        figures += _parsed(file.read_text().splitlines())
+    return sorted(figures, key=lambda entry: entry["at_s"])
+
+
 def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
     """The points (step, value) of each curve that has any, in the order of their steps.
 
@@ -38,7 +48,7 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
         launch: the launch of the run; empty for one without an id.
     """
     found: dict[str, dict[int, float]] = {}
-    for report in last_figures(server, _MAX_BYTES):
+    for report in _parsed(last_lines(server / FIGURES_FILE, _MAX_BYTES)):
         if report.get("launch", "") != launch:
             continue
         for name in COMPARED:
@@ -49,6 +59,30 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
     phases = [one for one in read_lines(lines) if one.kind is Kind.PHASE and one.launch == launch]
     lost = {number: step.lost_s for number, step in enumerate(steps(phases), 1)}
     return {name: _points(values) for name, values in (found | {LOST: lost}).items() if values}
+
+
+def last_lines(file: Path, max_bytes: int) -> list[str]:
+    """The whole lines in the last ``max_bytes`` of a file; none if it does not exist."""
+    try:
+        with file.open("rb") as lines:
+            size = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, size - max_bytes))
+            raw = lines.read(max_bytes)
+    except FileNotFoundError:
+        return []
+    if size > max_bytes:
+        raw = raw.partition(b"\n")[2]
+    return raw.decode(errors="replace").splitlines()
+
+
+def _parsed(lines: list[str]) -> list[dict[str, Any]]:
+    figures = []
+    for line in lines:
+        try:
+            figures.append(json.loads(line))
+        except ValueError:
+            continue
+    return figures
 
 
 def _points(values: Mapping[int, Any]) -> Points:

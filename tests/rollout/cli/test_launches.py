@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rollout.cli.lib.launches import launches_of, spans_of_launch
 from rollout.cli.main import app
 from rollout.core.errors import ConfigError
-from rollout.observability.timeline.launches import choose_launch, launches_of
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import create_timeline, read_spans
 
@@ -39,11 +39,11 @@ def test_launches_are_in_order_and_tell_which_were_stopped() -> None:
 
 
 def test_the_last_launch_is_chosen_or_the_named_one() -> None:
-    assert choose_launch(SPANS, "").launch == "ba"
-    assert choose_launch(SPANS, "a").launch == "a"
-    assert choose_launch(SPANS, "b").launch == "b"
+    assert spans_of_launch(SPANS, "")[0].launch == "ba"
+    assert spans_of_launch(SPANS, "a")[0].launch == "a"
+    assert spans_of_launch(SPANS, "b")[0].launch == "b"
     with pytest.raises(ConfigError, match="'zzz': no such launch; there are: a, b, ba"):
-        choose_launch(SPANS, "zzz")
+        spans_of_launch(SPANS, "zzz")
 
 
 def record(run: Path, launch: str, step: int) -> None:

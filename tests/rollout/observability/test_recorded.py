@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from rollout.config.run_dir import FIGURES_FILE, SPANS_SUFFIX
-from rollout.observability import recorded_curves as module
-from rollout.observability.recorded_curves import recorded_curves
-from rollout.observability.recorded_figures import last_lines
+from rollout.observability import recorded as module
+from rollout.observability.recorded import last_lines, recorded_curves
 from rollout.observability.timeline.span import Kind, Outcome, Span
 
 REWARD = "rollout/reward/mean"
