@@ -92,7 +92,7 @@ class Pusher:
         Raises:
             ConfigError: an argument is wrong; the other ranks find this one silent.
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
-            RankFailure: a rank failed, or is silent.
+            RankFailure: a rank failed, or is silent.  The error of a single rank goes up as it is.
             RolloutError: the pusher is closed.
         """
         # A rank whose argument is wrong has called, too: its next call is the others' next one.

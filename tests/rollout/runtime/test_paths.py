@@ -12,7 +12,7 @@ import pytest
 
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
-from rollout.core.errors import ConfigError, WeightsUnavailable
+from rollout.core.errors import ConfigError, RolloutError, WeightsUnavailable
 from rollout.core.os_errors import naming_setting, why_not_writable
 from rollout.runtime.local import launch_local
 from rollout.runtime.run_lock import RunLock
@@ -156,6 +156,18 @@ def test_a_push_to_a_full_or_lost_dev_shm_is_named(
         with pytest.raises(WeightsUnavailable, match=r"or set weights.shared_memory_path") as no:
             handle["policy"].phases.make_push(tensors)
         assert str(shared) in str(no.value)
+
+
+@pytest.mark.torch
+def test_a_full_dev_shm_is_named_also_by_the_thread_of_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"transport": "shared_memory", "stream": True, "shared_memory_path": str(tmp_path)}
+    with launched(launch_local, tmp_path, {"main": {}}, server={"weights": weights}) as handle:
+        policy, tensors = handle["policy"], push_of(handle.config)
+        monkeypatch.setattr("rollout.weights.routes.buffers.take_space", failing(errno.ENOSPC))
+        with pytest.raises(RolloutError, match=r"weights.shared_memory_path elsewhere"):
+            policy.serve_weights(tensors).result(TIMEOUT_S)
 
 
 def test_a_small_dev_shm_is_named_with_its_setting(
