@@ -148,7 +148,9 @@ class PushStreamReader(BucketSource):
         self._is_closed = True
         if self._connection is not None and self._waiting is not None:
             self._connection.end()
-            await asyncio.wait([asyncio.wrap_future(self._waiting)])
+            ended = asyncio.wrap_future(self._waiting)
+            await asyncio.wait([ended])
+            ended.exception()  # of a wait that was ended here
             self._connection.close()
 
     def _connect(self) -> None:

@@ -1,6 +1,7 @@
 """Buckets handed out one after the other, to all groups or to none."""
 
 import asyncio
+import gc
 import queue
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from rollout.core.errors import WeightsUnavailable
 from rollout.weights.push.stream_reader import PushStreamReader
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
 from rollout.weights.routes.broadcast import BroadcastMember
+from tests.support.processes import wait_until
 
 
 class Making:
@@ -108,6 +110,21 @@ async def test_a_reader_that_leaves_does_not_hold_up_the_others() -> None:
     await leaves.open([])
     await leaves.close()
     assert await asyncio.wait_for(reading, 10) == ALL
+    server.close()
+
+
+async def test_a_reader_that_is_closed_while_it_waits_has_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = PushStreamServer(iter(Making(1)))
+    reader = reader_of(server, "a", num_readers=2)
+    opening = asyncio.ensure_future(reader.open([]))
+    assert await asyncio.to_thread(wait_until, lambda: bool(server._readers), 20)
+    opening.cancel()
+    await asyncio.wait([opening])
+    await reader.close()
+    gc.collect()
+    assert not caplog.text
     server.close()
 
 
