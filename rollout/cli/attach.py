@@ -20,7 +20,6 @@ from rollout.control.server.crash_cleanup import (
     ProcessState,
     clean_up,
     inspect,
-    is_from_earlier_boot,
 )
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError
@@ -81,7 +80,7 @@ def _show(found: FoundServer) -> None:
     typer.echo(
         f"  driver: process {record.driver.pid} on {record.driver.host}: {found.driver.value}"
     )
-    if is_from_earlier_boot(record):
+    if found.driver is ProcessState.EARLIER_BOOT:
         typer.echo("  this journal is stale: the machine has been restarted since")
     if record.is_ended:
         typer.echo("  it was stopped normally and has no leftovers")
@@ -119,7 +118,7 @@ def _as_dict(found: FoundServer) -> dict[str, Any]:
     return {
         **asdict(replace(found.record, key="")),
         "driver_is": found.driver.value,
-        "is_stale": is_from_earlier_boot(found.record),
+        "is_stale": found.driver is ProcessState.EARLIER_BOOT,
         "engines": [
             {
                 "engine_id": engine.entry.engine_id,

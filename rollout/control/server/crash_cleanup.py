@@ -15,7 +15,6 @@ from enum import StrEnum
 from engines.http.client import EngineClient
 from engines.process.engine_records import end_and_clear
 from engines.process.process_identity import (
-    boot_id,
     is_of_this_boot,
     is_running,
     pids_of,
@@ -152,9 +151,3 @@ async def clean_up(found: Sequence[FoundServer]) -> list[str]:
                 if num:
                     ended.append(f"{engine.entry.engine_id} ({num} processes)")
     return ended
-
-
-def is_from_earlier_boot(record: JournalRecord) -> bool:
-    """Whether it was written before the last start of this machine."""
-    driver = record.driver
-    return driver.host == socket.gethostname() and driver.boot_id != boot_id()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import NodeState, Write
 from rollout.weights.store.layout.record import StoreRecord
@@ -30,7 +31,7 @@ from rollout.weights.store.node.assembly import (
 )
 from rollout.weights.store.node.files import Files
 from rollout.weights.store.node.limits import why_no_room
-from rollout.weights.store.node.machine import boot_id, room_on, since_boot_s
+from rollout.weights.store.node.machine import room_on, since_boot_s
 from rollout.weights.store.node.slots import Slots
 from rollout.weights.store.node.writer import FileSink
 

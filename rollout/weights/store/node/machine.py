@@ -1,4 +1,4 @@
-"""Facts about this node: memory, limits, boot id, seconds since boot."""
+"""Facts about this node: memory, limits, seconds since boot."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ def _cgroup_bytes() -> int | None:
         lines = dict(line.split() for line in stat.splitlines())
         return int(most) - used + int(lines.get(cache, 0))
     return None
-
-
-def boot_id() -> str:
-    """Differs after each boot: files in memory of an earlier boot are gone."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def since_boot_s() -> float:

@@ -18,7 +18,6 @@ from rollout.control.server.crash_cleanup import (
     ProcessState,
     clean_up,
     inspect,
-    is_from_earlier_boot,
     process_state,
 )
 from rollout.control.server.journal import (
@@ -180,7 +179,7 @@ def test_a_process_is_known_by_host_boot_and_start(
 async def test_of_another_boot_nothing_is_left_and_nothing_is_ended() -> None:
     stale = replace(RECORD, driver=EARLIER, engines=(replace(ENTRY, processes=(EARLIER,)),))
     found = await inspect(stale)
-    assert is_from_earlier_boot(stale)
+    assert found.driver is ProcessState.EARLIER_BOOT
     assert found.engines[0].state is ProcessState.EARLIER_BOOT
     assert await clean_up([found]) == []
 
