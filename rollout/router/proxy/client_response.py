@@ -20,6 +20,7 @@ from rollout.router.http.responses import RouterResponse
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n"
+_EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 _LAST_CHUNK = b"0\r\n\r\n"
 _BETWEEN_EVENTS = (b"\n\n\r\n", b"\r\n\r\n\r\n")
 
@@ -109,17 +110,21 @@ class ClientResponse:
 
     # -- a response that the router composes ------------------------------------------------
 
-    def send_whole(self, status: int, lines: bytes, body: Sequence[Data]) -> None:
+    def send_whole(
+        self, status: int, content_type: bytes, body: Sequence[Data], signed: bytes
+    ) -> None:
         """Write a complete response, whose body is in parts; ``finish`` has to follow.
 
         Args:
-            lines: its headers, as complete lines.
+            signed: lines that name the engine and its weights.
         """
+        lines = (status_line(status), content_type, sum(map(len, body)), signed)
         close = _CLOSE if self.is_last else b""
-        self.client.write(b"%s%s%s\r\n" % (status_line(status), lines, close), *body)
+        head = b"%scontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n" % (*lines, close)
+        self.client.write(head, *body)
         self.has_begun = True
 
-    def send_events(self, events: bytes, signature: Headers, *, is_end: bool = False) -> None:
+    def send_events(self, events: bytes, signed: bytes, *, is_end: bool = False) -> None:
         """Write events of a stream, with its head before the first; ``finish`` follows the end."""
         if self._head.is_http_1_0:
             self._is_close_delimited = self.is_last = True
@@ -127,10 +132,9 @@ class ClientResponse:
         else:
             data = chunk(events) + (_LAST_CHUNK if is_end else b"")
         if not self.has_begun:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *signature]
-            lines = [] if self._is_close_delimited else [_CHUNKED]
+            lines = [signed] if self._is_close_delimited else [signed, _CHUNKED]
             lines += [_CLOSE] if self.is_last else []
-            data = reply_head(200, headers, *lines) + data
+            data = reply_head(200, [_EVENT_STREAM], *lines) + data
         self.client.write(data)
         self.has_begun = self._is_event_stream = True
 

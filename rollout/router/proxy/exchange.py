@@ -7,9 +7,11 @@ Always true:
   to another engine, through the gate like any other.  A complete reply is final, unless it says
   that the engine is dead.  An engine that refuses the connection never got the request, so that
   does not count.
-  (With token failover, a request also continues after its first bytes: see ``token_failover``.)
+  (With token failover, a request also continues after its first bytes: see ``token_reader``.)
 - Nothing is written before ``start``: earlier requests get their responses first.
-- An error in here ends this request, and is raised to none of its callers (``on_router_error``).
+- An error in here ends this request, and is raised to none of its callers (``_handle``).
+- It alone has the state of the request.  What reads an engine's reply returns an action, and knows
+  nothing of it.
 
 There is no task and no await: client, gate, engine and clock each call it when something happens.
 It reads from top to bottom in the order of a request: client, gate, engine, failure, end.
@@ -22,14 +24,14 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, ParamSpec
 
 from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.head_cache import ReplyHead, RequestHead
+from rollout.router.http.headers import signature_lines
 from rollout.router.http.request import Request, read_request
 from rollout.router.http.routes import COMPLETION_PATHS
 from rollout.router.proxy.client_response import ClientResponse, ClientWriter
@@ -42,12 +44,27 @@ from rollout.router.proxy.engine_errors import (
     why_lost,
 )
 from rollout.router.proxy.lost_engines import LostEngines
-from rollout.router.proxy.prefill_decode import PrefillReply, bootstrap_fields
-from rollout.router.proxy.token_failover import (
-    TokenFailover,
-    may_keep_tokens,
-    read_for_base,
-    read_tokens,
+from rollout.router.proxy.prefill_decode import (
+    Lost,
+    NoConnection,
+    NoPrompt,
+    PrefillEvent,
+    PrefillReply,
+    Prompt,
+    bootstrap_fields,
+)
+from rollout.router.proxy.reader_choice import may_keep_tokens, read_for_base, read_tokens
+from rollout.router.proxy.token_reader import (
+    FINAL,
+    OPEN,
+    Action,
+    Again,
+    Context,
+    Finish,
+    Refused,
+    TokenReader,
+    Unusable,
+    Write,
 )
 from rollout.rules.routing import NO_HINT
 
@@ -57,27 +74,11 @@ P = ParamSpec("P")
 _WITH_BODY = (b"POST", b"PUT")
 
 
-def _guarded(
-    method: Callable[Concatenate[Exchange, P], None],
-) -> Callable[Concatenate[Exchange, P], None]:
-    """The method, whose errors end the request and are not raised."""
-
-    @wraps(method)
-    def guarded(self: Exchange, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:
-            self.on_router_error(error)
-
-    return guarded
-
-
 @dataclass(eq=False, slots=True)
 class Exchange:
     """A request of ``client`` on its way through ``proxy``.
 
-    It takes the engine's reply itself and passes it on as it is, unless ``TokenFailover`` takes
-    it, which reads the tokens.
+    An engine's reply is passed on as it is, unless a ``TokenReader`` reads its tokens.
 
     Attributes:
         response: what goes to the client.
@@ -107,12 +108,12 @@ class Exchange:
     _refusal: responses.RouterResponse | None = None
     _request: Request | None = None
     _named: NamedWeights = NOT_NAMED
-    _tokens: TokenFailover | None = None
+    _tokens: TokenReader | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
     _num_attempts: int = 0
     _failure: ConnectionFailure | None = None
-    _status: int = 0  # of a reply whose body has not begun
+    _status: int = 0  # of a reply that says nothing of its engine so far
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
 
@@ -122,22 +123,28 @@ class Exchange:
 
     # -- the client's side ------------------------------------------------------------------
 
-    @_guarded
+    def _handle(self, step: Callable[P, None], /, *arguments: P.args, **options: P.kwargs) -> None:
+        """Do what has happened; an error in it ends this request, and is not raised."""
+        try:
+            step(*arguments, **options)
+        except Exception as error:
+            self.on_router_error(error)
+
     def start(self) -> None:
         """All responses before this one are complete."""
         self._is_started = True
-        self._start()
+        self._handle(self._start)
 
     def start_whole(self, body: bytes) -> None:
         """The same, with all of the request's body."""
         self._is_started = True
-        try:  # as _guarded does, at less cost for each request
-            self._body = body
-            self._num_bytes = len(body)
-            self._is_whole = True
-            self._start()
-        except Exception as error:
-            self.on_router_error(error)
+        self._handle(self._start_whole, body)
+
+    def _start_whole(self, body: bytes) -> None:
+        self._body = body
+        self._num_bytes = len(body)
+        self._is_whole = True
+        self._start()
 
     def _start(self) -> None:
         self.began_s = self._proxy.now_s()
@@ -155,10 +162,7 @@ class Exchange:
 
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
-        try:  # as _guarded does, at less cost for each request
-            self._feed(data)
-        except Exception as error:
-            self.on_router_error(error)
+        self._handle(self._feed, data)
 
     def _feed(self, data: bytes) -> None:
         if self._is_done or self._refusal is not None:
@@ -175,17 +179,19 @@ class Exchange:
 
     def end_of_request(self) -> None:
         """All of the request has arrived."""
-        try:
-            self._stop_receiving()
-            self._is_whole = True
-            if self._is_started and not self._is_done:
-                self._begin()
-        except Exception as error:
-            self.on_router_error(error)
+        self._handle(self._end_of_request)
 
-    @_guarded
+    def _end_of_request(self) -> None:
+        self._stop_receiving()
+        self._is_whole = True
+        if self._is_started and not self._is_done:
+            self._begin()
+
     def client_left(self) -> None:
         """The client has closed its connection."""
+        self._handle(self._client_left)
+
+    def _client_left(self) -> None:
         if self._is_done:
             return
         if self._is_started:
@@ -195,15 +201,13 @@ class Exchange:
     def close_after(self) -> None:
         self.response.is_last = True
 
-    @_guarded
     def write_paused(self) -> None:
-        if (upstream := self._reply_handler().upstream) is not None:
-            upstream.pause()
+        if self.upstream is not None:
+            self._handle(self.upstream.pause)
 
-    @_guarded
     def write_resumed(self) -> None:
-        if (upstream := self._reply_handler().upstream) is not None:
-            upstream.resume()
+        if self.upstream is not None:
+            self._handle(self.upstream.resume)
 
     def _too_large(self) -> responses.RouterResponse:
         message = f"the body is over {self._proxy.config.max_body_bytes} bytes"
@@ -229,13 +233,15 @@ class Exchange:
                 self.end_with(responses.error(400, "bad_request", self._named.problem))
                 return
         if may_keep_tokens(proxy, head):
-            tokens = read_tokens(proxy, self, head, body)
+            tokens = read_tokens(proxy, head, body)
             if isinstance(tokens, responses.RouterResponse):
                 self.end_with(tokens)
                 return
             self._tokens = tokens
         if self._named.has_base:
-            self._tokens = read_for_base(proxy, self, self._tokens, body, self._named)
+            self._tokens = read_for_base(self._tokens, body, self._named)
+        if self._tokens is not None:
+            self.is_decoding = True
         self._request = read_request(head, body)
         self._enter("")
 
@@ -251,15 +257,10 @@ class Exchange:
             is_for_base=self._named.is_for_base,
         )
         if isinstance(decision, Waiter):
-            decision.on_decision = self._released
+            decision.on_decision = lambda decision: self._handle(self._decided, decision)
             self._timer = proxy.call_later(proxy.config.hold_timeout_s, proxy.gate.expire, decision)
         else:
             self._decided(decision)
-
-    @_guarded
-    def _released(self, decision: Admission | Refusal) -> None:
-        """The gate has decided on the held request."""
-        self._decided(decision)
 
     def _decided(self, decision: Admission | Refusal) -> None:
         if self._timer is not None:
@@ -279,7 +280,7 @@ class Exchange:
         request, tokens = self._request, self._tokens
         assert request is not None
         self.engine_id = admission.member.engine_id
-        admission.on_evicted = self._evicted
+        admission.on_evicted = lambda why: self._handle(self._evicted, why)
         self._num_attempts += 1
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
@@ -288,40 +289,46 @@ class Exchange:
         namespace = self._proxy.namespace(version)
         if admission.partner is not None:
             more = {**more, **bootstrap_fields(admission.partner)}
-            on_lost = partial(self.on_engine_lost, is_partner=True)
-            on_prompt = tokens.prompt_logprobs_handler() if tokens is not None else None
-            on_unusable = partial(self.end_unusable, is_partner=True)
             self._prefill = PrefillReply(
-                on_lost, self.on_no_connection, on_unusable, self.on_router_error, on_prompt
+                self._on_prefill,
+                self.on_router_error,
+                wants_prompt=tokens is not None and tokens.await_prompt(),
             )
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
-            request.body = tokens.body(version, admission.member.of_kind.dialect)
+            request.body = tokens.body(
+                version, admission.base_version, admission.member.of_kind.dialect
+            )
         parts = request.parts_for(endpoint, namespace, more, admission.member.of_kind)
-        pool.send(self._reply_handler(), endpoint, parts, is_head=self._head.method == b"HEAD")
+        pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _added_name(self, admission: Admission) -> Mapping[str, str | int]:
         """The name of the adapter, for an engine that gets it with the body."""
         is_added = admission.adapter and not self._named.is_named
         return {FIELD: admission.adapter} if is_added else {}
 
-    def _reply_handler(self) -> Exchange | TokenFailover:
-        return self if self._tokens is None else self._tokens
-
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
-        admission, response = self.admission, self.response
+        admission, response, tokens = self.admission, self.response, self._tokens
         assert admission is not None
-        response.begin(head, length, self.engine_id, admission.weight_version)
-        if self._head.route.path in COMPLETION_PATHS:
+        if tokens is not None:
+            tokens.begin(head)
             self._status = head.status
-        # After a length the body follows at once, so the head can wait for it.
-        if is_alone and (head.is_chunked or head.is_until_close):
-            response.pass_on(b"", is_end=False)
-        elif response.client.is_write_paused and self.upstream is not None:
+        else:
+            response.begin(head, length, self.engine_id, admission.weight_version)
+            if self._head.route.path in COMPLETION_PATHS:
+                self._status = head.status
+            # After a length the body follows at once, so the head can wait for it.
+            if is_alone and (head.is_chunked or head.is_until_close):
+                response.pass_on(b"", is_end=False)
+                return
+        if response.client.is_write_paused and self.upstream is not None:
             self.upstream.pause()
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
+        if self._tokens is not None:
+            self._read(self._tokens, data, is_end)
+            return
         if self._status:
             status, self._status = self._status, 0
             if self._is_lost_by_beginning(status, data):
@@ -329,6 +336,90 @@ class Exchange:
         self.response.pass_on(data, is_end=is_end)
         if is_end:
             self.finish()
+
+    def _read(self, tokens: TokenReader, data: bytes, is_end: bool) -> None:
+        action = tokens.take(data, self._context() if is_end else None)
+        if self._status and tokens.has_answered:
+            self._status = 0
+            self.note_answer()
+        if action is not None:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        """What the reader of an engine's reply wants."""
+        match action:
+            case Write(events):
+                self.response.send_events(events, self._signed())
+            case Finish():
+                self._end_reply(action)
+            case Again(why):
+                self._continue_elsewhere(why)
+            case Unusable(why):
+                self.end_unusable(why)
+            case Refused(status, error, end):
+                if self.is_lost_by(status, error):
+                    return
+                if end.content_type is not None and self.response.has_begun:
+                    why = bytes(end.body[0])[:200].decode("latin-1")
+                    self.end_with(responses.error(502, "engine_refused", why))
+                else:
+                    self._send_end(end)
+
+    def _context(self) -> Context:
+        """What the end of a reply depends on, besides the reply."""
+        admission, tokens, lost = self.admission, self._tokens, self._lost
+        if admission is None or tokens is None or admission.is_aborted:
+            return FINAL
+        is_open = self._proxy.gate.state is GateState.OPEN
+        if lost is not None and not lost.may_be_aborted(
+            self._proxy.config.max_failovers, is_open=is_open, num_kept=tokens.reply.num_kept
+        ):
+            return FINAL
+        return OPEN if is_open else Context(True, admission.member.of_kind.refusal_in_pause)
+
+    def _continue_elsewhere(self, why: str) -> None:
+        """The engine was paused; the gate decides when and where the request continues."""
+        assert self._tokens is not None
+        self._lost = self._lost or LostEngines()
+        is_open = self._proxy.gate.state is GateState.OPEN
+        self._lost.add_abort(is_open=is_open, num_kept=self._tokens.reply.num_kept)
+        self._enter_again(self._taken_away(why), excluded_engine="")
+
+    def _end_reply(self, end: Finish) -> None:
+        tokens, counts = self._tokens, self._proxy.counts
+        assert tokens is not None
+        counts.num_tokens_recomputed += tokens.reply.num_recomputed
+        counts.num_tokens_kept += tokens.reply.num_kept
+        if end.why_not_continued:
+            counts.refuse_failover(end.why_not_continued)
+        self._send_end(end)
+
+    def _send_end(self, end: Finish) -> None:
+        if end.content_type is None:
+            self.response.send_events(bytes(end.body[0]), self._signed(), is_end=True)
+        else:
+            self.response.send_whole(end.status, end.content_type, end.body, self._signed())
+        self.finish()
+
+    def _signed(self) -> bytes:
+        """Lines of a head that name the engine and its weights."""
+        assert self.admission is not None
+        return signature_lines(self.engine_id, self.admission.weight_version)
+
+    def _on_prefill(self, event: PrefillEvent) -> None:
+        """What has happened at the prefill engine of a pair."""
+        match event:
+            case Prompt(logprobs):
+                if self._tokens is not None:
+                    action = self._tokens.take_prompt(logprobs, self._context())
+                    if action is not None:
+                        self._do(action)
+            case Lost(why, was_sent):
+                self._lose_engine(why, was_sent=was_sent, is_partner=True)
+            case NoConnection(why):
+                self.on_no_connection(why)
+            case NoPrompt(why):
+                self.end_unusable(why, is_partner=True)
 
     def _is_lost_by_beginning(self, status: int, data: bytes) -> bool:
         if status != 200:
@@ -346,13 +437,21 @@ class Exchange:
     def on_no_connection(self, why: str) -> None:
         self.end_with(responses.refused(Refusal(why, self._proxy.gate.state)))
 
-    def on_engine_lost(self, why: str, *, is_partner: bool = False, was_sent: bool = True) -> None:
+    def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
+        tokens = self._tokens
+        end = None if tokens is None else tokens.take_loss(self._context())
+        if end is not None:
+            self._do(end)
+        elif tokens is None or not tokens.waits_for_prompt:
+            self._lose_engine(why, was_sent=was_sent)
+
+    def _lose_engine(self, why: str, *, was_sent: bool = True, is_partner: bool = False) -> None:
         admission, tokens = self.admission, self._tokens
         assert admission is not None
         proxy, target = self._proxy, self._head.route.target.decode()
         proxy.counts.num_engine_failures += 1
         self._lost = self._lost or LostEngines()
-        has_tokens = tokens is not None and tokens.has_tokens_of_engine
+        has_tokens = tokens is not None and tokens.reply.has_tokens_of_engine
         leaves_routing = self._lost.add(was_sent=was_sent, has_tokens=has_tokens)
         if not was_sent:
             self._num_attempts -= 1
@@ -383,7 +482,7 @@ class Exchange:
             return False
         why = why_lost(read_error(error) if isinstance(error, bytes) else error)
         if why:
-            self._reply_handler().on_engine_lost(why)
+            self._lose_engine(why)
         return bool(why)
 
     def end_unusable(self, why: str, *, is_partner: bool = False) -> None:
@@ -409,15 +508,10 @@ class Exchange:
             extra={"engine_id": failure.engine_id, "rid": rid},
         )
 
-    @_guarded
     def _evicted(self, why: str) -> None:
         """The owner of the engines reports that this engine is lost."""
         self._proxy.counts.num_cut += 1
         self._fail_over(self._taken_away(why))
-
-    def continue_after_abort(self) -> None:
-        """The engine was paused; the gate decides when and where the request continues."""
-        self._enter_again(self._taken_away("aborted it"), excluded_engine="")
 
     def _taken_away(self, why: str) -> ConnectionFailure:
         """Leave an engine that did not fail this request, so the attempt does not count."""
@@ -440,21 +534,31 @@ class Exchange:
 
     def _enter_again(self, failure: ConnectionFailure, *, excluded_engine: str) -> None:
         self._failure = failure
-        if self._tokens is not None:
-            may_continue = self._tokens.lose_engine()
-        else:
-            may_continue = not self.response.has_begun
-        if not may_continue:
+        if not self._may_go_on():
             self.end_with(responses.engine_failed(failure))
         else:
             self.response.discard_head()
             self._enter(excluded_engine)
 
+    def _may_go_on(self) -> bool:
+        """Whether another engine can complete what its client has; its tokens are kept, if so."""
+        tokens, counts = self._tokens, self._proxy.counts
+        if tokens is None:
+            return not self.response.has_begun
+        if why := tokens.lose_engine():
+            counts.refuse_failover(why)
+            if tokens.reply.has_shown:
+                return False
+        counts.num_failovers += 1
+        return True
+
     # -- deadline and stop ------------------------------------------------------------------
 
-    @_guarded
     def expire(self, after_s: float) -> None:
         """The request has taken too long."""
+        self._handle(self._expire, after_s)
+
+    def _expire(self, after_s: float) -> None:
         if self._is_done:
             return
         where = self.admission.member.engine_id if self.admission is not None else "the router"
@@ -462,9 +566,11 @@ class Exchange:
         self._proxy.counts.num_expired += 1
         self.end_with(responses.error(504, "deadline", message))
 
-    @_guarded
     def stop(self) -> None:
         """The router stops now."""
+        self._handle(self._stop)
+
+    def _stop(self) -> None:
         if self._is_done:
             return
         if self.response.has_begun:
@@ -522,10 +628,9 @@ class Exchange:
 
     def drop(self) -> None:
         """Close the connections that carry the request, which ends the engines' work on it."""
-        handler = self._reply_handler()
-        if handler.upstream is not None:
-            handler.upstream.drop()
-            handler.upstream = None
+        if self.upstream is not None:
+            self.upstream.drop()
+            self.upstream = None
         if self._prefill is not None:
             self._prefill.drop()
             self._prefill = None
@@ -545,7 +650,7 @@ class Exchange:
         self._is_done = True
         self.drop()
         self._leave()
-        self._tokens = None  # which refers back to this exchange
+        self._tokens = None
         if self._timer is not None:
             self._timer.cancel()
         if self._entered is not None and not isinstance(self._entered, Refusal):

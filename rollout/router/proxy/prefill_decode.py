@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.http.engine_connection import SentRequest
@@ -50,34 +50,54 @@ def read_prompt_logprobs(reply: bytes) -> PromptLogprobs:
     raise ValueError("the reply has no log-probs of the prompt")
 
 
-class LossHandler(Protocol):
-    """Takes the loss of an engine, as ``ReplyHandler.on_engine_lost`` does."""
+class Prompt(NamedTuple):
+    """The prefill engine has sent the log-probs of the prompt."""
 
-    def __call__(self, why: str, *, was_sent: bool) -> None: ...
+    logprobs: PromptLogprobs
+
+
+class Lost(NamedTuple):
+    """The prefill engine is lost, as ``ReplyHandler.on_engine_lost`` says it."""
+
+    why: str
+    was_sent: bool
+
+
+class NoConnection(NamedTuple):
+    """This process cannot open another connection."""
+
+    why: str
+
+
+class NoPrompt(NamedTuple):
+    """The prefill engine's reply has no log-probs of the prompt, though they are wanted."""
+
+    why: str
+
+
+PrefillEvent = Prompt | Lost | NoConnection | NoPrompt
 
 
 class PrefillReply:
     """Takes the prefill engine's reply, of which at most the prompt's log-probs are used.
 
     Args:
-        on_prompt: gets them; None where they are not requested.
+        handle: takes what happens.
+        on_router_error: takes an error of the router's own.
+        wants_prompt: the log-probs of the prompt are used.
     """
 
     def __init__(
         self,
-        on_lost: LossHandler,
-        on_no_connection: Callable[[str], None],
-        on_unusable: Callable[[str], None],
+        handle: Callable[[PrefillEvent], None],
         on_router_error: Callable[[BaseException], None],
-        on_prompt: Callable[[PromptLogprobs], None] | None = None,
+        *,
+        wants_prompt: bool,
     ) -> None:
         self.upstream: SentRequest | None = None
-        self.is_decoding = on_prompt is not None
-        self._on_lost = on_lost
-        self._on_no_connection = on_no_connection
-        self._on_unusable = on_unusable
-        self._on_router_error = on_router_error
-        self._on_prompt = on_prompt
+        self.is_decoding = wants_prompt
+        self.on_router_error = on_router_error
+        self._handle = handle
         self._parts: list[bytes] = []
 
     def drop(self) -> None:
@@ -89,27 +109,24 @@ class PrefillReply:
         """Ignored: the response is the decode engine's."""
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
-        if self._on_prompt is None:
+        if not self.is_decoding:
             return
         self._parts.append(data)
         if is_end:
-            reply = b"".join(self._parts)
-            try:
-                logprobs = read_prompt_logprobs(reply)
-            except UNUSABLE:  # such as a refusal of this request
-                begin = reply[:200].decode("latin-1")
-                self._on_unusable(f"sent no log-probs of the prompt: {begin}")
-            else:
-                self._on_prompt(logprobs)
+            self._handle(_read_prompt(b"".join(self._parts)))
 
     def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
-        self._on_lost(why, was_sent=was_sent)
+        self._handle(Lost(why, was_sent))
 
     def on_no_connection(self, why: str) -> None:
-        self._on_no_connection(why)
+        self._handle(NoConnection(why))
 
     def may_reconnect(self) -> bool:
         return False
 
-    def on_router_error(self, error: BaseException) -> None:
-        self._on_router_error(error)
+
+def _read_prompt(reply: bytes) -> Prompt | NoPrompt:
+    try:
+        return Prompt(read_prompt_logprobs(reply))
+    except UNUSABLE:  # such as a refusal of this request
+        return NoPrompt(f"sent no log-probs of the prompt: {reply[:200].decode('latin-1')}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
-from rollout.router.gate.gate import GateState
 from rollout.router.http.head_cache import ReplyHead
-from rollout.router.proxy.context import Counts
-from rollout.router.proxy.token_failover import TokenFailover
+from rollout.router.proxy.token_reader import (
+    Action,
+    Context,
+    Finish,
+    TokenReader,
+    Unusable,
+    Write,
+)
 from tests.rollout.router.continuation.model_engines import Engine, logprob, top
 from tests.rollout.router.continuation.replies import (
     CHAT,
@@ -31,6 +35,7 @@ from tests.rollout.router.continuation.replies import (
 )
 from tests.rollout.router.continuation.scripts import END, TEXTS, tokenizer_of
 
+OPEN = Context(may_continue=True)
 STREAM = ReplyHead(200, [(b"content-type", b"text/event-stream")])
 SGLANG, VLLM, MIXED = ("sglang",), ("vllm",), ("sglang", "vllm")
 DIALECTS = [
@@ -49,59 +54,37 @@ NAMES = ["-".join([path.strip("/"), *kinds]) for path, kinds in DIALECTS]
 
 
 @dataclass
-class Exchange:
-    """What a reader sees of its exchange: what it writes, and what it asks for."""
+class Client:
+    """What a client got of the actions of its reader."""
 
     events: bytes = b""
     whole: bytes = b""
     status: int = 200
     is_over: bool = False
-    is_lost: bool = False
     problem: str = ""
-    admission: Any = None
-    engine_id: str = "e"
-    client: Any = field(default_factory=lambda: SimpleNamespace(is_write_paused=False))
 
-    @property
-    def response(self) -> Exchange:
-        return self
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self.events)
-
-    def send_events(self, events: bytes, signature: Any, *, is_end: bool = False) -> None:
-        self.events += events
-
-    def send_whole(self, status: int, lines: bytes, body: list[bytes | memoryview]) -> None:
-        self.status, self.whole = status, b"".join(body)
-
-    def finish(self) -> None:
-        self.is_over = True
-
-    def note_answer(self) -> None:
-        pass
-
-    def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
-        self.is_lost = True
-
-    def end_unusable(self, problem: str) -> None:
-        self.is_over, self.problem = True, problem
+    def get(self, action: Action | None) -> None:
+        match action:
+            case Write(events):
+                self.events += events
+            case Finish(body, status, content_type):
+                self.is_over, self.status = True, status
+                if content_type is not None:
+                    self.whole = b"".join(body)
+                else:
+                    self.events += bytes(body[0])
+            case Unusable(why):
+                self.is_over, self.problem = True, why
+            case _:
+                assert action is None, action
 
 
-def reader_of(
-    path: str, body: dict[str, Any], kinds: tuple[str, ...], decode: Any
-) -> tuple[TokenFailover, Exchange]:
+def reader_of(path: str, body: dict[str, Any], kinds: tuple[str, ...], decode: Any) -> TokenReader:
     data = json.dumps(body).encode()
     reply = read(path, data, 4, " ".join(kinds))
     assert reply is not None
     reply.decode = decode
-    config = SimpleNamespace(max_failovers=99)
-    proxy: Any = SimpleNamespace(
-        config=config, counts=Counts(), gate=SimpleNamespace(state=GateState.OPEN)
-    )
-    exchange = Exchange()
-    return TokenFailover(proxy, exchange, reply), exchange  # type: ignore[arg-type]
+    return TokenReader(reply)
 
 
 @dataclass
@@ -179,42 +162,41 @@ def answered(case: Case, uncut_on: str = "") -> tuple[Reply | None, list[set[int
     """
     tokenizer = tokenizer_of(case.tokenizer)
     decode = tokenizer.decode if case.knows_tokenizer else None
-    reader, exchange = reader_of(case.path, case.body(), case.kinds, decode)
+    reader, client = reader_of(case.path, case.body(), case.kinds, decode), Client()
     made: list[set[int]] = []
     cuts, kind = [] if uncut_on else case.cuts, uncut_on
     for version, (sizes, part, num) in enumerate([*cuts, ([1], 2.0, 999)]):
         kind = uncut_on or case.kinds[version % len(case.kinds)]
         engine = Engine(tokenizer, case.prompt, case.ids, kind == "vllm", version, sizes)
         translated = kind == "vllm" and case.path == GENERATE
-        body = reader.body(version, kind)
+        body = reader.body(version, None, kind)
         data = engine.reply(VLLM_GENERATE if translated else case.path, body)
         made.append(engine.generated)
         end = min(len(data), int(part * len(data)))
-        reader.on_reply(STREAM, b"", False)
+        reader.begin(STREAM)
         for at in range(0, end, num):
-            if not exchange.is_over:
-                reader.on_reply_data(data[at : min(end, at + num)], False)
-        if exchange.is_over:
+            if not client.is_over:
+                client.get(reader.take(data[at : min(end, at + num)], None))
+        if client.is_over:
             break
         if part > 1:
-            reader.on_reply_data(b"", True)
+            client.get(reader.take(b"", OPEN))
             break
-        reader.on_engine_lost("cut")
-        if exchange.is_lost and not reader.lose_engine():
+        if (action := reader.take_loss(OPEN)) is not None:
+            client.get(action)
+            break
+        if reader.lose_engine() and reader.reply.has_shown:
             return None, made, kind
-        exchange.is_lost = False
-        if exchange.is_over:
-            break
-    assert exchange.problem == ""
-    assert exchange.is_over
-    assert exchange.status == 200
-    return read_reply(case, exchange), made, kind
+    assert client.problem == ""
+    assert client.is_over
+    assert client.status == 200
+    return read_reply(case, client), made, kind
 
 
-def read_reply(case: Case, exchange: Exchange) -> Reply:
+def read_reply(case: Case, client: Client) -> Reply:
     if not case.is_streamed:
-        return joined(case, [json.loads(exchange.whole)])
-    lines = exchange.events.decode().split("\n\n")
+        return joined(case, [json.loads(client.whole)])
+    lines = client.events.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return joined(case, [json.loads(line.removeprefix("data: ")) for line in lines[:-2]])
 

@@ -26,11 +26,9 @@ FOLDER = str(Path(rollout.router.__file__).parent)
 NOT_OF_A_REQUEST = frozenset(
     {
         *(
-            "guarded",
-            "start",
-            "start_whole",
-            "feed",
-            "end_of_request",
+            "_handle",
+            *("start", "start_whole", "feed", "end_of_request", "client_left", "expire", "stop"),
+            *("write_paused", "write_resumed", "<lambda>"),
             "_decide",
             "_decide_all",
             "_connect",
@@ -74,13 +72,8 @@ class Fault:
 
 def _is_outside(frame, event) -> bool:
     if frame.f_code.co_name in NOT_OF_A_REQUEST:
-        return event == "call" or frame.f_code.co_name not in (
-            "data_received",
-            "start_whole",
-            "feed",
-            "end_of_request",
-        )
-    while frame is not None and frame.f_code.co_name not in ("guarded", "_admit_or_refuse"):
+        return event == "call" or frame.f_code.co_name != "data_received"
+    while frame is not None and frame.f_code.co_name not in ("_handle", "_admit_or_refuse"):
         if frame.f_code.co_qualname in OUTSIDE:
             return True
         frame = frame.f_back

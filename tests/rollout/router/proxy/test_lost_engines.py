@@ -19,3 +19,12 @@ def test_two_engines_in_a_row_without_a_token_may_be_the_requests_fault():
     for has_tokens, expected in [(False, False), (True, False), (False, False), (False, True)]:
         lost.add(was_sent=True, has_tokens=has_tokens)
         assert lost.may_be_its_fault is expected
+
+
+def test_aborts_in_a_row_with_an_open_gate_and_no_token_have_another_reason():
+    lost = LostEngines()
+    for is_open, num_kept, may in [(True, 0, True), (True, 0, True), (True, 0, False)]:
+        assert lost.may_be_aborted(2, is_open=is_open, num_kept=num_kept) is may
+        lost.add_abort(is_open=is_open, num_kept=num_kept)
+    assert lost.may_be_aborted(2, is_open=False, num_kept=0)
+    assert lost.may_be_aborted(2, is_open=True, num_kept=5)
