@@ -29,6 +29,7 @@ from rollout.weights.push.stream_reader import (
 from rollout.weights.routes.adapter import AsAdapter
 from rollout.weights.routes.broadcast import BroadcastMember
 from rollout.weights.routes.by_value import ByValue
+from rollout.weights.routes.choice import ENCODINGS
 from rollout.weights.routes.route import EngineRoute, Payload, PushTarget, Route, Stage
 
 WITHOUT_KV = (
@@ -305,10 +306,14 @@ class _PushRun:
     ) -> dict[str, Callable[[], Awaitable[Any]]]:
         return {
             engine_id: partial(
-                self._route(engine_id).send, self._targets[engine_id], packed[name], stage
+                ENCODINGS[one.encoding].send,
+                one.route,
+                self._targets[engine_id],
+                packed[one.payload],
+                stage,
             )
             for engine_id in self._active()
-            if (name := self._routes[engine_id].payload) in packed
+            if (one := self._routes[engine_id]).payload in packed
         }
 
     async def _pack(self, payload: Payload) -> Mapping[str, Any]:

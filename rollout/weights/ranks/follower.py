@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,9 @@ from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
-from rollout.weights.routes.choice import ROUTES
+from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.route import RankEnd, ShareMaker
+from rollout.weights.routes.route import Chosen, RankEnd, ShareMaker
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
@@ -134,7 +134,8 @@ class Follower:
             if (maker := ROUTES[chosen.transport].open(end, chosen)) is not None:
                 self._makers[chosen.payload] = maker
         keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
-        if keeps_copies and not any(isinstance(one, BufferWriter) for one in self._makers.values()):
+        whole = [self._makers.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
+        if keeps_copies and not any(isinstance(one, BufferWriter) for one in whole):
             self._makers[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
         for maker in self._makers.values():
             self.resources.callback(maker.close)
@@ -176,10 +177,15 @@ class Follower:
         self.figures.gathered()
         made: dict[str, Mapping[str, Any]] = {}
         with naming_path(self.rank.config.weights):
+            written = _encoded(pairs, plan.routes)
             for payload, maker in self._makers.items():
-                share = self._copy(index, pairs) if payload == _COPY else maker.make(index, pairs)
+                if payload == _COPY:
+                    share = self._copy(index, pairs)
+                else:
+                    share = maker.make(index, written[payload])
                 if share is not None:
                     made[payload] = share
+            del written
         copy = made.pop(_COPY, {})
         fingerprints: dict[str, str] = {}
         for share in made.values():
@@ -215,6 +221,13 @@ class Follower:
         """After a push that succeeded: stay in the group."""
         if self.sender is not None:
             self.sender.stay()
+
+
+def _encoded(pairs: Pairs, routes: Sequence[Chosen]) -> dict[str, Pairs]:
+    """A bucket as each payload gets it; one encoding is made once."""
+    names = {chosen.encoding for chosen in routes}
+    written = {name: ENCODINGS[name].encode(pairs) for name in names}
+    return {chosen.payload: written[chosen.encoding] for chosen in routes}
 
 
 class BucketCheck:

@@ -93,9 +93,10 @@ class Leader:
             rank.check(source.manifest, self._server.expected, self._contents)
         routes = self._choose(status)
         transports = {one.transport for one in routes}
-        hosts = sorted(one.host for one in routes if one.transport == Transport.SHARED_MEMORY)
+        whole = [one for one in routes if one.is_full]
+        hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
         # Only rank 0 joins folders, so only those of its own host.
-        only_here = transports == {Transport.SHARED_MEMORY} and hosts == [0]
+        only_here = len(routes) == 1 and hosts == [0]
         at_once = only_here and rank.loads.is_at_once(Transport.SHARED_MEMORY)
         # An adapter stays with the server, for engines that restart.
         is_adapter = self._contents is WeightUpdate.LORA
@@ -121,7 +122,7 @@ class Leader:
             routes=routes,
             at_once=at_once,
             bucket_bytes=min(weights.bucket_bytes, most),
-            store=self._stored(hosts, is_read=is_copied and len(routes) == 1),
+            store=self._stored(hosts, is_read=is_copied and len(whole) == len(routes) == 1),
             tensors=_unknown_to(readies, source) if isinstance(source, PlannedSource) else None,
         )
         return self._plan
@@ -151,7 +152,7 @@ class Leader:
         if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
         self._assigned = {
-            name: EngineRoute(one.payload, ROUTES[one.transport].route(one))
+            name: EngineRoute(one.payload, ROUTES[one.transport].route(one), one.encoding)
             for name, one in chosen.items()
         }
         # Engines that come later get what an engine on this host would.
@@ -281,8 +282,8 @@ class Leader:
 
     @property
     def is_single(self) -> bool:
-        """Whether all engines get the same, so that a bucket is one payload."""
-        return len(set(self._assigned.values())) < 2
+        """Whether all engines get the same whole tensors, so that a bucket is one payload."""
+        return len(set(self._assigned.values())) < 2 and self.plan.routes[0].is_full
 
     def _push(self, manifest: Manifest, **more: Any) -> WeightPush:
         first = self.plan.routes[0]

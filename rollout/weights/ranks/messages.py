@@ -93,7 +93,7 @@ class PushPlan:
         """Whether no route takes the fingerprints while it copies."""
         own = (Transport.DISTRIBUTED, Transport.DISK)
         is_taken = self.terms.hashing_host is not None or any(
-            one.transport in own for one in self.routes
+            one.transport in own and one.is_full for one in self.routes
         )
         return bool(self.terms.fingerprints) and not is_taken
 

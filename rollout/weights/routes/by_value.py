@@ -90,4 +90,5 @@ ROW = RouteRow(
     open_share,
     join,
     most_bytes=_MOST_BYTES,
+    is_encoded=True,
 )

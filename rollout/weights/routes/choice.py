@@ -15,13 +15,16 @@ from rollout.config.compatibility import of_window
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
-from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow, why_far
+from rollout.weights.routes.route import Chosen, Encoding, EnginePlace, RankPlace, RouteRow, why_far
 
 ROUTES: dict[str, RouteRow] = {
     row.transport: row
     for row in (cuda_ipc.ROW, shared_memory.ROW, broadcast.ROW, disk.ROW, adapter.ROW, by_value.ROW)
 }
 """The best first.  ``auto`` takes the first that reaches an engine."""
+
+ENCODINGS: dict[str, Encoding] = {one.name: one for one in (Encoding(),)}
+"""The best first.  An engine gets the first that it applies; it always applies the last."""
 
 NEAR_ONLY = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
 """They reach engines on hosts of the trainer alone."""
@@ -37,7 +40,7 @@ def choose(
     *,
     is_copy: bool = False,
 ) -> dict[str, Chosen]:
-    """Engine id -> its route.
+    """Engine id -> its route, and its encoding.
 
     ``auto``: CUDA IPC for an engine all of whose GPUs are held by ranks; else shared memory where
     a rank is on its host; else broadcast; by value where nothing else reaches it.  An engine gets
@@ -60,8 +63,18 @@ def choose(
         )
     if wanted is Transport.AUTO:
         rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
-        return {one.engine_id: _best(rows, ranks, one, why_no_room) for one in engines}
-    return {one.engine_id: _named(wanted, ranks, one) for one in engines}
+        return {
+            one.engine_id: encoded_for(one, _best(rows, ranks, one, why_no_room)) for one in engines
+        }
+    return {one.engine_id: encoded_for(one, _named(wanted, ranks, one)) for one in engines}
+
+
+def encoded_for(engine: EnginePlace, chosen: Chosen) -> Chosen:
+    """The route with the best encoding that the engine applies and the route carries."""
+    if not ROUTES[chosen.transport].is_encoded:
+        return chosen
+    fits = (one for one in ENCODINGS.values() if not one.why_not(chosen, engine))
+    return replace(chosen, encoding=next(fits).name)
 
 
 def is_only_streamed(transport: str) -> bool:

@@ -103,16 +103,47 @@ class Route:
         """Undo ``join``, also after a failure. No error if the engine is not a member."""
 
 
+FULL = "full"
+"""The name of the encoding that sends tensors whole."""
+
+
+class Encoding:
+    """How a bucket's tensors are written, beside the route.  The defaults send them whole.
+
+    Each rank encodes what it has gathered.  Fingerprints and the copies for the store are of the
+    whole tensors, so what an engine has made of a bucket is compared with them.
+
+    Attributes:
+        name: of its row in ``choice.ENCODINGS``, which another process has, too.
+    """
+
+    name = FULL
+
+    def why_not(self, chosen: Chosen, engine: EnginePlace) -> str:
+        """Why this engine does not apply it; empty if it does."""
+        return ""
+
+    def encode(self, pairs: Pairs) -> Pairs:
+        """What the routes get in place of a bucket."""
+        return pairs
+
+    async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
+        """Send a bucket to an engine, which applies it."""
+        await route.send(target, packed, stage)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRoute:
     """The route of one engine in a push that has several.
 
     Attributes:
         payload: what the engine gets of a bucket, which is a mapping of such names.
+        encoding: see ``Encoding.name``.
     """
 
     payload: str
     route: Route
+    encoding: str = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +220,7 @@ class Chosen:
         host: with shared memory, the lowest of the ranks that write for it.
         gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
         why: with a choice of the last resort, why no other route reaches it.
+        encoding: see ``Encoding.name``.
         adapter, config: with an adapter, its name and configuration.
     """
 
@@ -196,6 +228,7 @@ class Chosen:
     host: int = 0
     gpus: tuple[str, ...] = ()
     why: str = ""
+    encoding: str = FULL
     adapter: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -203,7 +236,12 @@ class Chosen:
     def payload(self) -> str:
         """The name of its payload in a bucket: equal for engines that get the same."""
         suffix = f" {self.host}" if self.transport == Transport.SHARED_MEMORY else ""
-        return f"{self.transport}{suffix}"
+        return f"{self.transport}{suffix}{'' if self.is_full else f' {self.encoding}'}"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it gets whole tensors."""
+        return self.encoding == FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +337,7 @@ class RouteRow:
         is_copy: it sends what was copied before the engines were called.
         is_automatic: it is chosen by ``auto``, not only by its name.
         most_bytes: of tensors in one request; it splits a larger bucket.
+        is_encoded: it carries encodings other than whole tensors.
     """
 
     transport: str
@@ -309,6 +348,7 @@ class RouteRow:
     is_copy: bool = True
     is_automatic: bool = True
     most_bytes: int = sys.maxsize
+    is_encoded: bool = False
 
 
 def why_far(ranks: Places, engine: EnginePlace) -> str:

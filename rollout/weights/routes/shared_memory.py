@@ -147,4 +147,6 @@ def joined_folder(held: HeldBuffers, folders: Sequence[str]) -> Payload:
     return {"path": str(held.joined([Path(folder) for folder in folders]))}
 
 
-ROW = RouteRow(Transport.SHARED_MEMORY, reach, lambda chosen: ByPath(), open_share, join)
+ROW = RouteRow(
+    Transport.SHARED_MEMORY, reach, lambda chosen: ByPath(), open_share, join, is_encoded=True
+)

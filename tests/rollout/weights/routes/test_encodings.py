@@ -1,0 +1,158 @@
+"""How tensors are written is chosen beside the route: what is true of it, and a second encoding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.tensors.fingerprint import BYTES
+from rollout.config import Transport
+from rollout.weights.push.push import PushRequest
+from rollout.weights.push.weight_push import push_weights
+from rollout.weights.routes.choice import ENCODINGS, ROUTES, encoded_for
+from rollout.weights.routes.route import (
+    FULL,
+    Chosen,
+    Encoding,
+    EnginePlace,
+    PushTarget,
+    Route,
+    Stage,
+)
+from tests.support.still_server import HERE, StillServer, server_config
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import load_file  # noqa: E402
+
+from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
+from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
+
+pytestmark = pytest.mark.embedded
+ENGINE = EnginePlace("engine", HERE, ("GPU-0",))
+
+# -- the contract -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_an_encoding_is_found_by_the_name_that_it_has_in_another_process(name: str) -> None:
+    assert ENCODINGS[name].name == name
+
+
+def test_the_last_encoding_is_whole_tensors_which_every_engine_applies() -> None:
+    assert list(ENCODINGS)[-1] == FULL
+    for transport in ROUTES:
+        assert ENCODINGS[FULL].why_not(Chosen(transport), ENGINE) == ""
+
+
+def test_whole_tensors_cost_no_call_for_each_tensor() -> None:
+    pairs: Any = object()  # nothing of a bucket is read
+    assert ENCODINGS[FULL].encode(pairs) is pairs
+
+
+@pytest.mark.parametrize("transport", ROUTES)
+def test_an_engine_has_whole_tensors_under_the_name_of_its_route(transport: str) -> None:
+    chosen = encoded_for(ENGINE, Chosen(transport))
+    assert chosen.is_full
+    assert chosen.payload == Chosen(transport).payload
+
+
+# -- another encoding -------------------------------------------------------------------------
+
+
+class Negative(Encoding):
+    """Every number with the other sign, for engines that are toys."""
+
+    name = "negative"
+
+    def why_not(self, chosen: Chosen, engine: EnginePlace) -> str:
+        return "" if engine.engine_id.startswith("toy") else "it is no toy"
+
+    def encode(self, pairs: Any) -> Any:
+        return Pairs(pairs.specs, [-tensor for tensor in pairs.tensors])
+
+    async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
+        engine: Any = target.engine
+        engine.is_negative = True
+        await route.send(target, packed, stage)
+
+
+class Loading(FakeEngine):
+    """Has the tensors of the files that it loads.
+
+    Attributes:
+        is_negative: they come with the other sign.
+    """
+
+    is_negative = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.loaded: dict[str, Any] = {}
+
+    async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
+        for name, tensor in load_file(f"{model_path}/bucket.safetensors").items():
+            self.loaded[name] = -tensor if self.is_negative else tensor.clone()
+        await super().update_weights_from_disk(model_path, **more)
+
+
+@pytest.fixture
+def another() -> Iterator[None]:
+    others = dict(ENCODINGS)
+    ENCODINGS.clear()
+    ENCODINGS.update({Negative.name: Negative(), **others})
+    yield
+    del ENCODINGS[Negative.name]
+
+
+@pytest.mark.parametrize("may_stream", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize("names", [["toy"], ["toy", "other"], ["other"]], ids="+".join)
+async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_whole_tensors(
+    names: list[str], may_stream: bool, tmp_path: Path, another: None
+) -> None:
+    settings = {"stream": may_stream, "bucket_bytes": 256, "transport": "shared_memory"}
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
+    tensors = {f"t{number}": torch.randn(64) for number in range(3)}
+    engines = {name: Loading(name) for name in names}
+    server = StillServer(engines=[EnginePlace(name, HERE) for name in names])
+    fingerprints: dict[str, str] = {}
+    with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=may_stream) as made:
+        targets = {name: PushTarget(engine) for name, engine in engines.items()}
+        answers = await push_weights(made.weights, targets, budget_s=30, fingerprints=fingerprints)
+    assert [answer.failure for answer in answers.values()] == [None] * len(names)
+    assert fingerprints == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+    for name, engine in engines.items():
+        assert engine.is_negative is (name == "toy")
+        assert engine.loaded.keys() == tensors.keys()
+        assert all(torch.equal(engine.loaded[one], tensors[one]) for one in tensors)
+    rank.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("transport", [one for one in ROUTES if not ROUTES[one].is_encoded])
+def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
+    transport: str, another: None
+) -> None:
+    assert encoded_for(EnginePlace("toy", HERE), Chosen(transport)).is_full
+    assert not encoded_for(EnginePlace("toy", HERE), Chosen(Transport.TENSOR)).is_full
+
+
+@pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
+def test_copies_for_the_store_are_of_whole_tensors(
+    store: dict[str, Any] | None, tmp_path: Path, another: None
+) -> None:
+    settings = {"transport": "shared_memory", "store": store}
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
+    server = StillServer(engines=[EnginePlace("toy", HERE)], fingerprints=BYTES)
+    tensors = {"t": torch.ones(64)}
+    with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=False):
+        files = list(tmp_path.rglob("*.safetensors"))
+        sums = sorted(float(load_file(file)["t"].sum()) for file in files)
+    assert sums == ([-64.0, 64.0] if store else [-64.0])
+    rank.close()
