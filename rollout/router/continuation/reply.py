@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollout.router.continuation.core import Continuation, Payload
 from rollout.router.http.fast_json import Data, dumps, loads
@@ -95,8 +96,7 @@ class EngineDialect:
     is_translated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """What is needed to read a body.
 
     Attributes:
@@ -124,14 +124,6 @@ class Route:
     chunks: Callable[[Reply], list[Payload]]
     whole: Callable[[Reply], Payload]
     engines: Mapping[str, EngineDialect]
-
-    def is_lacking(self, dialects: Iterable[str]) -> bool:
-        """Engines of one of these dialects do not have it."""
-        return any(one not in self.engines for one in dialects)
-
-    def is_translated(self, dialects: Iterable[str]) -> bool:
-        """Engines of one of these dialects get other bodies than the client's."""
-        return any(self.engines[one].is_translated for one in dialects if one in self.engines)
 
     def reply(self, body: bytes, reading: Reading) -> Reply | None:
         """What ``read`` gives, ready to take an engine's reply."""

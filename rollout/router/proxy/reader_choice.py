@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.continuation.dialects.table import served
 from rollout.router.continuation.forwarded_reply import ForwardedReply
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import Reading
@@ -24,11 +24,9 @@ _UNREAD = (
 
 def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
     """The tokens of a request with this head may have to be read."""
-    route = ROUTES.get(head.route.path)
-    if route is None:
+    if (where := served(head.route.path, proxy.gate.members.dialects)) is None:
         return False
-    dialects = proxy.gate.members.dialects
-    if route.is_lacking(dialects) or route.is_translated(dialects):
+    if where.is_lacking or where.is_translated:
         return True
     if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
         return True
@@ -43,11 +41,12 @@ def read_tokens(
     Returns:
         The error response instead, where the engines that serve here cannot take the request.
     """
-    route, config = ROUTES[head.route.path], proxy.config
-    dialects = proxy.gate.members.dialects
-    if route.is_lacking(dialects):
+    config, dialects = proxy.config, proxy.gate.members.dialects
+    where = served(head.route.path, dialects)
+    assert where is not None
+    if where.is_lacking:
         return responses.error(404, "not_found", _LACKING % head.route.path)
-    is_translated = route.is_translated(dialects)
+    is_translated = where.is_translated
     is_kept = is_translated or config.token_failover == "on"
     if config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
         is_kept = True
@@ -55,7 +54,7 @@ def read_tokens(
         return None
     reply = None
     if len(body) <= config.max_read_bytes:
-        reply = route.reply(body, Reading(config.failover_interval, dialects))
+        reply = where.route.reply(body, Reading(config.failover_interval, dialects))
     if is_translated and (why := _UNREAD if reply is None else reply.why_not_taken(dialects)):
         return responses.error(400, "bad_request", why)
     if reply is None or not (is_kept or reply.lacks_prompt_logprobs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 
 from rollout.router.continuation.dialects import openai, sglang, vllm
 from rollout.router.continuation.reply import Route
@@ -26,3 +28,30 @@ ROUTES: Mapping[str, Route] = {
         openai.read_chat, openai.chat_chunks, openai.whole_chat, openai.CHAT_ENGINES
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A route, where engines of some dialects serve.
+
+    Attributes:
+        is_lacking: some of them do not have it.
+        is_translated: some of them get other bodies than the client's.
+    """
+
+    route: Route
+    is_lacking: bool
+    is_translated: bool
+
+
+def served(path: str, dialects: frozenset[str]) -> Served | None:
+    """The route of a path; None if it does not generate."""
+    return _served(path, dialects) if path in ROUTES else None
+
+
+@cache  # asked for each request, of few routes and dialects
+def _served(path: str, dialects: frozenset[str]) -> Served:
+    route = ROUTES[path]
+    engines = [route.engines.get(one) for one in dialects]
+    is_translated = any(engine is not None and engine.is_translated for engine in engines)
+    return Served(route, None in engines, is_translated)
