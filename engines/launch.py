@@ -240,7 +240,7 @@ class LocalLauncher:
     """Launches engines as guarded child processes of this one."""
 
     def __init__(self) -> None:
-        self._held: dict[str, PortReservation] = {}
+        self._reserved: dict[str, PortReservation] = {}
 
     def hold_address(self, host: str) -> str:
         """An address on this node for the nodes of one engine to meet at.
@@ -249,7 +249,7 @@ class LocalLauncher:
         """
         reservation = reserve_port(host)
         address = f"[{host}]:{reservation.port}" if ":" in host else f"{host}:{reservation.port}"
-        self._held[address] = reservation
+        self._reserved[address] = reservation
         return address
 
     async def launch(self, spec: EngineSpec) -> LocalEngine | AttachedEngine:
@@ -268,8 +268,8 @@ class LocalLauncher:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             reservation = held.enter_context(reserve_port(spec.host))
-            if spec.node_rank == 0 and spec.dist_init_addr in self._held:
-                held.enter_context(self._held.pop(spec.dist_init_addr))
+            if spec.node_rank == 0 and spec.dist_init_addr in self._reserved:
+                held.enter_context(self._reserved.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
             start = invocation(spec, endpoint, os.environ)
             # The engine binds its ports itself, so they are released just before it starts.

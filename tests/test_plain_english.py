@@ -1,8 +1,9 @@
 """The text that people read uses plain English: none of the words of ``WORDS``.
 
 Read are docstrings, comments and messages of Python, Markdown, the page's JavaScript and HTML,
-and the comments and help texts of the build files.  Names of code are not: they stand in
-backticks, before a bracket or after a dot.  ``python tests/test_plain_english.py`` prints a count
+and the comments and help texts of the build files.  Names of code in them are not: they stand in
+backticks, before a bracket or after a dot.  The names that Python defines have words of their own
+to avoid, ``NAME_WORDS``.  ``python tests/test_plain_english.py`` prints a count
 for each folder, and with paths as arguments every hit in them.
 """
 
@@ -62,11 +63,57 @@ WORDS = {
     r"(is|are|was|were|be|being|been|stays?|feels?) well(?! \w)": "healthy",
     r"ill": "unhealthy, badly",
 }
+# In names of modules, classes, functions, parameters and attributes, and the word to use instead.
+NAME_WORDS = {
+    "carrier": "route",
+    "word": "message, or what it is",
+    "words": "messages, or what they are",
+    "maker": "builder, writer",
+    "makers": "builders, writers",
+    "handover": "queue",
+    "prove": "check, verify",
+    "proved": "checked, verified",
+    "told": "the thing itself",
+    "said": "sent, the message",
+    "turn": "callback, share; a turn is one of a conversation",
+    "turns": "callbacks, shares; turns are those of a conversation",
+    "held": "buffers, groups: what it is",
+    "kept": "cached, copies: what it is",
+    "found": "what it is",
+}
+# Where names may have some of them, by the start of the path, with the reason.
+NAMES_ALLOWED: dict[str, tuple[str, str]] = {
+    "engines/cpu/": ("held maker", "names of the libraries that the harnesses stand in for"),
+    "engines/embedded/generation/attention.py": ("kept", "queries that are no padding"),
+    "engines/embedded/generation/pause_gate.py": ("held", "requests held at a gate"),
+    "engines/embedded/memory/mapped_files.py": ("kept", "files that stay mapped"),
+    "engines/embedded/weights/broadcast_receiver.py": ("kept", "tensors kept between pushes"),
+    "engines/fake/engine/fake_engine.py": ("held", "requests held at a gate"),
+    "engines/process/": ("found word", "a search of this machine's processes; a line of a guard"),
+    "engines/tensors/": ("word words", "of a processor, and of a safetensors header"),
+    "engines/vllm/calls.py": ("kept", "samples that vLLM keeps or not"),
+    "engines/vllm_plugin/": ("kept", "tensors kept for the next push"),
+    "rollout/config/http.py": ("held", "requests held at the gate"),
+    "rollout/control/group/command_runner.py": ("turn", "a command waits for its turn"),
+    "rollout/control/server/crash_cleanup.py": ("found", "a search for what a crash has left"),
+    "rollout/core/arguments.py": ("words", "words of a message"),
+    "rollout/core/command_lock.py": ("held", "a lock is held"),
+    "rollout/driver/client/": ("turn turns", "of a conversation"),
+    "rollout/driver/logprobs/gap_cause.py": ("words", "words of a message"),
+    "rollout/observability/timeline/": ("said", "a field of spans, in the files of runs"),
+    "rollout/router/": ("found held kept turn turns word", "its parts are being redesigned"),
+    "rollout/rules/": ("kept turns", "for the router's parts"),
+    "rollout/weights/ranks/figures.py": ("said", "a field of spans, in the files of runs"),
+    "rollout/weights/store/": ("kept said", "which node has kept a unit, as its records say"),
+}
 # Not a name: nothing of code directly before or after it.
 _PATTERNS = {
     re.compile(rf"(?<![\w.$])(?<!--)(?:{pattern})(?![\w(=])".replace(" ", r"\s+"), re.I): plain
     for pattern, plain in WORDS.items()
 }
+
+
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 class Hit(NamedTuple):
@@ -217,6 +264,50 @@ def texts(path: Path) -> Iterator[Text]:
         yield Text(1, source)
 
 
+# -- the names of a file --------------------------------------------------------------------------
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """What a file of Python defines, by line: not variables of a function, which stay in it."""
+    yield 1, path.stem
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    outside: list[ast.Module | ast.ClassDef] = [tree]
+    outside += (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+    for body in outside:
+        for one in body.body:
+            targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", one)]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield target.lineno, target.id
+
+
+def name_hits(path: Path, name: str) -> list[Hit]:
+    """The names that a file of Python defines with a word to avoid.
+
+    Args:
+        name: of the file in the repository.
+    """
+    allowed = {
+        word
+        for start, (some, _) in NAMES_ALLOWED.items()
+        if name.startswith(start)
+        for word in some.split()
+    }
+    return [
+        Hit(name, line, defined, NAME_WORDS[part])
+        for line, defined in names(path)
+        for part in sorted({one.lower() for one in _PART.findall(defined)} & NAME_WORDS.keys())
+        if part not in allowed
+    ]
+
+
 # -- hits -----------------------------------------------------------------------------------------
 
 
@@ -296,6 +387,52 @@ def words_of(hits: Iterable[Hit]) -> Counter[str]:
 def test_the_text_that_people_read_is_plain() -> None:
     hits = [str(hit) for name in CHECKED for hit in check(ROOT / name)]
     assert not hits, f"{len(hits)} words that are not plain English:\n" + "\n".join(hits)
+
+
+NAMED = [file for folder in ("rollout", "engines") for file in files_of(ROOT / folder)]
+
+
+def test_the_names_of_code_are_plain() -> None:
+    python = [file for file in NAMED if file.suffix == ".py"]
+    hits = [str(hit) for file in python for hit in name_hits(file, str(file.relative_to(ROOT)))]
+    assert not hits, f"{len(hits)} names that are not plain English:\n" + "\n".join(hits)
+
+
+def test_every_word_that_is_allowed_in_names_is_used_there() -> None:
+    unused = []
+    for start, (some, _) in NAMES_ALLOWED.items():
+        files = [file for file in NAMED if str(file.relative_to(ROOT)).startswith(start)]
+        parts = {
+            part.lower()
+            for file in files
+            if file.suffix == ".py"
+            for _, defined in names(file)
+            for part in _PART.findall(defined)
+        }
+        unused += [f"{start}: {word}" for word in some.split() if word not in parts]
+    assert unused == []
+
+
+def test_names_of_all_kinds_are_read_and_those_inside_a_function_are_not(tmp_path: Path) -> None:
+    (tmp_path / "carrier.py").write_text(
+        "WORDS = 1\n"
+        "class LocalWords:\n"
+        "    held: int = 0\n"
+        "    def prove_it(self, said, *, turn):\n"
+        "        self.kept = found = said\n"
+        "        returned = wordy = found\n"
+    )
+    hits = [(hit.line, hit.word) for hit in name_hits(tmp_path / "carrier.py", "carrier.py")]
+    assert sorted(hits) == [
+        (1, "WORDS"),
+        (1, "carrier"),
+        (2, "LocalWords"),
+        (3, "held"),
+        (4, "prove_it"),
+        (4, "said"),
+        (4, "turn"),
+        (5, "kept"),
+    ]
 
 
 def test_every_checked_path_and_every_exception_exists() -> None:

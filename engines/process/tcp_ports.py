@@ -1,4 +1,4 @@
-"""Ports for engines, held until they are used.
+"""Ports for engines, bound until they are used.
 
 A reservation is a bound socket, so no other reservation and no other program gets the same port
 while it lasts.  The default range lies above Ray's worker ports (10002-19999) and below Linux's
@@ -19,13 +19,13 @@ LOW, HIGH = 20000, 29999
 class PortReservation:
     """A port of ``host`` that is ours until ``release``: just before its user starts."""
 
-    def __init__(self, held: socket.socket, host: str) -> None:
-        self._held = held
+    def __init__(self, bound: socket.socket, host: str) -> None:
+        self._reserved = bound
         self.host = host
-        self.port: int = held.getsockname()[1]
+        self.port: int = bound.getsockname()[1]
 
     def release(self) -> None:
-        self._held.close()
+        self._reserved.close()
 
     def __enter__(self) -> PortReservation:
         return self
@@ -50,36 +50,36 @@ def reserve_port(
         # An engine restarted on its old port finds closed connections there (TIME_WAIT, up to a
         # minute).  SO_REUSEADDR gets such a port.  Two sockets that have it may share a port
         # unless one listens, so this one listens.
-        held = _bind(host, port) or _bind(host, port, reuse=True)
-        if held is None:
+        bound = _bind(host, port) or _bind(host, port, reuse=True)
+        if bound is None:
             raise PortTaken(
                 f"port {port} on {host} is taken; `ss -tanp | grep :{port}` shows by whom. "
                 f"Free it, choose another, or leave the port out to get a free one",
                 port=port,
             )
-        return PortReservation(held, host)
+        return PortReservation(bound, host)
     num_ports = high - low + 1
     start = random.randrange(num_ports)
     for offset in range(num_ports):
-        held = _bind(host, low + (start + offset) % num_ports)
-        if held is not None:
-            return PortReservation(held, host)
+        bound = _bind(host, low + (start + offset) % num_ports)
+        if bound is not None:
+            return PortReservation(bound, host)
     raise PortTaken(f"all ports from {low} to {high} on {host} are taken; widen the range")
 
 
 def _bind(host: str, port: int, *, reuse: bool = False) -> socket.socket | None:
     """A socket bound to the port; None where it is in use."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    held = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if reuse:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
         if reuse:
-            held.listen(1)
+            bound.listen(1)
     except OSError as error:
-        held.close()
+        bound.close()
         if error.errno != errno.EADDRINUSE:
             raise
         return None
-    return held
+    return bound

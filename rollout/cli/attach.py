@@ -72,15 +72,15 @@ def journals_of(run: str) -> list[Path]:
     )
 
 
-def _show(found: FoundServer) -> None:
-    record = found.record
+def _show(crashed: FoundServer) -> None:
+    record = crashed.record
     age_s = max(0.0, time.time() - record.written_at_s)
     phases = ", ".join(f"{group} {phase}" for group, phase in record.phases.items())
     typer.echo(f"server {record.server} of run {record.run_id}, launched by {record.backend}:")
     typer.echo(
-        f"  driver: process {record.driver.pid} on {record.driver.host}: {found.driver.value}"
+        f"  driver: process {record.driver.pid} on {record.driver.host}: {crashed.driver.value}"
     )
-    if found.driver is ProcessState.EARLIER_BOOT:
+    if crashed.driver is ProcessState.EARLIER_BOOT:
         typer.echo("  this journal is stale: the machine has been restarted since")
     if record.is_ended:
         typer.echo("  it was stopped normally and has no leftovers")
@@ -90,9 +90,9 @@ def _show(found: FoundServer) -> None:
         f"  last record {age_s:.0f} s ago: {phases or 'starting'}{doing}; gate {record.gate}, "
         f"weight version {record.weight_version}"
     )
-    for engine in found.engines:
+    for engine in crashed.engines:
         typer.echo(f"  {_line(engine)}")
-    if found.driver is ProcessState.RUNS:
+    if crashed.driver is ProcessState.RUNS:
         typer.echo("  its driver runs: --clean-up would be refused")
 
 
@@ -114,11 +114,11 @@ def _line(engine: FoundEngine) -> str:
     return "  ".join(values)
 
 
-def _as_dict(found: FoundServer) -> dict[str, Any]:
+def _as_dict(crashed: FoundServer) -> dict[str, Any]:
     return {
-        **asdict(replace(found.record, key="")),
-        "driver_is": found.driver.value,
-        "is_stale": found.driver is ProcessState.EARLIER_BOOT,
+        **asdict(replace(crashed.record, key="")),
+        "driver_is": crashed.driver.value,
+        "is_stale": crashed.driver is ProcessState.EARLIER_BOOT,
         "engines": [
             {
                 "engine_id": engine.entry.engine_id,
@@ -132,6 +132,6 @@ def _as_dict(found: FoundServer) -> dict[str, Any]:
                 "weight_version": engine.weight_version,
                 "fence_reason": engine.entry.fence_reason,
             }
-            for engine in found.engines
+            for engine in crashed.engines
         ],
     }

@@ -94,10 +94,10 @@ def report(
 
 
 def render_report(
-    title: str, totals: str, figures: list[dict[str, Any]], spans: list[Span], found: list[Step]
+    title: str, totals: str, figures: list[dict[str, Any]], spans: list[Span], all_steps: list[Step]
 ) -> str:
     """The report as HTML."""
-    charts = _charts(figures, found)
+    charts = _charts(figures, all_steps)
     missing = [
         chart["title"] for chart in charts if not (chart.get("lines") or chart.get("entries"))
     ]
@@ -126,12 +126,12 @@ def _script() -> str:
     return re.sub(r"^import .*|^export ", "", code, flags=re.MULTILINE) + _DRAW
 
 
-def _charts(figures: list[dict[str, Any]], found: list[Step]) -> list[_Chart]:
+def _charts(figures: list[dict[str, Any]], all_steps: list[Step]) -> list[_Chart]:
     rollouts = [entry for entry in figures if "rollout/reward/mean" in entry["metrics"]]
     evals = sorted(
         {name for entry in figures for name in entry["metrics"] if _EVAL.fullmatch(name)}
     )
-    phases = list(dict.fromkeys(name for step in found for name in step.phase_s))
+    phases = list(dict.fromkeys(name for step in all_steps for name in step.phase_s))
     charts = [
         _curves(
             "Reward, by step",
@@ -144,10 +144,10 @@ def _charts(figures: list[dict[str, Any]], found: list[Step]) -> list[_Chart]:
             rollouts,
             {"tokens per second": "rollout/tokens_per_s"},
         ),
-        _by_step("Seconds of each phase, by step", [step.phase_s for step in found], phases),
+        _by_step("Seconds of each phase, by step", [step.phase_s for step in all_steps], phases),
         _by_step(
             "Seconds lost at the boundary, and seconds of the trainer, by step",
-            [{"lost": step.lost_s, "trainer": step.trainer_s} for step in found],
+            [{"lost": step.lost_s, "trainer": step.trainer_s} for step in all_steps],
             ["lost", "trainer"],
         ),
         _bars(

@@ -66,9 +66,9 @@ def _as_dict(step: Step) -> dict[str, Any]:
     return values | {"slowest": {name: slowest.engine_id for name, slowest in step.slowest.items()}}
 
 
-def _show(found: list[Step], spans: list[Span]) -> None:
+def _show(all_steps: list[Step], spans: list[Span]) -> None:
     table = Table("server", "version", "lost at the boundary", "trainer time", "longest phases")
-    for step in found[-_NUM_SHOWN:]:
+    for step in all_steps[-_NUM_SHOWN:]:
         longest = sorted(step.phase_s.items(), key=lambda item: -item[1])[:3]
         table.add_row(
             step.server,
@@ -77,7 +77,7 @@ def _show(found: list[Step], spans: list[Span]) -> None:
             f"{step.trainer_s:.2f} s",
             ", ".join(f"{name} {took:.2f}" for name, took in longest),
         )
-    if found:
+    if all_steps:
         console().print(table)
     engines = Table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
     for phase, slowest in slowest_engines(spans).items():

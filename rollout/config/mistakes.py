@@ -74,7 +74,7 @@ def dotted(location: Location) -> str:
 
 
 def _mistakes(model: type[BaseModel], errors: Iterable[Any]) -> Iterator[Mistake]:
-    errors = sorted(errors, key=lambda found: found["type"] != _UNKNOWN)
+    errors = sorted(errors, key=lambda error: error["type"] != _UNKNOWN)
     meant: set[str] = set()
     for error in errors:
         location, setting = error["loc"], dotted(error["loc"])

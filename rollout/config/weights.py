@@ -111,7 +111,7 @@ class WeightsConfig(ConfigSection):
     group_timeout_s: Seconds = 60.0
     """Deadline for all engines to join a broadcast, and for each of its buckets; after it, the
     broadcast is cancelled on all of them."""
-    prove_first_push: bool = False
+    check_first_push: bool = False
     """Make the first ``serve_weights`` a ``checks.push_path``. Its weights must be those of
     ``model_path``, so not for a trainer that continues from another checkpoint. The engines keep a
     copy of the model in host memory meanwhile."""
@@ -135,17 +135,17 @@ class WeightsConfig(ConfigSection):
             )
         if self.store is not None:
             yield from self._conflicts_of_store()
-        if self.prove_first_push and self.not_pushed:
+        if self.check_first_push and self.not_pushed:
             yield (
-                "prove_first_push",
+                "check_first_push",
                 "the check resets all tensors, and those of weights.not_pushed do not come with a "
                 "push; leave out one of the two",
             )
-        if self.prove_first_push and self.update is not WeightUpdate.FULL:
+        if self.check_first_push and self.update is not WeightUpdate.FULL:
             yield (
-                "prove_first_push",
+                "check_first_push",
                 f"only full pushes can be checked this way, and weights.update is {self.update}; "
-                "leave out weights.prove_first_push",
+                "leave out weights.check_first_push",
             )
         if self.transport is Transport.DISK and self.disk_path is None:
             yield "disk_path", "transport disk needs disk_path, for example /ckpt/{version}"

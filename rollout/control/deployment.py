@@ -122,12 +122,12 @@ class Deployment:
         """Run each command on all servers before the next.  Servers already past it do nothing."""
         reports = {name: StepReport() for name in self._servers}
         for command in commands:
-            for names in self._in_turn(command):
+            for names in self._one_by_one(command):
                 done = await barrier({name: self._servers[name].advance(command) for name in names})
                 reports |= {name: reports[name].merged(report) for name, report in done.items()}
         return reports
 
-    def _in_turn(self, command: Command) -> Iterator[Sequence[str]]:
+    def _one_by_one(self, command: Command) -> Iterator[Sequence[str]]:
         """The servers that run a command at the same time, in order."""
         if command not in TAKE_MEMORY:
             yield list(self._servers)

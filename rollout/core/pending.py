@@ -1,7 +1,7 @@
 """The result of a call under way, for threads and for tasks; and an event loop in a thread.
 
-Always true: only a ``PendingWithTurn`` runs code of its caller, and it does so in the thread that
-waits for it.  An error that no caller has read is logged.
+Always true: only a ``PendingWithCallback`` runs code of its caller, and it does so in the thread
+that waits for it.  An error that no caller has read is logged.
 """
 
 from __future__ import annotations
@@ -166,36 +166,36 @@ def _log_error(future: Future[Any]) -> None:
         )
 
 
-class PendingWithTurn(Pending[T]):
+class PendingWithCallback(Pending[T]):
     """Two calls, and in between the turn of the caller.
 
-    The first call has begun.  ``take_turn`` runs once, in the thread that waits in ``result()`` or
+    The first call has begun.  ``callback`` runs once, in the thread that waits in ``result()`` or
     ``await``, for only there may the caller's memory be freed safely.  Then the second call begins.
     If no thread or task waits, the turn is never taken and the second call never begins.
 
     Args:
-        take_turn: its error is the error of the whole, and the second call never begins.
+        callback: its error is the error of the whole, and the second call never begins.
         begin_second: starts the second call.
         merge: the result of the whole, from those of both calls.
-        after_error: a note on an error of ``take_turn``: what the first call has left behind.
+        after_error: a note on an error of ``callback``: what the first call has left behind.
     """
 
     def __init__(
         self,
         first: Pending[T],
-        take_turn: Callable[[], object],
+        callback: Callable[[], object],
         begin_second: Callable[[], Pending[T]],
         merge: Callable[[T, T], T],
         after_error: str,
     ) -> None:
         super().__init__(Future())
         self._first = first
-        self._take_turn = take_turn
+        self._callback = callback
         self._begin_second = begin_second
         self._merge = merge
         self._after_error = after_error
-        self._turn_lock = threading.Lock()
-        self._is_turn_over = False
+        self._callback_lock = threading.Lock()
+        self._is_called = False
         first._is_read = True
         first._future.add_done_callback(self._stop_after_failure)
 
@@ -213,12 +213,12 @@ class PendingWithTurn(Pending[T]):
 
     def _go_on(self, done: T) -> None:
         """Take the turn and begin the second call, unless that was done before."""
-        with self._turn_lock:
-            if self._is_turn_over:
+        with self._callback_lock:
+            if self._is_called:
                 return
-            self._is_turn_over = True
+            self._is_called = True
             try:
-                self._take_turn()
+                self._callback()
                 second = self._begin_second()
             except BaseException as error:
                 error.add_note(self._after_error)

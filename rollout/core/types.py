@@ -147,13 +147,13 @@ class PushStage:
             had written what it sends.  ``engine``, of rank 0: until the engines wanted the next
             bucket, or had applied the last one.  Where rank 0 sends alone (``tensor``,
             ``distributed``), its copies are part of ``engine``.
-        carrier: how the bytes reach the engines; empty for ``gather``.
+        route: how the bytes reach the engines; empty for ``gather``.
         num_bytes: of the tensors that were gathered, sent by this rank, or applied.
     """
 
     rank: int
     stage: str
-    carrier: str
+    route: str
     num_bytes: int
     elapsed_s: float
 

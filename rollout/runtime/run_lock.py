@@ -38,7 +38,7 @@ class RunLock:
         with naming_setting("log_dir", run.path.parent):
             run.path.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _HELD.add(self)
+        _LOCKED.add(self)
         try:
             self._take(run, path)
             with naming_setting("log_dir", run.path.parent):
@@ -72,14 +72,14 @@ class RunLock:
 
     def release(self) -> None:
         """Let another launch take the folder; repeated calls do nothing."""
-        if self in _HELD:
+        if self in _LOCKED:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child may be forked just now
             self.forget()
 
     def forget(self) -> None:
         """In a forked child: leave the lock to the parent alone."""
-        _HELD.discard(self)
+        _LOCKED.discard(self)
         os.close(self._descriptor)
 
 
@@ -91,11 +91,11 @@ def _owner(path: Path) -> str:
         return "another process"
 
 
-_HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_LOCKED: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for lock in list(_HELD):
+    for lock in list(_LOCKED):
         lock.forget()
 
 

@@ -45,7 +45,7 @@ class FakeGenerationClient:
         self._in_flight: Counter[str] = Counter()
         self._open = asyncio.Event()
         self._open.set()
-        self._held: dict[str, asyncio.Event] = {}
+        self._aborts: dict[str, asyncio.Event] = {}
 
     def hold(self) -> None:
         """Hold new requests until ``open``."""
@@ -89,8 +89,8 @@ class FakeGenerationClient:
     async def abort(self, rids: Sequence[str]) -> None:
         for rid in rids:
             self.aborted.append(rid)
-            if rid in self._held:
-                self._held[rid].set()
+            if rid in self._aborts:
+                self._aborts[rid].set()
                 continue
             for engine in self.engines:
                 with suppress(EngineError):
@@ -113,12 +113,12 @@ class FakeGenerationClient:
     async def _wait_at_gate(self, rid: str) -> None:
         if self._open.is_set():
             return
-        aborted = self._held[rid] = asyncio.Event()
+        aborted = self._aborts[rid] = asyncio.Event()
         waits = [asyncio.create_task(self._open.wait()), asyncio.create_task(aborted.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            del self._held[rid]
+            del self._aborts[rid]
             for wait in waits:
                 wait.cancel()
         if aborted.is_set():

@@ -100,7 +100,7 @@ def test_the_report_has_the_seconds_and_bytes_of_every_rank(
     copied = {one["rank"]: one for one in stages if one["stage"] == "copy"}
     assert sum(one["num_bytes"] for one in copied.values()) == num_bytes
     assert max(one["num_bytes"] for one in copied.values()) <= num_bytes / 2 + BUCKET_BYTES
-    assert {one["carrier"] for one in copied.values()} == {"shared_memory"}
+    assert {one["route"] for one in copied.values()} == {"shared_memory"}
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ra
         served_seed(run, 20 + number)
         sent = {one["rank"]: one for one in said[1]["stages"] if one["stage"] == "copy"}
         assert [sent[rank]["num_bytes"] for rank in (0, 1)] == [model_bytes(run), 0]
-        assert sent[0]["carrier"] == transport
+        assert sent[0]["route"] == transport
         (engine,) = [one for one in said[1]["stages"] if one["stage"] == "engine"]
         assert 0 < engine["elapsed_s"] < said[0]["seconds"]
     said = ranks.do("push_by", transport="distributed", seed=30, is_streamed=True)

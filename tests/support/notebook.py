@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rollout.runtime.ray.worker_process import is_own_process, take_short_turns
+from rollout.runtime.ray.worker_process import is_own_process, switch_threads_often
 
 
 class TwoArguments(Exception):
@@ -37,7 +37,7 @@ class Notebook:
         return os.getpid(), is_own_process()
 
     async def turn_s(self) -> float:
-        take_short_turns()
+        switch_threads_often()
         return sys.getswitchinterval()
 
     async def fail(self) -> None:

@@ -37,12 +37,12 @@ class BucketBuffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._kept: torch.Tensor | None = None
+        self._cached: torch.Tensor | None = None
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A tensor of at least so many bytes; its contents are undefined."""
         with self._lock:
-            kept, self._kept = self._kept, None
+            kept, self._cached = self._cached, None
         if kept is not None and kept.numel() >= num_bytes:
             return kept
         del kept  # its memory may be what the new one needs
@@ -53,14 +53,14 @@ class BucketBuffers:
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer, so that it may be taken again."""
         with self._lock:
-            if self._kept is None or self._kept.numel() < buffer.numel():
-                self._kept = buffer
+            if self._cached is None or self._cached.numel() < buffer.numel():
+                self._cached = buffer
 
     def drop(self) -> None:
         with self._lock:
-            self._kept = None
+            self._cached = None
 
     @property
     def num_bytes(self) -> int:
-        kept = self._kept
+        kept = self._cached
         return 0 if kept is None else kept.numel()

@@ -151,13 +151,13 @@ def find_running(target: str, **where: Any) -> list[find_run.RunningServer]:
 
 
 def measure_running(
-    found: list[find_run.RunningServer], target: str, server: str, plan: LoadPlan, seconds: float
+    servers: list[find_run.RunningServer], target: str, server: str, plan: LoadPlan, seconds: float
 ) -> dict[str, Any]:
-    if not found:
+    if not servers:
         with LoadGenerator(replace(plan, url=target.rstrip("/"))) as clients:
             return {"load": _steady(clients, plan, seconds)}
-    name = _choose(server, [running.name for running in found])
-    chosen = next(running for running in found if running.name == name)
+    name = _choose(server, [running.name for running in servers])
+    chosen = next(running for running in servers if running.name == name)
     with LoadGenerator(replace(plan, url=chosen.state()["router_url"])) as clients:
         from_s = time.time()
         measured = {"run": chosen.where, "server": name, "load": _steady(clients, plan, seconds)}
@@ -187,27 +187,27 @@ def step_of(reported: Mapping[str, Any]) -> Step:
     return Step(**values)
 
 
-def boundary(found: Sequence[Step]) -> dict[str, Any]:
+def boundary(cycles: Sequence[Step]) -> dict[str, Any]:
     """The cost of these steps: time without generation, phase times, slowest engines, failures."""
-    lost_s = [step.lost_s for step in found]
-    phases = list(dict.fromkeys(phase for step in found for phase in step.phase_s))
+    lost_s = [step.lost_s for step in cycles]
+    phases = list(dict.fromkeys(phase for step in cycles for phase in step.phase_s))
     return {
-        "num_cycles": len(found),
-        "lost_median_s": statistics.median(lost_s) if found else None,
+        "num_cycles": len(cycles),
+        "lost_median_s": statistics.median(lost_s) if cycles else None,
         "lost_longest_s": max(lost_s, default=None),
-        "phases": {phase: _phase_cost(phase, found) for phase in phases},
+        "phases": {phase: _phase_cost(phase, cycles) for phase in phases},
         "failures": [
             f"engine {span.engine_id}: {span.name}: {span.said}"
-            for step in found
+            for step in cycles
             for span in step.failures
         ],
     }
 
 
-def _phase_cost(phase: str, found: Sequence[Step]) -> dict[str, Any]:
+def _phase_cost(phase: str, cycles: Sequence[Step]) -> dict[str, Any]:
     """``slowest_engine`` has the largest sum of seconds over the steps in which it was slowest."""
-    took_s = [step.phase_s[phase] for step in found if phase in step.phase_s]
-    slowest = [step.slowest[phase] for step in found if phase in step.slowest]
+    took_s = [step.phase_s[phase] for step in cycles if phase in step.phase_s]
+    slowest = [step.slowest[phase] for step in cycles if phase in step.slowest]
     elapsed_s: dict[str, float] = defaultdict(float)
     for engine in slowest:
         elapsed_s[engine.engine_id] += engine.elapsed_s

@@ -47,12 +47,14 @@ def start_values(
     }
 
 
-def _without_ids(found: StartSettings) -> StartSettings:
+def _without_ids(settings: StartSettings) -> StartSettings:
     """Which GPUs an engine gets is known when it is placed."""
-    env = dict(found.env)
+    env = dict(settings.env)
     if env.get(_GPUS):
         env[_GPUS] = "its GPUs"
-    return replace(found, env=env, overrides=[one for one in found.overrides if one.name != _GPUS])
+    return replace(
+        settings, env=env, overrides=[one for one in settings.overrides if one.name != _GPUS]
+    )
 
 
 def show_start(name: str, start: Mapping[str, Any] | None) -> None:

@@ -130,13 +130,13 @@ async def _why_no_room_for(member: EngineState, tags: Sequence[MemoryTag]) -> st
     needed = sum(member.released_bytes[tag] for tag in wanted) // len(gpus)
     return "; ".join(
         f"engine {member.engine_id}: GPU {gpu.uuid} has {size_text(gpu.free_bytes)} free, "
-        f"{' and '.join(wanted)} need {size_text(needed)}{_held_by(gpu)}"
+        f"{' and '.join(wanted)} need {size_text(needed)}{_resident_in(gpu)}"
         for gpu in gpus
         if gpu.free_bytes < needed
     )
 
 
-def _held_by(gpu: GpuMemory) -> str:
+def _resident_in(gpu: GpuMemory) -> str:
     most = sorted(gpu.holders.items(), key=lambda holder: -holder[1])[:_MOST_HOLDERS]
     holders = [f"{name} holds {size_text(num)}" for name, num in most]
     advice = "free it (in PyTorch: torch.cuda.empty_cache()) and repeat the command"

@@ -53,7 +53,7 @@ class CommandRunner:
         self._last_order = 0
 
     @asynccontextmanager
-    async def in_turn(
+    async def in_order(
         self, order: int | None, command: str, budget_s: float
     ) -> AsyncIterator[None]:
         """Hold the engines for one command and record it in the timeline.

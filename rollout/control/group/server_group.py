@@ -180,7 +180,7 @@ class ServerGroup:
             PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``.
         """
         budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
-        async with self._commands.in_turn(order, command, budget_s):
+        async with self._commands.in_order(order, command, budget_s):
             started = now()
             if lifecycle.is_repeat(self._commands.phase, command):
                 report = self._commands.report(command, {}, started)
@@ -316,7 +316,7 @@ class ServerGroup:
         """
         budgets = self._settings.lifecycle
         budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
-        async with self._commands.in_turn(None, "remove", budget_s):
+        async with self._commands.in_order(None, "remove", budget_s):
             return await self._scaling.remove(engine_id, keep_process=keep_process)
 
     async def add(self, engine_id: str, version: int) -> EngineStatus:

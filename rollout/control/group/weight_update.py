@@ -65,7 +65,7 @@ class WeightUpdater:
                 reader=self._settings.name,
                 on_begin=lambda: self.mark_changed(push),
                 fingerprints=sent,
-                held=held,
+                groups=held,
             )
         finally:
             for member in members:

@@ -59,8 +59,8 @@ from rollout.weights.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
-_NOT_PROVED = (
-    "weights.prove_first_push is true, and released weights cannot be compared: before the first "
+_NOT_CHECKED = (
+    "weights.check_first_push is true, and released weights cannot be compared: before the first "
     "offload, call checks.push_path or serve_weights with the weights of model_path, or set it to "
     "false"
 )
@@ -233,7 +233,7 @@ class RolloutServer:
         after a failure, continues from the phase of each group.
         """
         async with self._lock.held("give_memory"):
-            self._check_proved()
+            self._refuse_unchecked()
             return await self._phase_runner.advance(*GIVE_MEMORY)
 
     async def serve_weights(
@@ -250,9 +250,11 @@ class RolloutServer:
                 free the memory that the KV cache needs.
         """
         async with self._lock.held("serve_weights"):
-            must_prove = self._must_prove and hold_loaded_weights(self._registry.phases.values())
-            if must_prove or push.checks_path:
-                return await self._prove(push)
+            must_check = self._must_check_path and hold_loaded_weights(
+                self._registry.phases.values()
+            )
+            if must_check or push.checks_path:
+                return await self._check_path(push)
             await self._check_push(push)
             return await self._phase_runner.advance(*up_to(until, SERVE_WEIGHTS), push=push)
 
@@ -283,7 +285,7 @@ class RolloutServer:
             PhaseFailed: weights differ; the message names them.
         """
         async with self._lock.held("check_push_path"):
-            return await self._prove(push)
+            return await self._check_path(push)
 
     async def advance(self, command: Command) -> StepReport:
         """Run one command on the groups that still need it.
@@ -292,7 +294,7 @@ class RolloutServer:
         """
         async with self._lock.held(command.value):
             if command is GIVE_MEMORY[0]:
-                self._check_proved()
+                self._refuse_unchecked()
             return await self._phase_runner.advance(command)
 
     async def make_idle(self) -> StepReport:
@@ -493,7 +495,7 @@ class RolloutServer:
         await self._check_push(push)
         return await self._phase_runner.update_weights(push)
 
-    async def _prove(self, push: WeightPush) -> StepReport:
+    async def _check_path(self, push: WeightPush) -> StepReport:
         push = replace(push, checks_path=True)
         await self._check_push(push)
         if why := why_no_path_check(self._config.weights, self._last_pushed_version()):
@@ -513,16 +515,16 @@ class RolloutServer:
         return self.weight_version if self._phase_runner.has_pushed else None
 
     @property
-    def _must_prove(self) -> bool:
-        return self._config.weights.prove_first_push and not self._phase_runner.has_pushed
+    def _must_check_path(self) -> bool:
+        return self._config.weights.check_first_push and not self._phase_runner.has_pushed
 
-    def _check_proved(self) -> None:
+    def _refuse_unchecked(self) -> None:
         """Refuse an offload after which the first push would be refused."""
-        if self._must_prove:
-            raise LifecycleError(_NOT_PROVED, command="offload")
+        if self._must_check_path:
+            raise LifecycleError(_NOT_CHECKED, command="offload")
 
     async def _check_push(self, push: WeightPush) -> None:
-        if self._must_prove and not push.checks_path:
-            raise WeightMismatch(_NOT_PROVED)
+        if self._must_check_path and not push.checks_path:
+            raise WeightMismatch(_NOT_CHECKED)
         why_not_newer = await self._phase_runner.why_not_newer(push)
         check_fits(push, self.name, self._config.weights, why_not_newer, self._expected)

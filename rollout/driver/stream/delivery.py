@@ -41,7 +41,7 @@ class BatchTimer:
 
 
 def check_rejections(
-    rejected: Counter[str], max_rejected: int | None, *, num_kept: int, num_wanted: int
+    rejected: Counter[str], max_rejected: int | None, *, num_accepted: int, num_wanted: int
 ) -> None:
     """Fail a batch if filters dropped too many groups.
 
@@ -57,7 +57,7 @@ def check_rejections(
         reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
         raise RolloutError(
             f"filters dropped {rejected.total()} groups, more than {most}, and kept "
-            f"{num_kept} of {num_wanted} wanted ({reasons})"
+            f"{num_accepted} of {num_wanted} wanted ({reasons})"
         )
 
 

@@ -295,7 +295,7 @@ class Stream:
         check_rejections(
             self.stats.rejected,
             self._runner.options.max_rejected,
-            num_kept=len(self._queue.ready),
+            num_accepted=len(self._queue.ready),
             num_wanted=self._runner.batch.num_groups,
         )
 

@@ -50,11 +50,11 @@ class OtelSink(SpanSink):
             from opentelemetry.sdk.trace import TracerProvider
         self._owns = provider is None
         self._provider: Any = provider or _exporting(TracerProvider(resource=_resource()))
-        self._kept: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
+        self._children: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
 
     def close(self) -> None:
         super().close()
-        while self._kept:
+        while self._children:
             self._export_oldest()
         if self._owns:
             # In a thread: if no collector answers, the SDK retries for longer than the end of a run
@@ -74,13 +74,13 @@ class OtelSink(SpanSink):
         if not span.parent:
             self._export(span, None)
             return
-        self._kept.setdefault((span.source, span.parent), []).append(span)
-        if len(self._kept) > _MAX_PARENTS:
+        self._children.setdefault((span.source, span.parent), []).append(span)
+        if len(self._children) > _MAX_PARENTS:
             self._export_oldest()
 
     def _export_oldest(self) -> None:
         """Export the children that have waited longest, without their parent."""
-        for orphan in self._kept.popitem(last=False)[1]:
+        for orphan in self._children.popitem(last=False)[1]:
             self._export(orphan, None)
 
     def _export(self, span: Span, parent: Any) -> None:
@@ -95,7 +95,7 @@ class OtelSink(SpanSink):
         )
         if span.outcome in (Outcome.FAILED, Outcome.CANCELLED):
             exported.set_status(Status(StatusCode.ERROR, span.said or span.outcome.value))
-        for child in self._kept.pop((span.source, span.span_id), ()):
+        for child in self._children.pop((span.source, span.span_id), ()):
             self._export(child, exported)
         exported.end(end_time=int(span.end_s * 1e9))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.core.errors import ConfigError, LifecycleError
-from rollout.core.pending import Pending, PendingWithTurn
+from rollout.core.pending import Pending, PendingWithCallback
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.push import Push
@@ -59,8 +59,8 @@ def with_before_kv(
         return begin(Command.CONTINUE)
     if is_serving():
         done = begin(Command.CONTINUE)
-        return PendingWithTurn(done, before_kv, lambda: done, lambda one, _: one, WITH_KV)
-    return PendingWithTurn(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
+        return PendingWithCallback(done, before_kv, lambda: done, lambda one, _: one, WITH_KV)
+    return PendingWithCallback(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
 
 
 class OffloadWindow:

@@ -96,10 +96,10 @@ class Pusher:
             RolloutError: the pusher is closed.
         """
         # A rank whose argument is wrong has called, too: its next call is the others' next one.
-        turn = self._round("push")
+        round_ = self._round("push")
         check_before_kv(before_kv)
         request = PushRequest(named_tensors, version, name_map, dtype, adapter, is_base)
-        return self._push(turn, request, before_kv=before_kv)
+        return self._push(round_, request, before_kv=before_kv)
 
     def check_push_path(
         self,
@@ -120,13 +120,13 @@ class Pusher:
             PhaseFailed: weights differ; the message names them.
             ConfigError, WeightMismatch, RankFailure, RolloutError: as ``push``.
         """
-        turn = self._round("push")
+        round_ = self._round("push")
         request = PushRequest(named_tensors, version, name_map, dtype)
-        return self._push(turn, request, checks_path=True)
+        return self._push(round_, request, checks_path=True)
 
     def _push(
         self,
-        turn: PushRound,
+        round_: PushRound,
         request: PushRequest,
         *,
         before_kv: BeforeKv | None = None,
@@ -144,11 +144,11 @@ class Pusher:
                 checks_path=checks_path,
                 timeout_s=self._timeout_s,
             ) as push:
-                steps = turn.follow(push.ready) if link.rank else turn.lead(push.ready)
+                steps = round_.follow(push.ready) if link.rank else round_.lead(push.ready)
                 report = link.run(steps, push.do)
                 push.complete()
         finally:
-            self._forget(turn)
+            self._forget(round_)
         return report
 
     def give_memory(self, *, rank_timeout_s: float | None = None) -> StepReport:
@@ -168,13 +168,13 @@ class Pusher:
         """
         if rank_timeout_s is not None:
             check_number("rank_timeout_s", rank_timeout_s, least=1)
-        link, turn = self.link, self._round("offload", rank_timeout_s)
+        link, round_ = self.link, self._round("offload", rank_timeout_s)
         work = RankOffload(self.server.give_memory)
         try:
-            steps = turn.lead_offload() if link.rank == 0 else turn.follow(EnginesNotNeeded())
+            steps = round_.lead_offload() if link.rank == 0 else round_.follow(EnginesNotNeeded())
             report = link.run(steps, work.do)
         finally:
-            self._forget(turn)
+            self._forget(round_)
         return report
 
     def _round(self, call: str, timeout_s: float | None = None) -> PushRound:
@@ -201,9 +201,9 @@ class Pusher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _forget(self, turn: PushRound) -> None:
+    def _forget(self, round_: PushRound) -> None:
         """Delete the messages of earlier calls."""
-        self._keys_left.append(turn.keys_left())
+        self._keys_left.append(round_.keys_left())
         if len(self._keys_left) > _ROUNDS_REMEMBERED:
             keys = self._keys_left.pop(0)
             if self.link.rank == 0:

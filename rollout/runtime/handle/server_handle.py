@@ -109,7 +109,7 @@ class ServerHandle:
         """These weights, verified and serving, in whatever phase the engines are.
 
         Engines that serve are paused for it; released memory is resumed.  If it fails, the gate
-        stays closed; call it again to continue.  With ``weights.prove_first_push``, the first call
+        stays closed; call it again to continue.  With ``weights.check_first_push``, the first call
         is ``checks.push_path``.
 
         Args:

@@ -26,7 +26,7 @@ from rollout.runtime.ray.worker_process import (
     is_own_process,
     keep_freed_memory,
     keep_what_is_loaded,
-    take_short_turns,
+    switch_threads_often,
 )
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.store import WeightStore
@@ -68,7 +68,7 @@ class RouterActor(RouterHost):
 
     async def start(self) -> Endpoint:
         keep_what_is_loaded()
-        take_short_turns()
+        switch_threads_often()
         if is_own_process():
             keep_freed_memory()
         return await super().start()

@@ -38,7 +38,7 @@ def collect_rarely() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
-def take_short_turns() -> None:
+def switch_threads_often() -> None:
     """Shorten the wait of a Ray call for the interpreter while another thread is busy.
 
     A call needs the interpreter several times, and waits each time for the busy thread, for

@@ -18,7 +18,7 @@ from rollout.weights.format.manifest import TensorSpec
 T = TypeVar("T")
 _ALIGNMENT = 64
 # An entry has some hundred bytes for each tensor.
-_MOST_KEPT_TENSORS = 1 << 16
+_MOST_CACHED_TENSORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,14 @@ class LayoutCache(Generic[T]):
 
     def __init__(self, make: Callable[[Sequence[TensorSpec]], T]) -> None:
         self._make = make
-        self._kept: dict[tuple[str, int], tuple[Sequence[TensorSpec], T]] = {}
+        self._cached: dict[tuple[str, int], tuple[Sequence[TensorSpec], T]] = {}
 
     def of(self, specs: Sequence[TensorSpec]) -> T:
         """The cached value for these tensors; made if it is not there."""
         key = (specs[0].name if specs else "", len(specs))
-        kept = self._kept.get(key)
+        kept = self._cached.get(key)
         if kept is None or kept[0] != specs:
-            if sum(size for _, size in self._kept) + len(specs) > _MOST_KEPT_TENSORS:
-                self._kept.clear()  # these models are not pushed any more
-            kept = self._kept[key] = list(specs), self._make(specs)
+            if sum(size for _, size in self._cached) + len(specs) > _MOST_CACHED_TENSORS:
+                self._cached.clear()  # these models are not pushed any more
+            kept = self._cached[key] = list(specs), self._make(specs)
         return kept[1]

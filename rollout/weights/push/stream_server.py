@@ -70,7 +70,7 @@ class PushStreamServer:
         timeout_s: float = 60.0,
         gather_s: float = 30.0,
         terms: MakeTerms = lambda members: {},
-        when_ended: Callable[[bool], None] = lambda is_kept: None,
+        when_ended: Callable[[bool], None] = lambda is_reusable: None,
     ) -> None:
         self._buckets = buckets
         self._gather_s = min(gather_s, timeout_s)
@@ -86,15 +86,17 @@ class PushStreamServer:
             self._serve, token, name="push-stream", host=host, timeout_s=timeout_s
         )
         self.address = PushStreamAddress(host, self._listener.address[1], token, timeout_s)
-        self._maker = threading.Thread(target=self._make, name="push-stream-make", daemon=True)
-        self._maker.start()
+        self._make_thread = threading.Thread(
+            target=self._make, name="push-stream-make", daemon=True
+        )
+        self._make_thread.start()
 
     def close(self) -> None:
         """End the push; waiting readers get an error. Returns when the threads have ended."""
         self._end("the push was ended by the trainer")
         self._listener.close(self.address.timeout_s)
-        if self._maker is not threading.current_thread():
-            self._maker.join(self.address.timeout_s)
+        if self._make_thread is not threading.current_thread():
+            self._make_thread.join(self.address.timeout_s)
 
     # -- making -----------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ async def push_weights(
     reader: str = "",
     on_begin: Callable[[], None] = lambda: None,
     fingerprints: dict[str, str] | None = None,
-    held: dict[str, str] | None = None,
+    groups: dict[str, str] | None = None,
 ) -> dict[str, EngineReply[None]]:
     """Send ``push`` to all targets that have a route; returns their replies by engine id.
 
@@ -154,13 +154,13 @@ async def push_weights(
         reader: name of this group among the readers of the stream.
         on_begin: called before the first engine changes its weights.
         fingerprints: filled with those of the tensors sent, if the trainer computed them.
-        held: engine id -> names of its broadcast groups, with blanks between; updated, also if the
-            push fails.
+        groups: engine id -> names of its broadcast groups, with blanks between; updated, also if
+            the push fails.
 
     Raises:
         WeightsUnavailable: the trainer does not send the buckets.
     """
-    run = _PushRun(push, targets, budget_s, {} if held is None else held)
+    run = _PushRun(push, targets, budget_s, {} if groups is None else groups)
     return await run.run(reader, on_begin, {} if fingerprints is None else fingerprints)
 
 
@@ -172,7 +172,7 @@ class _PushRun:
         push: WeightPush,
         targets: Mapping[str, PushTarget],
         budget_s: float,
-        held: dict[str, str],
+        groups: dict[str, str],
     ) -> None:
         self._push = push
         self._targets = targets
@@ -183,7 +183,7 @@ class _PushRun:
         self._deadline = self._clock() + budget_s
         self._failed: dict[str, EngineReply[None]] = {}
         self._elapsed = dict.fromkeys(targets, 0.0)
-        self._held = held
+        self._groups = groups
         self._joined: list[str] = []
 
     async def run(
@@ -223,12 +223,12 @@ class _PushRun:
 
     async def _check_group(self, engine_id: str) -> None:
         """Check that an engine replies, and whether it still is in its groups."""
-        target, held = self._targets[engine_id], self._held.get(engine_id)
+        target, names = self._targets[engine_id], self._groups.get(engine_id)
         await target.engine.weight_version()
-        if held and target.reports_groups:
+        if names and target.reports_groups:
             groups = (await target.engine.server_info()).update_groups
-            if groups is not None and not groups.issuperset(held.split()):
-                del self._held[engine_id]
+            if groups is not None and not groups.issuperset(names.split()):
+                del self._groups[engine_id]
 
     def _members(self) -> list[BroadcastMember]:
         return [
@@ -236,7 +236,7 @@ class _PushRun:
                 engine_id,
                 self._targets[engine_id].payload_copies,
                 self._targets[engine_id].process,
-                self._held.get(engine_id, ""),
+                self._groups.get(engine_id, ""),
                 self._targets[engine_id].takes_flat,
             )
             for engine_id in self._joiners()
@@ -259,7 +259,7 @@ class _PushRun:
                 self._route(engine_id).join, target, {**terms, "rank_offset": first}
             )
             first += target.payload_copies
-            self._held[engine_id] = terms["group_name"]
+            self._groups[engine_id] = terms["group_name"]
         before = len(self._failed)
         await self._call("init_weights_update_group", joining)
         failures = [str(reply.failure) for reply in self._failed.values()]
@@ -273,7 +273,7 @@ class _PushRun:
         """Make engines leave their group, and the one that the trainer has closed."""
         leaving: dict[str, Callable[[], Awaitable[Any]]] = {}
         for engine_id in engine_ids:
-            names = {*self._held.pop(engine_id, "").split(), *over.split()}
+            names = {*self._groups.pop(engine_id, "").split(), *over.split()}
             if names:
                 leaving[engine_id] = partial(self._leave_all, engine_id, names)
         await self._call("leave", leaving)

@@ -1,5 +1,5 @@
 """A push by every rank of a trainer.
 
 Rank 0 decides, all ranks gather together, and each sends its own part.  ``rank_protocol`` has the
-words that they exchange, and what is always true.
+messages that they exchange, and what is always true.
 """

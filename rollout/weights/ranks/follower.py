@@ -18,10 +18,10 @@ from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
-from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
+from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
 from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.route import Chosen, RankEnd, ShareMaker
+from rollout.weights.routes.route import Chosen, RankEnd, ShareBuilder
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
@@ -59,12 +59,12 @@ class Follower:
         self.rank = rank
         self.figures = PushFigures(rank.num_ranks)
         self.resources = ExitStack()
-        self.held: HeldBuffers | None = None
+        self.buffers: PushBuffers | None = None
         self._server = server
         self._request = request
         self._timeout_s = timeout_s
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
-        self._makers: dict[str, ShareMaker] = {}
+        self._builders: dict[str, ShareBuilder] = {}
         self._plan: PushPlan | None = None
 
     @cached_property
@@ -116,31 +116,31 @@ class Follower:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):
-            self._open_makers(plan)
+            self._open_builders(plan)
 
-    def _open_makers(self, plan: PushPlan) -> None:
+    def _open_builders(self, plan: PushPlan) -> None:
         rank = self.rank
         is_first_host = rank.hosts[rank.rank] == 0
         if plan.store is not None and is_first_host:
             rank.copies.free(plan.store.reads)
-            self.held = HeldBuffers(rank.pool)
+            self.buffers = PushBuffers(rank.pool)
             # The store reads them after the push, so the next push frees them.
-            self.resources.callback(rank.copies.add, plan.terms.version, self.held)
+            self.resources.callback(rank.copies.add, plan.terms.version, self.buffers)
         elif plan.at_once or plan.is_copied:
-            self.held = HeldBuffers(rank.pool)
-            self.resources.callback(self.held.release)
-        end = self._end(plan, self.held or rank.pool)
+            self.buffers = PushBuffers(rank.pool)
+            self.resources.callback(self.buffers.release)
+        end = self._end(plan, self.buffers or rank.pool)
         for chosen in plan.routes:
-            if (maker := ROUTES[chosen.transport].open(end, chosen)) is not None:
-                self._makers[chosen.payload] = maker
+            if (builder := ROUTES[chosen.transport].open(end, chosen)) is not None:
+                self._builders[chosen.payload] = builder
         keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
-        whole = [self._makers.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
+        whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
         if keeps_copies and not any(isinstance(one, BufferWriter) for one in whole):
-            self._makers[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
-        for maker in self._makers.values():
-            self.resources.callback(maker.close)
+            self._builders[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
+        for builder in self._builders.values():
+            self.resources.callback(builder.close)
 
-    def _end(self, plan: PushPlan, buffers: ShmBufferPool | HeldBuffers) -> RankEnd:
+    def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:
         rank = self.rank
         return RankEnd(
             rank.rank,
@@ -156,12 +156,12 @@ class Follower:
     @property
     def sender(self) -> BroadcastSender | None:
         """Broadcasts in a group of this rank; None if rank 0 does, or none."""
-        maker = self._makers.get(Transport.DISTRIBUTED)
-        return maker if isinstance(maker, BroadcastSender) else None
+        builder = self._builders.get(Transport.DISTRIBUTED)
+        return builder if isinstance(builder, BroadcastSender) else None
 
-    def maker(self, payload: str) -> ShareMaker:
+    def builder(self, payload: str) -> ShareBuilder:
         """Of the route with this payload."""
-        return self._makers[payload]
+        return self._builders[payload]
 
     def make(self, index: int) -> tuple[Share, Pairs]:
         """Gather the next bucket, with all ranks, and make this rank's share of it."""
@@ -178,11 +178,11 @@ class Follower:
         made: dict[str, Mapping[str, Any]] = {}
         with naming_path(self.rank.config.weights):
             written = _encoded(pairs, plan.routes)
-            for payload, maker in self._makers.items():
+            for payload, builder in self._builders.items():
                 if payload == _COPY:
                     share = self._copy(index, pairs)
                 else:
-                    share = maker.make(index, written[payload])
+                    share = builder.make(index, written[payload])
                 if share is not None:
                     made[payload] = share
             del written
@@ -199,7 +199,7 @@ class Follower:
     def _copy(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
         """This rank's share of the copies for the store; an error does not end the push."""
         try:
-            return self._makers[_COPY].make(index, pairs)
+            return self._builders[_COPY].make(index, pairs)
         except WeightsUnavailable as error:
             return {"why_not": str(error)}
 

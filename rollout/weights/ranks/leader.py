@@ -27,7 +27,7 @@ from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingSt
 from rollout.weights.ranks.trainer_rank import ServerPort
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
-from rollout.weights.routes.disk import CheckpointMaker
+from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
 from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
 from rollout.weights.routes.trainer_groups import BroadcastPush
@@ -67,7 +67,7 @@ class Leader:
         # Of buckets that are complete before the engines are called.
         self._payloads: list[Mapping[str, Payload]] = []
         self._fingerprints: dict[str, str] = {}
-        self.kept: CopiedPush | None = None
+        self.copies: CopiedPush | None = None
 
     @property
     def plan(self) -> PushPlan:
@@ -182,7 +182,7 @@ class Leader:
         if is_read and not hosts:
             return None
         if not is_read:
-            self.kept = CopiedPush()
+            self.copies = CopiedPush()
         reads = self._server.make_way_in_store(str(rank.pool.made_folder()))
         return StorePlan(reads, is_offered=not is_read)
 
@@ -213,8 +213,8 @@ class Leader:
         fingerprints: dict[str, str] = {}
         for share in shares:
             fingerprints |= share.fingerprints
-        if self.kept is not None:
-            self.kept.add(shares, self.follower.rank.hosts, pairs.specs)
+        if self.copies is not None:
+            self.copies.add(shares, self.follower.rank.hosts, pairs.specs)
         sender, parts = _broadcast_by(shares)
         in_order = _in_order(payloads)
         return OfferedBucket(pairs, shares[0].is_last, in_order, fingerprints, sender, parts)
@@ -231,13 +231,15 @@ class Leader:
     def copied_push(self) -> WeightPush:
         """The push of all buckets that were copied."""
         payloads: list[Any] = self._payloads
-        maker = self.follower.maker(Transport.DISK) if self._is_to_disk else None
-        if isinstance(maker, CheckpointMaker):
-            payloads = [maker.finish()]
+        builder = self.follower.builder(Transport.DISK) if self._is_to_disk else None
+        if isinstance(builder, CheckpointBuilder):
+            payloads = [builder.finish()]
         elif self.plan.at_once and len(payloads) > 1:
-            assert self.follower.held is not None
+            assert self.follower.buffers is not None
             (name,) = (one.payload for one in self.plan.routes)
-            payloads = [joined_folder(self.follower.held, [one[name]["path"] for one in payloads])]
+            payloads = [
+                joined_folder(self.follower.buffers, [one[name]["path"] for one in payloads])
+            ]
         elif self.is_single:
             payloads = [next(iter(one.values())) for one in payloads]
         manifest = Manifest(self._manifest().tensors, self._fingerprints)
@@ -253,7 +255,7 @@ class Leader:
         """A push whose buckets come from ``offered``, which the stream iterates in its thread.
 
         Args:
-            offered: a ``BucketHandover``, or an iterator.
+            offered: a ``BucketQueue``, or an iterator.
         """
         broadcast = self._broadcast() if self.plan.terms.senders else None
         more: Any = {}

@@ -91,7 +91,7 @@ class SharedTexts:
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
         if not keys:
             return []
-        found = partial(self._found, list(keys), timeout_s)
+        found = partial(self._read, list(keys), timeout_s)
         try:
             return self._within(timeout_s + self._answer_s, found)
         except TimeoutError:
@@ -110,7 +110,7 @@ class SharedTexts:
         """
         return in_own_thread(call, "rank-message").result(seconds)
 
-    def _found(self, keys: list[str], timeout_s: float) -> list[str | None]:
+    def _read(self, keys: list[str], timeout_s: float) -> list[str | None]:
         try:
             self._waits.wait(keys, timedelta(seconds=timeout_s))
         except dist.DistStoreError:  # the deadline

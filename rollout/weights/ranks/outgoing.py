@@ -48,7 +48,7 @@ class OfferedBucket:
     parts: Sequence[Payload] = ()
 
 
-class BucketHandover(Generic[T]):
+class BucketQueue(Generic[T]):
     """An iterable for a stream's thread, filled from another thread.
 
     Gathers are collectives, so they run in the caller's thread; the stream sends in its own.  What
@@ -162,7 +162,7 @@ class OutgoingStream:
         is_single: all engines get the same, so a bucket is that alone.
     """
 
-    offered: BucketHandover[OfferedBucket] | Iterable[OfferedBucket]
+    offered: BucketQueue[OfferedBucket] | Iterable[OfferedBucket]
     broadcast: BroadcastPush | None = None
     is_single: bool = False
 
@@ -216,7 +216,7 @@ class OutgoingStream:
         Raises:
             WeightsUnavailable: one of them could not.
         """
-        assert isinstance(self.offered, BucketHandover)
+        assert isinstance(self.offered, BucketQueue)
         if failed := [one.why_not for one in self.offered.ask(task) if one.why_not]:
             raise WeightsUnavailable("; ".join(failed[:4]))
 

@@ -29,7 +29,7 @@ from rollout.weights.ranks.messages import (
     Ready,
     Share,
 )
-from rollout.weights.ranks.outgoing import BucketHandover, CopiedPush, OfferedBucket
+from rollout.weights.ranks.outgoing import BucketQueue, CopiedPush, OfferedBucket
 from rollout.weights.ranks.protocol import (
     AwaitEngines,
     Begin,
@@ -79,7 +79,7 @@ def push_of_one_rank(
         follower.prepare(plan)
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
-        offer = partial(_offer_copies, leader.kept, plan.terms.version, server)
+        offer = partial(_offer_copies, leader.copies, plan.terms.version, server)
         return Push(made, resources.pop_all(), offer)
 
 
@@ -163,7 +163,7 @@ class RankPush:
         self._server = server
         self._before_kv = before_kv
         self._timeout_s = timeout_s
-        self._handover: BucketHandover[OfferedBucket] = BucketHandover()
+        self._queue: BucketQueue[OfferedBucket] = BucketQueue()
         self._pairs: Pairs | None = None
         self._planning: Pending[PushPlan] | None = None
         self._pending: Pending[StepReport] | None = None
@@ -190,7 +190,7 @@ class RankPush:
                 sender = self._follower.sender
                 return BroadcastDone("" if sender is None else sender.carry_out(step))
             case Broadcasted(done):
-                return self._handover.answer(done)
+                return self._queue.answer(done)
             case FreeMemory():
                 self._follower.run(self._before_kv)
                 return MemoryFreed()
@@ -201,7 +201,7 @@ class RankPush:
     def close(self) -> None:
         """Free what the push holds, in any state."""
         self._pairs = None
-        self._handover.close()
+        self._queue.close()
         self._follower.resources.close()
 
     def __enter__(self) -> RankPush:
@@ -217,7 +217,7 @@ class RankPush:
             return
         version = self._leader.plan.terms.version
         try:
-            if (offered := _offer_copies(self._leader.kept, version, self._server)) is not None:
+            if (offered := _offer_copies(self._leader.copies, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)
@@ -251,39 +251,39 @@ class RankPush:
         if self._led.plan.is_copied:
             self._led.copy(shares, pairs)
         else:
-            self._handover.put(self._led.join(shares, pairs))
+            self._queue.put(self._led.join(shares, pairs))
 
     def _begin(self) -> None:
         leader = self._led
         plan = leader.plan
         # Before the next push, and after the stream is closed, which ends a push that has failed.
         self._follower.resources.callback(self._await_end)
-        push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._handover)
+        push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._queue)
         until = Command.VERIFY if plan.has_before_kv and not plan.is_serving else Command.CONTINUE
         push = replace(push, checks_path=self._checks_path)
         pending = self._server.serve_weights(push, until)
-        self._pending = pending.then(self._handover.close)
+        self._pending = pending.then(self._queue.close)
 
     def _await_engines(
         self, index: int | None, timeout_s: float
     ) -> StepReport | BroadcastTask | bool | None:
         assert self._pending is not None
         figures = self._follower.figures
-        if index is not None and self._handover.is_wanted(index, timeout_s):
+        if index is not None and self._queue.is_wanted(index, timeout_s):
             figures.wanted(time.monotonic())
             return True
         if index is None:
-            self._handover.await_end(timeout_s)
-        if (task := self._handover.take_task()) is not None:
+            self._queue.await_end(timeout_s)
+        if (task := self._queue.take_task()) is not None:
             return task
-        if not self._handover.is_over:
+        if not self._queue.is_over:
             return None
         report = reported(self._pending, timeout_s)
         if report is None:
             return None
         if index is not None:
             raise RolloutError(f"the server ended the push before bucket {index}: {report}")
-        figures.wanted(self._handover.over_s)
+        figures.wanted(self._queue.over_s)
         if self._verified is not None:
             report = self._verified.merged(report)
         routes = "+".join(sorted({one.transport for one in self._led.plan.routes}))

@@ -11,7 +11,7 @@ import orjson
 
 from engines.protocol.errors import EngineRejected
 from rollout.core.errors import WeightMismatch
-from rollout.weights.routes.by_value import ValueMaker, join
+from rollout.weights.routes.by_value import ValueBuilder, join
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
@@ -76,7 +76,7 @@ class AsAdapter(Route):
             await engine.update_weight_version(str(stage.version))
 
 
-class AdapterMaker(ValueMaker):
+class AdapterBuilder(ValueBuilder):
     """Pickles the only bucket, on rank 0, as SGLang loads an adapter."""
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
@@ -85,9 +85,9 @@ class AdapterMaker(ValueMaker):
         return {"values": [adapter_payload(pairs)]}
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> AdapterMaker | None:
+def open_share(end: RankEnd, chosen: Chosen) -> AdapterBuilder | None:
     """Rank 0 sends."""
-    return AdapterMaker() if end.rank == 0 else None
+    return AdapterBuilder() if end.rank == 0 else None
 
 
 ROW = RouteRow(

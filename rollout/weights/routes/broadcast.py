@@ -22,7 +22,7 @@ from rollout.weights.routes.route import (
     RankEnd,
     Route,
     RouteRow,
-    ShareMaker,
+    ShareBuilder,
     Stage,
 )
 
@@ -121,14 +121,14 @@ class BroadcastMember:
     Attributes:
         process: identifies its processes; empty if unknown.  An attached engine's is unknown:
             its owner may have restarted it behind the same address.
-        held: the groups that it is a member of, as the terms named them; empty for none.
+        groups: the groups that it is a member of, as the terms named them; empty for none.
         takes_flat: it accepts many tensors in one broadcast.
     """
 
     engine_id: str
     num_ranks: int = 1
     process: str = ""
-    held: str = ""
+    groups: str = ""
     takes_flat: bool = False
 
     @property
@@ -145,7 +145,7 @@ def from_json(values: Iterable[dict[str, Any]]) -> tuple[BroadcastMember, ...]:
     return tuple(BroadcastMember(**value) for value in values)
 
 
-def can_be_kept(members: Sequence[BroadcastMember]) -> bool:
+def is_reusable(members: Sequence[BroadcastMember]) -> bool:
     """Whether the next push can recognise a group of these engines."""
     return bool(members) and all(member.process for member in members)
 
@@ -155,7 +155,7 @@ def is_same_group(
 ) -> bool:
     """Whether the group that ``before`` joined can send to the engines in ``now``."""
     same = {member.rank_of for member in before} == {member.rank_of for member in now}
-    return same and can_be_kept(now) and all(member.held == group_name for member in now)
+    return same and is_reusable(now) and all(member.groups == group_name for member in now)
 
 
 def process_text(processes: Iterable[ProcessIdentity]) -> str:
@@ -163,7 +163,7 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
     return " ".join(f"{process.boot_id}/{process.pid}/{process.started}" for process in processes)
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> ShareMaker | None:
+def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
     """A rank other than 0 that sends; rank 0 sends in the thread of the stream."""
     if end.rank == 0:
         return None

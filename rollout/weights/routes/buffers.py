@@ -242,7 +242,7 @@ def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_
     return ""
 
 
-class HeldBuffers:
+class PushBuffers:
     """Buffers taken from a pool, until all are released together."""
 
     def __init__(self, pool: ShmBufferPool) -> None:
@@ -277,11 +277,11 @@ class StoreCopies:
     """The buffers of pushes that have ended, as long as the store may read them."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[int, HeldBuffers]] = []
+        self._by_version: list[tuple[int, PushBuffers]] = []
 
-    def add(self, version: int, held: HeldBuffers) -> None:
+    def add(self, version: int, buffers: PushBuffers) -> None:
         """A push of this version has ended."""
-        self._held.append((version, held))
+        self._by_version.append((version, buffers))
 
     def free(self, reads: int | None) -> None:
         """The next push begins.
@@ -289,7 +289,7 @@ class StoreCopies:
         Args:
             reads: the version that the store reads now; the buffers of all others are released.
         """
-        for version, held in self._held:
+        for version, buffers in self._by_version:
             if version != reads:
-                held.release()
-        self._held = [entry for entry in self._held if entry[0] == reads]
+                buffers.release()
+        self._by_version = [entry for entry in self._by_version if entry[0] == reads]

@@ -59,12 +59,12 @@ class ByValue(Route):
         )
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> ValueMaker | None:
+def open_share(end: RankEnd, chosen: Chosen) -> ValueBuilder | None:
     """Rank 0 sends."""
-    return ValueMaker() if end.rank == 0 else None
+    return ValueBuilder() if end.rank == 0 else None
 
 
-class ValueMaker:
+class ValueBuilder:
     """Pickles each bucket, on rank 0, in parts."""
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:

@@ -108,12 +108,12 @@ class ByHandles(Route):
         )
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> HandleMaker | None:
+def open_share(end: RankEnd, chosen: Chosen) -> HandleBuilder | None:
     """A rank whose GPU an engine uses."""
-    return HandleMaker() if end.gpu and end.gpu in chosen.gpus else None
+    return HandleBuilder() if end.gpu and end.gpu in chosen.gpus else None
 
 
-class HandleMaker:
+class HandleBuilder:
     """Flattens each bucket on this process's current GPU, for the engine rank on the same GPU."""
 
     def __init__(self) -> None:

@@ -20,14 +20,16 @@ def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
     return Chosen(Transport.DISK)
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> CheckpointMaker | None:
+def open_share(end: RankEnd, chosen: Chosen) -> CheckpointBuilder | None:
     """Rank 0 writes; the other ranks only gather."""
     if end.rank:
         return None
     from rollout.weights.tensors.bucket_bytes import CheckpointWriter
 
     folder = folder_of(end.config, end.terms.version)
-    return CheckpointMaker(CheckpointWriter(folder, end.config.model_path, end.terms.fingerprints))
+    return CheckpointBuilder(
+        CheckpointWriter(folder, end.config.model_path, end.terms.fingerprints)
+    )
 
 
 def folder_of(config: ServerConfig, version: int) -> str:
@@ -46,7 +48,7 @@ def folder_of(config: ServerConfig, version: int) -> str:
     return path.replace("{version}", str(version))
 
 
-class CheckpointMaker:
+class CheckpointBuilder:
     """Writes each bucket as a file of the checkpoint."""
 
     def __init__(self, writer: CheckpointWriter) -> None:

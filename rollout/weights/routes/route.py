@@ -18,7 +18,7 @@ from rollout.config import ServerConfig, Transport
 from rollout.core.errors import WeightMismatch
 
 if TYPE_CHECKING:
-    from rollout.weights.routes.buffers import HeldBuffers, ShmBufferPool
+    from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
     from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors.sources import Pairs
 
@@ -283,7 +283,7 @@ class RankEnd:
     hosts: Sequence[int]
     gpu: str
     terms: PushTerms
-    buffers: ShmBufferPool | HeldBuffers
+    buffers: ShmBufferPool | PushBuffers
     idle_group: IdleGroup
     config: ServerConfig
     timeout_s: float
@@ -304,7 +304,7 @@ Shares = Mapping[int, Mapping[str, Any]]
 """Rank -> what it has made of a bucket for one route."""
 
 
-class ShareMaker(Protocol):
+class ShareBuilder(Protocol):
     """One rank's end of a route in one push."""
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
@@ -343,7 +343,7 @@ class RouteRow:
     transport: str
     reach: Callable[[Places, EnginePlace], Chosen | str]
     route: Callable[[Chosen], Route]
-    open: Callable[[RankEnd, Chosen], ShareMaker | None]
+    open: Callable[[RankEnd, Chosen], ShareBuilder | None]
     join: Callable[[Chosen, Shares, Places, Pairs], Sequence[Payload]] = no_payload
     is_copy: bool = True
     is_automatic: bool = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.os_errors import naming_setting
-from rollout.weights.routes.buffers import HeldBuffers, ShmBuffer, ShmBufferPool, why_no_room
+from rollout.weights.routes.buffers import PushBuffers, ShmBuffer, ShmBufferPool, why_no_room
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
@@ -67,7 +67,7 @@ class BufferWriter:
 
     def __init__(
         self,
-        pool: ShmBufferPool | HeldBuffers,
+        pool: ShmBufferPool | PushBuffers,
         *,
         first: int,
         num_writers: int,
@@ -104,7 +104,7 @@ class BufferWriter:
 
 
 def write_buffer(
-    pairs: Pairs, pool: ShmBufferPool | HeldBuffers, *, method: str
+    pairs: Pairs, pool: ShmBufferPool | PushBuffers, *, method: str
 ) -> tuple[ShmBuffer, Mapping[str, str]]:
     """Write a bucket into a buffer of the pool; returns it with its fingerprints."""
     from rollout.weights.tensors.bucket_bytes import copy_tensors
@@ -142,9 +142,9 @@ def why_no_room_for(num_bytes: int, pool: ShmBufferPool, num_writers: int) -> st
         return f"{pool.folder.parent}: {error.strerror}"
 
 
-def joined_folder(held: HeldBuffers, folders: Sequence[str]) -> Payload:
+def joined_folder(buffers: PushBuffers, folders: Sequence[str]) -> Payload:
     """One folder for engines that load all buckets of a push in one call."""
-    return {"path": str(held.joined([Path(folder) for folder in folders]))}
+    return {"path": str(buffers.joined([Path(folder) for folder in folders]))}
 
 
 ROW = RouteRow(

@@ -38,7 +38,7 @@ from rollout.core.errors import ConfigError, WeightsUnavailable
 from rollout.weights.routes.broadcast import (
     BroadcastMember,
     BroadcastTask,
-    can_be_kept,
+    is_reusable,
     is_same_group,
 )
 from rollout.weights.routes.route import PushTerms, RankEnd, StreamedBucket
@@ -322,7 +322,7 @@ class BroadcastPush:
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
         """Terms of the group for this push: the idle one if it fits, else a new one."""
         before = self._idle.take()
-        stays = can_be_kept(members)
+        stays = is_reusable(members)
         if before is not None and self._fits(before, members):
             self._group, self._must_join = before, False
             return {"group_name": before.names, "is_new": False, "keeps": stays, "over": ""}

@@ -167,7 +167,9 @@ class WeightStore:
         def write() -> StoreRecord:
             with suppress(OSError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            return coordinator.write(push.version, push.manifest, buckets.in_turn(), fingerprints)
+            return coordinator.write(
+                push.version, push.manifest, buckets.one_by_one(), fingerprints
+            )
 
         return await _in_own_thread(write, buckets.give_up)
 
@@ -215,7 +217,7 @@ class _AwaitedBuckets:
         self._awaited: Future[Any] | None = None
         self._is_over = False
 
-    def in_turn(self) -> Iterator[Iterator[tuple[str, TensorContent]]]:
+    def one_by_one(self) -> Iterator[Iterator[tuple[str, TensorContent]]]:
         if not self._buckets:
             raise WeightsUnavailable("this push has no copy of its tensors that could be kept")
         for bucket in self._buckets:

@@ -166,7 +166,7 @@ class PushPlanCache:
     """Plans of the last few kinds of push."""
 
     def __init__(self) -> None:
-        self._kept: list[PushPlan] = []
+        self._cached: list[PushPlan] = []
 
     def of(
         self,
@@ -176,11 +176,11 @@ class PushPlanCache:
         dtype: torch.dtype | None = None,
     ) -> PushPlan:
         """See ``PushPlan.of``."""
-        for plan in self._kept:
+        for plan in self._cached:
             if plan.fits(names, tensors, name_map, dtype):
                 return plan
         plan = PushPlan.of(names, tensors, name_map, dtype)
-        self._kept = [plan, *self._kept[: _MOST_PLANS - 1]]
+        self._cached = [plan, *self._cached[: _MOST_PLANS - 1]]
         return plan
 
 

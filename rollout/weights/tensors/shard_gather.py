@@ -63,7 +63,7 @@ def gathered_whole(
     Raises:
         GatherTimeout: a gather was late.  All gathers of these tensors are started.
     """
-    found: list[Any] = [None] * len(tensors)
+    results: list[Any] = [None] * len(tensors)
     shards = []
     with torch.no_grad():
         for index, tensor in enumerate(tensors):
@@ -71,15 +71,15 @@ def gathered_whole(
             if not is_shard(tensor):
                 whole = tensor.detach() if tensor.requires_grad else tensor
                 # ``to`` takes a microsecond also if it has nothing to do.
-                found[index] = whole if whole.dtype is target else whole.to(target)
+                results[index] = whole if whole.dtype is target else whole.to(target)
             elif (shard := _shard_of(index, tensor, target)) is None:
-                found[index] = _redistributed(tensor, target)
+                results[index] = _redistributed(tensor, target)
             elif shard.num_parts == 1:
-                found[index] = shard.local.to(shard.device, target)
+                results[index] = shard.local.to(shard.device, target)
             else:
                 shards.append(shard)
-        _Gathers(found, timeout_s).run(_pieces(shards))
-    return found
+        _Gathers(results, timeout_s).run(_pieces(shards))
+    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +163,23 @@ class _Piece:
             begin += shard.part_numel
         return own
 
-    def ended(self, parts: torch.Tensor, found: list[Any]) -> None:
+    def ended(self, parts: torch.Tensor, results: list[Any]) -> None:
         """Put the whole tensors in their places."""
         if self.shards[0].is_large:
             (shard,) = self.shards
-            found[shard.index] = parts.view(shard.shape)
+            results[shard.index] = parts.view(shard.shape)
             return
         begin = 0
         for shard in self.shards:
-            found[shard.index] = shard.whole_of(parts[:, begin : begin + shard.part_numel])
+            results[shard.index] = shard.whole_of(parts[:, begin : begin + shard.part_numel])
             begin += shard.part_numel
 
 
 class _Gathers:
     """Gathers pieces, some under way at once."""
 
-    def __init__(self, found: list[Any], timeout_s: float | None) -> None:
-        self._found = found
+    def __init__(self, results: list[Any], timeout_s: float | None) -> None:
+        self._results = results
         self._timeout_s = timeout_s
         self._under_way: list[tuple[_Piece, Any, torch.Tensor, torch.Tensor]] = []
 
@@ -198,7 +198,7 @@ class _Gathers:
     def _end_first(self) -> None:
         piece, work, own, parts = self._under_way[0]
         _wait(work, self._timeout_s, is_on_cuda=own.is_cuda)
-        piece.ended(parts, self._found)
+        piece.ended(parts, self._results)
         del self._under_way[0]
 
 
@@ -279,5 +279,5 @@ def _pieces(shards: Sequence[_Shard]) -> Iterator[_Piece]:
         if num_bytes[key] >= most_bytes:
             yield _Piece(alike.pop(key))
             del num_bytes[key]
-    for held in alike.values():
-        yield _Piece(held)
+    for shards_alike in alike.values():
+        yield _Piece(shards_alike)

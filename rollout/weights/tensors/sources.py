@@ -181,7 +181,7 @@ class StreamedSource:
         gather_timeout_s: float | None = None,
     ) -> None:
         self.is_on_cuda = False
-        self._held_bytes = 0  # of whole tensors in the bucket that is made
+        self._num_gathered_bytes = 0  # of whole tensors in the bucket that is made
         self._known: dict[tuple[object, ...], StorageWeakRef] = {}
         self._named = named_tensors
         self._expected = expected
@@ -191,25 +191,25 @@ class StreamedSource:
 
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Pairs, bool]]:
         """Each bucket's whole tensors, and whether it is the last."""
-        held: list[tuple[str, torch.Tensor]] = []
-        self._held_bytes = 0
+        so_far: list[tuple[str, torch.Tensor]] = []
+        self._num_gathered_bytes = 0
         for name, tensor in self._mapped(bucket_bytes):
             more = 0 if tensor is None else self._num_bytes(name, tensor)
-            if held and (tensor is None or self._held_bytes + more > bucket_bytes):
-                yield self._taken(held), False
-                self._held_bytes = 0
+            if so_far and (tensor is None or self._num_gathered_bytes + more > bucket_bytes):
+                yield self._taken(so_far), False
+                self._num_gathered_bytes = 0
             if tensor is not None:
-                held.append((name, tensor))
-                self._held_bytes += more
+                so_far.append((name, tensor))
+                self._num_gathered_bytes += more
             del tensor
-        if not held:
+        if not so_far:
             raise WeightMismatch("the source of this push has no tensors")
-        yield self._taken(held), True
+        yield self._taken(so_far), True
 
-    def _taken(self, held: list[tuple[str, torch.Tensor]]) -> Pairs:
-        """The held tensors as a bucket; they are held no more."""
-        bucket = Pairs.of(held)
-        held.clear()
+    def _taken(self, so_far: list[tuple[str, torch.Tensor]]) -> Pairs:
+        """These tensors as a bucket; the list is empty afterwards."""
+        bucket = Pairs.of(so_far)
+        so_far.clear()
         self.is_on_cuda = self.is_on_cuda or any(one.is_cuda for one in bucket.tensors)
         return bucket
 
@@ -232,7 +232,7 @@ class StreamedSource:
                 del tensor
                 continue
             more = self._num_bytes(plain_name(name), tensor)
-            is_full = self._held_bytes + waiting_bytes + more > bucket_bytes
+            is_full = self._num_gathered_bytes + waiting_bytes + more > bucket_bytes
             if shards and (is_full or not is_shard(tensor)):
                 yield from self._gathered(shards)
                 waiting_bytes = 0

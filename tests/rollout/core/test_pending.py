@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 from rollout.core.errors import RolloutError
-from rollout.core.pending import LoopThread, Pending, PendingWithTurn
+from rollout.core.pending import LoopThread, Pending, PendingWithCallback
 
 NOTE = "the first call is done"
 
@@ -29,7 +29,7 @@ class Calls:
         self.log: list[str] = []
         self.thread: threading.Thread | None = None
         self._error = error
-        self.pending = PendingWithTurn(
+        self.pending = PendingWithCallback(
             Pending(self.first), self._turn, self._begin, "{} {}".format, NOTE
         )
 
@@ -141,7 +141,7 @@ def test_the_error_of_a_call_that_no_caller_waits_for_is_logged(
 def raise_error(loop: LoopThread, way: str) -> None:
     pending = loop.submit(fail())
     if way == "turn":
-        pending = PendingWithTurn(
+        pending = PendingWithCallback(
             pending, lambda: None, lambda: loop.submit(fail()), lambda first, _: first, NOTE
         )
 

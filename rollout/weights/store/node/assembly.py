@@ -108,8 +108,8 @@ class Assembler:
     def __init__(self, slots: Slots, why_no_room: Callable[[int], str] = lambda _: "") -> None:
         self._slots = slots
         self._why_no_room = why_no_room
-        self._turn = threading.Lock()
-        self._held: dict[tuple[Write, bool], _HeldFolder] = {}
+        self._exclusive = threading.Lock()
+        self._used: dict[tuple[Write, bool], _UsedFolder] = {}
         # Folders of an earlier process are not released otherwise.
         remove_links(slots.folder.parent, slots.folder)
         slots.files.remove_folder(slots.folder / _FOLDER)
@@ -123,27 +123,27 @@ class Assembler:
             WeightsUnavailable: names the first unavailable unit, and the reason.
         """
         key, name = (record.write, wanted.is_verified), wanted.name
-        with self._turn:
-            held = self._held.get(key)
-            if held is None:
-                held = self._made(record, peers, wanted)
-                self._held[key] = held
-            held.num_users += 1
+        with self._exclusive:
+            used = self._used.get(key)
+            if used is None:
+                used = self._made(record, peers, wanted)
+                self._used[key] = used
+            used.num_users += 1
             if not name:
-                return held.assembled
-            folder, path = Path(held.assembled.path), self._slots.folder.parent / name
-            held.links[name] = path
-            held.stack.callback(remove_link, path, folder)
+                return used.assembled
+            folder, path = Path(used.assembled.path), self._slots.folder.parent / name
+            used.links[name] = path
+            used.stack.callback(remove_link, path, folder)
             try:
                 create_link(path, folder)
             except OSError:
                 self._give_back(key, name)
                 raise
-            return replace(held.assembled, path=str(path))
+            return replace(used.assembled, path=str(path))
 
     def _made(
         self, record: StoreRecord, peers: Mapping[str, Peer], wanted: AssemblyRequest
-    ) -> _HeldFolder:
+    ) -> _UsedFolder:
         files = self._slots.files
         kind = "verified" if wanted.is_verified else "to-verify"
         folder = self._slots.folder / _FOLDER / f"{record.write.number}-{kind}"
@@ -161,31 +161,31 @@ class Assembler:
                 files.write(folder / FINGERPRINTS, fingerprints)
             if wanted.model_path is not None:
                 _link_beside(Path(wanted.model_path), folder)
-            return _HeldFolder(assembled, stack.pop_all())
+            return _UsedFolder(assembled, stack.pop_all())
 
     def give_back(self, path: str) -> None:
         """Release a folder, by its path or by the name of the request."""
-        with self._turn:
-            for key, held in list(self._held.items()):
-                if path == held.assembled.path or Path(path).name in held.links:
+        with self._exclusive:
+            for key, used in list(self._used.items()):
+                if path == used.assembled.path or Path(path).name in used.links:
                     self._give_back(key, Path(path).name)
 
     def _give_back(self, key: tuple[Write, bool], name: str) -> None:
-        held = self._held[key]
-        if name in held.links:
-            remove_link(held.links.pop(name), Path(held.assembled.path))
-        held.num_users -= 1
-        if not held.num_users:
-            self._held.pop(key).stack.close()
+        used = self._used[key]
+        if name in used.links:
+            remove_link(used.links.pop(name), Path(used.assembled.path))
+        used.num_users -= 1
+        if not used.num_users:
+            self._used.pop(key).stack.close()
 
     def close(self) -> None:
-        with self._turn:
-            while self._held:
-                self._held.popitem()[1].stack.close()
+        with self._exclusive:
+            while self._used:
+                self._used.popitem()[1].stack.close()
 
 
 @dataclass(slots=True)
-class _HeldFolder:
+class _UsedFolder:
     assembled: AssembledFolder
     stack: ExitStack
     num_users: int = 0

@@ -167,7 +167,7 @@ class MappedSegments:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._kept: dict[Path, MappedSegment] = {}
+        self._mapped: dict[Path, MappedSegment] = {}
 
     def of(self, path: Path) -> MappedSegment:
         """The mapping of the file that has this name now.
@@ -176,23 +176,23 @@ class MappedSegments:
             OSError: the file does not exist.
         """
         stat = path.stat()
-        region = self._kept.get(path)
+        region = self._mapped.get(path)
         if region is not None and (region.inode, region.num_bytes) == (stat.st_ino, stat.st_size):
             return region
         if region is not None:
-            self._kept.pop(path).close()
+            self._mapped.pop(path).close()
         region = self._files.map(path)
-        self._kept[path] = region
+        self._mapped[path] = region
         return region
 
     def forget(self, folder: Path) -> None:
         """Unmap all files below ``folder``."""
-        for path in [path for path in self._kept if path.is_relative_to(folder)]:
-            self._kept.pop(path).close()
+        for path in [path for path in self._mapped if path.is_relative_to(folder)]:
+            self._mapped.pop(path).close()
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].close()
+        while self._mapped:
+            self._mapped.popitem()[1].close()
 
 
 # -- links ----------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Slots:
         self._why_no_room = why_no_room
         self._records: dict[str, StoreRecord] = {}
         self._committed: Write | None = None
-        self._turn = threading.Lock()
+        self._exclusive = threading.Lock()
         self._pins: dict[str, int] = dict.fromkeys(_SLOTS, 0)
         self._adopt()
 
@@ -114,14 +114,14 @@ class Slots:
     @contextmanager
     def pinned(self, write: Write) -> Iterator[StoreRecord]:
         """Meanwhile the slot of ``write`` is not overwritten; yields its record."""
-        with self._turn:
+        with self._exclusive:
             slot = self._slot_of(write)
             record = self._records[slot]
             self._pins[slot] += 1
         try:
             yield record
         finally:
-            with self._turn:
+            with self._exclusive:
                 self._pins[slot] -= 1
 
     def num_bytes(self) -> int:
@@ -147,7 +147,7 @@ class Slots:
             self.commit(current)
         segments = record.segments_of(self.node)
         self._check_room(segments)
-        with self._turn:  # without a record no reader can start
+        with self._exclusive:  # without a record no reader can start
             slot = self._free_slot()
             self._records.pop(slot, None)
         folder = self.folder / slot

@@ -227,12 +227,12 @@ async def test_only_pushes_of_all_weights_can_be_proved(tmp_path: Path) -> None:
     with pytest.raises(LifecycleError, match=r"weights\.update is partial"):
         await bench.server.check_push_path(same())
     await bench.server.stop()
-    with pytest.raises(ValueError, match="prove_first_push"):
+    with pytest.raises(ValueError, match="check_first_push"):
         server_config(ONE).model_validate(
             {
                 "model_path": "/nowhere",
                 "groups": ONE,
-                "weights": {"update": "lora", "prove_first_push": True},
+                "weights": {"update": "lora", "check_first_push": True},
             }
         )
 
@@ -248,7 +248,7 @@ async def test_tensors_that_are_not_pushed_would_be_lost_so_it_is_refused(tmp_pa
             {
                 "model_path": "/nowhere",
                 "groups": ONE,
-                "weights": {"not_pushed": ["mtp.*"], "prove_first_push": True},
+                "weights": {"not_pushed": ["mtp.*"], "check_first_push": True},
             }
         )
 
@@ -257,7 +257,7 @@ async def test_tensors_that_are_not_pushed_would_be_lost_so_it_is_refused(tmp_pa
 
 
 def first_proved(bench: ServerBench) -> ServerBench:
-    weights = bench.server._config.weights.model_copy(update={"prove_first_push": True})
+    weights = bench.server._config.weights.model_copy(update={"check_first_push": True})
     bench.server._config = bench.server._config.model_copy(update={"weights": weights})
     return bench
 
@@ -278,14 +278,14 @@ async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
     bench = first_proved(await started_server(tmp_path, TWO))
     offloads = (bench.server.give_memory, lambda: bench.server.advance(Command.PAUSE))
     for offload in offloads:
-        with pytest.raises(LifecycleError, match="prove_first_push is true"):
+        with pytest.raises(LifecycleError, match="check_first_push is true"):
             await offload()
     assert (await bench.server.status()).gate == "open"
     # The single commands still get there; then the push is refused.
     await bench.server.pause_generation()
     await bench.server.flush_cache()
     await bench.server.release_memory_occupation()
-    with pytest.raises(WeightMismatch, match="prove_first_push is true"):
+    with pytest.raises(WeightMismatch, match="check_first_push is true"):
         await bench.server.serve_weights(push(1))
     await bench.server.stop()
 

@@ -14,7 +14,7 @@ import torch
 from rollout.config import Transport
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.ranks.messages import BroadcastDone
-from rollout.weights.ranks.outgoing import BucketHandover, OfferedBucket, OutgoingStream
+from rollout.weights.ranks.outgoing import BucketQueue, OfferedBucket, OutgoingStream
 from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.route import Chosen, RankPlace, StreamedBucket
@@ -50,7 +50,7 @@ class Broadcast:
 
 
 def streamed(*buckets: OfferedBucket, **settings: Any) -> list[StreamedBucket]:
-    handover: BucketHandover[OfferedBucket] = BucketHandover()
+    handover: BucketQueue[OfferedBucket] = BucketQueue()
     found: list[StreamedBucket] = []
     stream = OutgoingStream(handover, **settings)
     reading = threading.Thread(target=lambda: found.extend(stream))
@@ -102,7 +102,7 @@ def test_a_bucket_that_is_the_same_for_all_engines_is_its_only_payload() -> None
 
 
 def test_a_buckets_tensors_are_free_when_the_next_one_is_awaited() -> None:
-    handover: BucketHandover[OfferedBucket] = BucketHandover()
+    handover: BucketQueue[OfferedBucket] = BucketQueue()
     stream = OutgoingStream(handover)
     reading = threading.Thread(target=lambda: [None for _ in stream])
     reading.start()
@@ -119,7 +119,7 @@ def test_a_buckets_tensors_are_free_when_the_next_one_is_awaited() -> None:
 
 
 def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> None:
-    handover: BucketHandover[OfferedBucket] = BucketHandover()
+    handover: BucketQueue[OfferedBucket] = BucketQueue()
     broadcast: Any = Broadcast({"first": "g"})
     stream = OutgoingStream(handover, broadcast)
     asked: list[Any] = []
@@ -152,7 +152,7 @@ def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> No
 
 
 def test_a_broadcast_that_another_rank_could_not_send_ends_the_stream() -> None:
-    handover: BucketHandover[OfferedBucket] = BucketHandover()
+    handover: BucketQueue[OfferedBucket] = BucketQueue()
     stream = OutgoingStream(handover)
     raised: list[BaseException] = []
 

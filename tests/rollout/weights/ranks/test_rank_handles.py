@@ -69,33 +69,33 @@ class TwoRanks(FakeEngine):
         await super().update_weights_from_tensor([by_value], **more)
 
 
-class Words:
+class Messages:
     """A store between threads."""
 
     def __init__(self) -> None:
-        self._words: dict[str, str] = {}
+        self._messages: dict[str, str] = {}
         self._changed = threading.Condition()
 
-    def put(self, key: str, word: str) -> None:
+    def put(self, key: str, message: str) -> None:
         with self._changed:
-            self._words[key] = word
+            self._messages[key] = message
             self._changed.notify_all()
 
-    def claim(self, key: str, word: str) -> str:
+    def claim(self, key: str, message: str) -> str:
         with self._changed:
-            stored = self._words.setdefault(key, word)
+            stored = self._messages.setdefault(key, message)
             self._changed.notify_all()
             return stored
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
         with self._changed:
-            self._changed.wait_for(lambda: all(key in self._words for key in keys), timeout_s)
-            return [self._words.get(key) for key in keys]
+            self._changed.wait_for(lambda: all(key in self._messages for key in keys), timeout_s)
+            return [self._messages.get(key) for key in keys]
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._changed:
             for key in keys:
-                self._words.pop(key, None)
+                self._messages.pop(key, None)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Trainer:
     run: DeploymentHandle
     cuda: CudaDouble
     gpus: Sequence[int]
-    words: Words = field(default_factory=Words)
+    messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
         self._threads = [ThreadPoolExecutor(1) for _ in self.gpus]
@@ -114,7 +114,7 @@ class Trainer:
             thread.submit(self.cuda.use, gpu).result()
 
         def pusher(rank: int) -> Pusher:
-            link = RankLink(rank, len(self.gpus), self.words)
+            link = RankLink(rank, len(self.gpus), self.messages)
             return Pusher(policy._pushes.server, link, timeout_s=10)
 
         self.pushers = self._each(pusher)

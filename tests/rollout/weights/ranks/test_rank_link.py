@@ -64,13 +64,13 @@ def test_a_rank_does_not_wait_for_a_frozen_rank_0() -> None:
 
 def test_a_message_that_nobody_takes_is_left_to_be_taken() -> None:
     frozen = FrozenStore()
-    words = SharedTexts(frozen, frozen, answer_s=0.1)
+    messages = SharedTexts(frozen, frozen, answer_s=0.1)
     try:
-        words.put("k", "{}")
-        words.delete(["k"])
-        assert words.get(["k", "l"], 0.1) == [None, None]
+        messages.put("k", "{}")
+        messages.delete(["k"])
+        assert messages.get(["k", "l"], 0.1) == [None, None]
         with pytest.raises(TimeoutError):
-            words.claim("k", "{}")
+            messages.claim("k", "{}")
     finally:
         frozen.thawed.set()
 

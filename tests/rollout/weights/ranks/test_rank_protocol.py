@@ -111,7 +111,7 @@ class World:
     fault: Fault | None = None
     engine_error: tuple[str, RolloutError] | None = None
     apply_s: float = APPLY_S
-    has_turn: bool = True
+    has_before_kv: bool = True
     had_turn: set[int] = field(default_factory=set)
     failed_turn: bool = False
     has_finished: bool = False
@@ -268,7 +268,7 @@ class World:
                 made = plan(
                     is_streamed=self.is_streamed,
                     is_copied=self.is_copied,
-                    has_before_kv=self.has_turn,
+                    has_before_kv=self.has_before_kv,
                 )
                 is_late = self._planned_s > self.now + timeout_s
                 left_s = timeout_s if is_late else max(0.0, self._planned_s - self.now)
@@ -369,15 +369,15 @@ def undisturbed(num_ranks: int, call: str = "push") -> World:
     return world
 
 
-@pytest.mark.parametrize("has_turn", [False, True])
+@pytest.mark.parametrize("has_before_kv", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_push_without_faults_ends_with_the_report_on_all_ranks(
-    num_ranks: int, has_turn: bool
+    num_ranks: int, has_before_kv: bool
 ) -> None:
-    world = World(num_ranks, has_turn=has_turn)
+    world = World(num_ranks, has_before_kv=has_before_kv)
     world.run()
-    assert world.had_turn == (set(range(num_ranks)) if has_turn else set())
-    assert world.has_finished is has_turn
+    assert world.had_turn == (set(range(num_ranks)) if has_before_kv else set())
+    assert world.has_finished is has_before_kv
     check(world, within_s=20)
     assert results(world) == [REPORT] * num_ranks
     left = {key for one in world.rounds[:1] for key in one.keys_left()}

@@ -9,15 +9,15 @@ import pytest
 from engines.protocol import ProcessIdentity
 from rollout.weights.routes.broadcast import (
     BroadcastMember,
-    can_be_kept,
     from_json,
+    is_reusable,
     is_same_group,
     process_text,
     to_json,
 )
 
 BEFORE = (BroadcastMember("a", 2, "pa", takes_flat=True), BroadcastMember("b", 1, "pb"))
-NOW = tuple(replace(one, held="g") for one in BEFORE)
+NOW = tuple(replace(one, groups="g") for one in BEFORE)
 
 
 def test_the_same_processes_that_hold_it_are_still_in_it() -> None:
@@ -35,8 +35,8 @@ def test_the_same_processes_that_hold_it_are_still_in_it() -> None:
         (NOW[0], replace(NOW[1], process="")),
         (NOW[0], replace(NOW[1], engine_id="c")),
         (NOW[0], replace(NOW[1], num_ranks=2)),
-        (NOW[0], replace(NOW[1], held="")),
-        (NOW[0], replace(NOW[1], held="h")),
+        (NOW[0], replace(NOW[1], groups="")),
+        (NOW[0], replace(NOW[1], groups="h")),
     ],
     ids=["none", "removed", "added", "restarted", "unknown", "other", "ranks", "left", "another"],
 )
@@ -46,10 +46,10 @@ def test_anything_else_makes_a_new_one(now: tuple[BroadcastMember, ...]) -> None
 
 def test_an_engine_without_a_known_process_is_never_kept() -> None:
     attached = (BroadcastMember("a", 1, "", "g"),)
-    assert not can_be_kept(attached)
+    assert not is_reusable(attached)
     assert not is_same_group("g", attached, attached)
-    assert not can_be_kept(())
-    assert can_be_kept(BEFORE)
+    assert not is_reusable(())
+    assert is_reusable(BEFORE)
 
 
 def test_a_process_is_told_by_boot_pid_and_start() -> None:

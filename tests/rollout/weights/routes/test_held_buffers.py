@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rollout.weights.routes.buffers import (
     FILE_NAME,
-    HeldBuffers,
+    PushBuffers,
     ShmBuffer,
     ShmBufferPool,
     StoreCopies,
@@ -13,7 +13,7 @@ from rollout.weights.routes.buffers import (
 
 def test_held_buffers_are_taken_again_only_after_their_release(tmp_path: Path) -> None:
     pool = ShmBufferPool(tmp_path)
-    held = HeldBuffers(pool)
+    held = PushBuffers(pool)
     first = held.take(5000)
     held.give(first)
     assert pool.take(5000) is not first
@@ -24,7 +24,7 @@ def test_held_buffers_are_taken_again_only_after_their_release(tmp_path: Path) -
 
 def test_the_folders_of_other_ranks_are_joined_until_the_release(tmp_path: Path) -> None:
     own, other = ShmBufferPool(tmp_path), ShmBufferPool(tmp_path)
-    held = HeldBuffers(own)
+    held = PushBuffers(own)
     folders = [held.take(5000).folder, other.take(5000).folder]
     joined = held.joined(folders)
     links = sorted(joined.glob("*.safetensors"))
@@ -39,7 +39,7 @@ def test_the_folders_of_other_ranks_are_joined_until_the_release(tmp_path: Path)
 def pushed(copies: StoreCopies, pool: ShmBufferPool, version: int, reads: int | None) -> ShmBuffer:
     """A push of one bucket; returns its buffer."""
     copies.free(reads)
-    held = HeldBuffers(pool)
+    held = PushBuffers(pool)
     buffer = held.take(1000)
     copies.add(version, held)
     return buffer

@@ -24,7 +24,7 @@ from rollout.weights.routes.route import (
     RankPlace,
     Route,
     RouteRow,
-    ShareMaker,
+    ShareBuilder,
     Stage,
 )
 from tests.support.still_server import HERE, StillServer, server_config
@@ -62,7 +62,7 @@ class ByToy(Route):
         )
 
 
-class ToyMaker:
+class ToyBuilder:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._files: list[Path] = []
@@ -77,8 +77,8 @@ class ToyMaker:
             file.unlink()
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> ShareMaker | None:
-    return ToyMaker(end.config.weights.shared_memory_path) if end.rank == 0 else None
+def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
+    return ToyBuilder(end.config.weights.shared_memory_path) if end.rank == 0 else None
 
 
 def join(

@@ -82,7 +82,7 @@ def sent(
 def holding(
     name: str, members: tuple[BroadcastMember, ...] = ENGINES
 ) -> tuple[BroadcastMember, ...]:
-    return tuple(replace(member, held=name) for member in members)
+    return tuple(replace(member, groups=name) for member in members)
 
 
 def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(

@@ -137,7 +137,7 @@ async def pushed(
     server = a_server(**terms)
     try:
         targets = {engine.engine_id: PushTarget(engine, process="same") for engine in engines}
-        return await push_weights(a_push(server, version), targets, budget_s=20, held=held)
+        return await push_weights(a_push(server, version), targets, budget_s=20, groups=held)
     finally:
         server.close()
 
@@ -216,7 +216,7 @@ async def test_an_engine_that_says_it_has_left_holds_nothing() -> None:
     terms = server._terms_of
     server._terms_of = lambda members: joined.extend(members) or terms(members)  # type: ignore[func-returns-value]
     target = PushTarget(engine, process="same", reports_groups=True)
-    await push_weights(a_push(server), {"a": target}, budget_s=20, held=held)
+    await push_weights(a_push(server), {"a": target}, budget_s=20, groups=held)
     assert joined == [BroadcastMember("a", 1, "same", "", takes_flat=True)]
     assert engine.operations()[:3] == ["weight_version", "server_info", "init_weights_update_group"]
     server.close()
@@ -228,6 +228,6 @@ async def test_engines_say_who_they_are_and_what_they_hold() -> None:
     terms = server._terms_of
     server._terms_of = lambda members: joined.extend(members) or terms(members)  # type: ignore[func-returns-value]
     target = PushTarget(Recording("a"), payload_copies=2, process="boot/7/99", takes_flat=True)
-    await push_weights(a_push(server), {"a": target}, budget_s=20, held={"a": "former"})
+    await push_weights(a_push(server), {"a": target}, budget_s=20, groups={"a": "former"})
     assert joined == [BroadcastMember("a", 2, "boot/7/99", "former", True)]
     server.close()

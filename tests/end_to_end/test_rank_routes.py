@@ -1,4 +1,4 @@
-"""One push of two ranks reaches engines by different carriers."""
+"""One push of two ranks reaches engines by different routes."""
 
 from __future__ import annotations
 
