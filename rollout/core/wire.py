@@ -273,7 +273,11 @@ class Listener:
         self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._socket.close()
+            raise
 
     def stop_accepting(self) -> None:
         """Accept no more callers; those that are served go on."""
@@ -320,7 +324,13 @@ class Listener:
                     connection.close()
                     return
                 self._served[thread] = connection
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process has no more threads
+                    logger.warning("%s: a caller was not served: %s", self._name, describe(error))
+                    del self._served[thread]
+                    connection.close()
+                    self._strangers.release()
 
     def _run(self, connection: Connection) -> None:
         try:

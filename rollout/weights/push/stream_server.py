@@ -89,7 +89,11 @@ class PushStreamServer:
         self._make_thread = threading.Thread(
             target=self._make, name="push-stream-make", daemon=True
         )
-        self._make_thread.start()
+        try:
+            self._make_thread.start()
+        except BaseException:
+            self._listener.close()
+            raise
 
     def close(self) -> None:
         """End the push; waiting readers get an error. Returns when the threads have ended."""

@@ -132,12 +132,12 @@ class Follower:
         end = self._end(plan, self.buffers or rank.pool)
         for chosen in plan.routes:
             if (builder := ROUTES[chosen.transport].open(end, chosen)) is not None:
+                self.resources.callback(builder.close)
                 self._builders[chosen.payload] = builder
         keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
         whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
         if keeps_copies and not any(isinstance(one, BufferWriter) for one in whole):
-            self._builders[_COPY] = BufferWriter.of(end, plan.terms.fingerprints)
-        for builder in self._builders.values():
+            self._builders[_COPY] = builder = BufferWriter.of(end, plan.terms.fingerprints)
             self.resources.callback(builder.close)
 
     def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:

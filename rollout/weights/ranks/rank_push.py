@@ -72,7 +72,7 @@ def push_of_one_rank(
         # Without a list of the checkpoint, the server needs that of the push.
         request = replace(request, named_tensors=list(request.named_tensors))
     follower = Follower(rank, server, request)
-    with follower.resources as resources:
+    try:
         streams = may_stream and weights.stream
         leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
         plan = leader.decide([follower.ready()])
@@ -80,7 +80,10 @@ def push_of_one_rank(
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
         offer = partial(_offer_copies, leader.copies, plan.terms.version, server)
-        return Push(made, resources.pop_all(), offer)
+        return Push(made, follower.resources, offer)
+    except BaseException:
+        follower.resources.close()
+        raise
 
 
 def _copied(leader: Leader) -> WeightPush:

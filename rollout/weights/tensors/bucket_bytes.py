@@ -234,14 +234,15 @@ class CheckpointWriter:
         self._method = method
         self.folder = Path(folder)
         self._beside = self.folder.with_name(f".{self.folder.name}.writing")
-        shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside.mkdir(parents=True)
         self._copied = Path(copied)
         self._num_files = 0
 
     def add(self, pairs: Pairs) -> dict[str, str]:
         """Write a bucket as another file; returns its fingerprints."""
         layout = lay_out(pairs.specs)
+        if not self._num_files:
+            shutil.rmtree(self._beside, ignore_errors=True)
+            self._beside.mkdir(parents=True)
         self._num_files += 1
         with (self._beside / f"bucket-{self._num_files:05d}.safetensors").open("wb") as file:
             file.write(layout.header)
