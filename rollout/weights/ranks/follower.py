@@ -100,7 +100,8 @@ class Follower:
         rank = self.rank
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
         node, group = self._server.own_node, rank.idle_group.name
-        return Ready(knows, self._request.version, has_before_kv, node, self.gpu, group)
+        version, room_bytes = self._request.version, rank.room_bytes()
+        return Ready(knows, version, has_before_kv, node, self.gpu, group, room_bytes)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.

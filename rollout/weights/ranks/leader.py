@@ -145,10 +145,9 @@ class Leader:
             return (Chosen(ADAPTER, adapter=name, config=source.config),)
         planned = source if isinstance(source, PlannedSource) else None
         num_bytes = planned.num_bytes if planned else self._expected_bytes()
-        no_room = why_no_room_for(num_bytes, rank.pool, len(rank.writers))
+        ranks = [replace(one, why_no_room=self._why_no_room(one, num_bytes)) for one in self._ranks]
         places = self._server.places(status)
-        copies = not self._may_stream
-        chosen = choose(wanted, self._ranks, places, no_room, is_copy=copies)
+        chosen = choose(wanted, ranks, places, is_copy=not self._may_stream)
         if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
         self._assigned = {
@@ -163,6 +162,14 @@ class Leader:
             gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
             by_payload[one.payload] = replace(first, gpus=gpus)
         return tuple(by_payload.values())
+
+    def _why_no_room(self, place: RankPlace, num_bytes: int) -> str:
+        """Why the host of a rank has no room for a copy of the model; empty if it has."""
+        rank = self.follower.rank
+        on_host = zip(self._readies, rank.hosts, strict=True)
+        room = [ready.room_bytes for ready, host in on_host if host == place.host]
+        where = f"{rank.config.weights.shared_memory_path} on the host of rank {place.host}"
+        return why_no_room_for(num_bytes, room, where)
 
     def _expected_bytes(self) -> int:
         """Of the model; 0 if unknown."""

@@ -38,6 +38,7 @@ class Ready:
         node: where it runs.
         gpu: UUID of the GPU with its tensors; empty if they are in host memory.
         group: name of the first sender's group, if it still has one to broadcast in.
+        room_bytes: of the model, that it has room for in shared memory.
     """
 
     knows: str
@@ -46,6 +47,7 @@ class Ready:
     node: str
     gpu: str
     group: str
+    room_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rollout.rules.lifecycle import Command
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.routes.buffers import ShmBufferPool, StoreCopies
+from rollout.weights.routes.buffers import ShmBufferPool, StoreCopies, room_bytes
 from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_cost
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
@@ -89,6 +89,11 @@ class TrainerRank:
         """The ranks that write into the memory of this rank's host."""
         own = self.hosts[self.rank]
         return [rank for rank, host in enumerate(self.hosts) if host == own]
+
+    def room_bytes(self) -> int:
+        """What it can copy into shared memory: its pool, and its part of what the host has."""
+        more = room_bytes(self.config.weights.shared_memory_path)
+        return self.pool.num_bytes() + more // len(self.writers)
 
     def check(self, manifest: Manifest, expected: Manifest | None, contents: WeightUpdate) -> None:
         """Check a push against the model, unless the last one was the same.

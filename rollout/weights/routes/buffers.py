@@ -242,6 +242,16 @@ def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_
     return ""
 
 
+def room_bytes(folder: str | Path) -> int:
+    """How many more bytes a tmpfs folder has space for; 0 if it is not there."""
+    try:
+        stats = os.statvfs(folder)
+    except OSError:
+        return 0
+    free = stats.f_bavail * stats.f_frsize
+    return max(0, min(free, psutil.virtual_memory().available - SPARE_BYTES))
+
+
 class PushBuffers:
     """Buffers taken from a pool, until all are released together."""
 

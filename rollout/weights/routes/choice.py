@@ -36,7 +36,6 @@ def choose(
     wanted: Transport,
     ranks: Sequence[RankPlace],
     engines: Sequence[EnginePlace],
-    why_no_room: str = "",
     *,
     is_copy: bool = False,
 ) -> dict[str, Chosen]:
@@ -48,7 +47,6 @@ def choose(
 
     Args:
         wanted: a route that is named is for all engines.
-        why_no_room: why rank 0's host has no room for a copy; empty if it has.
         is_copy: the tensors are copied before the engines are called.
 
     Raises:
@@ -63,9 +61,7 @@ def choose(
         )
     if wanted is Transport.AUTO:
         rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
-        return {
-            one.engine_id: encoded_for(one, _best(rows, ranks, one, why_no_room)) for one in engines
-        }
+        return {one.engine_id: encoded_for(one, _best(rows, ranks, one)) for one in engines}
     return {one.engine_id: encoded_for(one, _named(wanted, ranks, one)) for one in engines}
 
 
@@ -84,6 +80,7 @@ def is_only_streamed(transport: str) -> bool:
 
 def _named(wanted: Transport, ranks: Sequence[RankPlace], engine: EnginePlace) -> Chosen:
     # What is named is not refused for an estimate.
+    ranks = [replace(rank, why_no_room="") for rank in ranks]
     found = ROUTES[wanted].reach(ranks, replace(engine, is_reached=True))
     if isinstance(found, str):
         raise _refusal(wanted, engine, found)
@@ -101,14 +98,10 @@ def _refusal(wanted: Transport, engine: EnginePlace, why: str) -> ConfigError:
     )
 
 
-def _best(
-    rows: Sequence[RouteRow], ranks: Sequence[RankPlace], engine: EnginePlace, why_no_room: str
-) -> Chosen:
+def _best(rows: Sequence[RouteRow], ranks: Sequence[RankPlace], engine: EnginePlace) -> Chosen:
     reasons: list[str] = []
     for row in rows:
         found = row.reach(ranks, engine)
-        if found == Chosen(Transport.SHARED_MEMORY) and why_no_room:
-            found = why_no_room
         if not isinstance(found, str):
             return replace(found, why="; ".join(reasons)) if row is rows[-1] else found
         reasons.append(found)

@@ -182,11 +182,13 @@ class RankPlace:
         node: its node, as ``Caller.node_of`` names those of engines.
         host: the lowest rank that shares its tmpfs.
         gpu: UUID of the GPU with its tensors; empty if they are in host memory.
+        why_no_room: why its host has no room for a copy; empty if it has.
     """
 
     node: str
     host: int = 0
     gpu: str = ""
+    why_no_room: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.os_errors import naming_setting
-from rollout.weights.routes.buffers import PushBuffers, ShmBuffer, ShmBufferPool, why_no_room
+from rollout.weights.routes.buffers import PushBuffers, ShmBuffer, ShmBufferPool
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
@@ -35,8 +35,9 @@ def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
     """From the ranks on the engine's host."""
     if why := why_far(ranks, engine):
         return why
-    hosts = [rank.host for rank in ranks if rank.node == engine.node]
-    return Chosen(Transport.SHARED_MEMORY, host=min(hosts))
+    near = [rank for rank in ranks if rank.node == engine.node]
+    hosts = [rank.host for rank in near if not rank.why_no_room]
+    return Chosen(Transport.SHARED_MEMORY, host=min(hosts)) if hosts else near[0].why_no_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,19 @@ def naming_path(weights: WeightsConfig) -> AbstractContextManager[None]:
     return naming_setting("weights.shared_memory_path", path, WeightsUnavailable)
 
 
-def why_no_room_for(num_bytes: int, pool: ShmBufferPool, num_writers: int) -> str:
-    """Why the ranks of this host cannot copy a model, each with a pool like this; or empty."""
-    more = max(0, num_bytes // num_writers - pool.num_bytes()) * num_writers
-    try:
-        return why_no_room(more, pool.folder.parent)
-    except OSError as error:
-        return f"{pool.folder.parent}: {error.strerror}"
+def why_no_room_for(num_bytes: int, room: Sequence[int], where: str) -> str:
+    """Why the ranks of a host cannot copy a model, each a part of it; empty if they can.
+
+    Args:
+        room: bytes that each of them has room for.
+        where: names the host, and the folder.
+    """
+    if num_bytes // len(room) <= min(room):
+        return ""
+    return (
+        f"{where} has room for {min(room) * len(room)} bytes, {num_bytes} are needed (in Docker: "
+        "--shm-size); set weights.shared_memory_path elsewhere, or weights.transport to tensor"
+    )
 
 
 def joined_folder(buffers: PushBuffers, folders: Sequence[str]) -> Payload:

@@ -34,12 +34,12 @@ torch = pytest.importorskip("torch")
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from rollout.runtime.handle.pusher import Pusher  # noqa: E402
-from rollout.weights.ranks.link import LocalWords, RankLink  # noqa: E402
+from rollout.weights.ranks.link import LocalTexts, RankLink  # noqa: E402
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
 WEIGHTS = str(Path(rollout.__file__).parent / "weights")
 ROUTES = ["shared_memory", "tensor", "disk", "distributed", "several"]
-# What frees memory, or is asked while that is done.
+# What frees memory, or is called while that is done.
 FREEING = {
     "__del__",
     "__exit__",
@@ -201,7 +201,7 @@ class Trainer:
         server: Any = Server(loop, config, places_of(route))
         self.pushes = ServerPushes(config, server)
         self.pushes.server = server
-        link = RankLink(0, 1, LocalWords())
+        link = RankLink(0, 1, LocalTexts())
         idle = self.pushes.idle_group
         self.pusher = Pusher(server, link, timeout_s=20, idle_group=idle)
 

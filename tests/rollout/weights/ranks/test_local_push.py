@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES, SUMS
-from rollout.config import Transport
+from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
@@ -22,6 +23,8 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from engines.tensors import torch_fingerprint  # noqa: E402
+from rollout.weights.ranks.follower import Follower  # noqa: E402
+from rollout.weights.ranks.leader import Leader  # noqa: E402
 from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import bucket_bytes as bucket_writer  # noqa: E402
@@ -120,6 +123,23 @@ async def test_a_push_by_value_beside_another_route_splits_its_own_payload_alone
     assert [await engine.weight_version() for engine in engines.values()] == ["7", "7"]
     assert engines["near"].operations().count("update_weights_from_disk") == 1
     assert engines["alone"].operations().count("update_weights_from_tensor") == len(tensors)
+
+
+@pytest.mark.parametrize(("room_bytes", "payload"), [(0, "distributed"), (256, "shared_memory 1")])
+def test_room_is_checked_on_every_host_with_ranks(
+    tmp_path: Path, room_bytes: int, payload: str
+) -> None:
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)), hosts=[0, 1])
+    server = StillServer(engines=[NEAR, EnginePlace("beside rank 1", "its host")])
+    request = PushRequest({"a": torch.randn(64)})
+    follower = Follower(rank, server, request, timeout_s=10)
+    leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=True)
+    own = follower.ready()
+    assert own.room_bytes > 256
+    other = replace(own, node="its host", room_bytes=room_bytes)
+    plan = leader.decide([own, other])
+    rank.close()
+    assert {one.payload for one in plan.routes} == {"shared_memory 0", payload}
 
 
 @pytest.mark.parametrize("at", range(4))

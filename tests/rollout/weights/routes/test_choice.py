@@ -45,7 +45,8 @@ def vllm(node: str = "n0", *gpus: str) -> EnginePlace:
 
 
 def chosen(one: EnginePlace, ranks: list[RankPlace] = RANKS, no_room: str = "") -> Chosen:
-    return choose(AUTO, ranks, [one], no_room)["e"]
+    ranks = [replace(rank, why_no_room="" if rank.host else no_room) for rank in ranks]
+    return choose(AUTO, ranks, [one])["e"]
 
 
 def test_an_engine_on_the_ranks_gpus_gets_their_handles_in_the_order_of_its_ranks() -> None:
@@ -96,6 +97,8 @@ def test_a_host_without_room_gets_a_broadcast() -> None:
     assert chosen(engine("n0"), no_room="/dev/shm is full") == Chosen(BROADCAST)
     assert chosen(engine("n1"), no_room="/dev/shm is full") == Chosen(PATH, host=2)
     assert chosen(engine("n0", "GPU-aa-0"), no_room="full") == Chosen(IPC, gpus=("aa-0",))
+    two = [RankPlace("n0", 0, why_no_room="full"), RankPlace("n0", 1)]  # two containers
+    assert choose(AUTO, two, [engine("n0")])["e"] == Chosen(PATH, host=1)
 
 
 def test_an_engine_gets_no_route_that_it_does_not_take() -> None:
@@ -177,7 +180,8 @@ def test_a_route_that_is_named_and_does_not_reach_an_engine_is_refused(
     with pytest.raises(ConfigError, match=f"{wanted}: engine e.*{why}") as failed:
         choose(wanted, RANKS, [one])
     assert failed.value.setting == "weights.transport"
-    full = choose(PATH, RANKS, [engine("n0")], why_no_room="the estimate says no")
+    ranks = [replace(rank, why_no_room="the estimate says no") for rank in RANKS]
+    full = choose(PATH, ranks, [engine("n0")])
     assert full == {"e": Chosen(PATH)}
 
 
