@@ -126,7 +126,7 @@ class Pushing:
             self._runner.run(self._send(made.weights))
 
     async def _send(self, push: Any) -> None:
-        target = PushTarget(self._engine, process="receiver", takes_flat=True)
+        target = PushTarget(self._engine, process="receiver")
         replies = await push_weights(push, {"engine": target}, budget_s=300, held=self._held)
         if replies["engine"].failure is not None:
             raise replies["engine"].failure

@@ -237,7 +237,6 @@ class _PushRun:
                 self._targets[engine_id].payload_copies,
                 self._targets[engine_id].process,
                 self._groups.get(engine_id, ""),
-                self._targets[engine_id].takes_flat,
             )
             for engine_id in self._joiners()
         ]

@@ -122,14 +122,12 @@ class BroadcastMember:
         process: identifies its processes; empty if unknown.  An attached engine's is unknown:
             its owner may have restarted it behind the same address.
         groups: the groups that it is a member of, as the terms named them; empty for none.
-        takes_flat: it accepts many tensors in one broadcast.
     """
 
     engine_id: str
     num_ranks: int = 1
     process: str = ""
     groups: str = ""
-    takes_flat: bool = False
 
     @property
     def rank_of(self) -> tuple[str, str, int]:

@@ -37,7 +37,6 @@ class PushTarget:
         payload_copies: its number of tensor-parallel ranks; SGLang needs a payload for each.
         has_session: updates go between begin and end (SGLang 0.5.21 and later).
         process: identifies its processes; empty if unknown.
-        takes_flat: it accepts many tensors in one broadcast.
         reports_groups: it reports which broadcast groups it is a member of.
     """
 
@@ -45,7 +44,6 @@ class PushTarget:
     payload_copies: int = 1
     has_session: bool = True
     process: str = ""
-    takes_flat: bool = True
     reports_groups: bool = False
 
 

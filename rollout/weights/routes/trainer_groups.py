@@ -200,7 +200,6 @@ class SenderGroup:
     Attributes:
         root: this rank's end.
         first: name of the first sender's group: that of rank 0.
-        takes_flat: all its engines accept many tensors in one broadcast.
         stays: it can be used in the next push.
         members: the engines, on rank 0.
         num_senders: ranks of the trainer that send, each in a group of its own.
@@ -209,7 +208,6 @@ class SenderGroup:
 
     root: BroadcastRoot
     first: str
-    takes_flat: bool
     stays: bool
     members: Sequence[BroadcastMember] = ()
     num_senders: int = 1
@@ -336,14 +334,13 @@ class BroadcastPush:
             send_timeout_s=self._timeout_s,
         )
         where = root.terms(sum(member.num_ranks for member in members))
-        takes_flat = all(member.takes_flat for member in members)
         num_senders = 1 + len(self._others or ())
-        group = SenderGroup(root, root.name, takes_flat, stays, tuple(members), num_senders)
+        group = SenderGroup(root, root.name, stays, tuple(members), num_senders)
         self._group = group
         terms = {**where, "backend": self._backend, "keeps": stays}
         if self._others:
             cumem = os.environ.get(NCCL_CUMEM)
-            more = {"first": root.name, "takes_flat": takes_flat, "cumem": cumem}
+            more = {"first": root.name, "cumem": cumem}
             self.terms_of_others = {**terms, **more}
         over = "" if before is None else before.names
         return {**terms, "group_name": group.names, "is_new": True, "over": over}
@@ -459,7 +456,7 @@ class BroadcastSender:
             send_timeout_s=self._timeout_s,
         )
         root.join_at(terms)
-        self._group = SenderGroup(root, terms["first"], terms["takes_flat"], terms["keeps"])
+        self._group = SenderGroup(root, terms["first"], terms["keeps"])
 
     def _each_its_own(self) -> Iterator[Flattener]:
         """The parts of a bucket are in memory together."""
@@ -479,7 +476,7 @@ def broadcast_parts(
         method: of the fingerprints; empty takes none.
     """
     root = group.root
-    if not (group.takes_flat and is_worth_flattening(pairs)):
+    if not is_worth_flattening(pairs):
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
         send = partial(root.send, pairs.tensors)
         yield StreamedBucket(payload, True, fingerprints_of(pairs, method), send)

@@ -138,7 +138,7 @@ class Server(StillServer):
             name: bool((one := push.route_of(name)) and one.route.joins) for name in self.fakes
         }
         targets = {
-            name: PushTarget(fake, 0 if joins[name] else 1, process=name, takes_flat=True)
+            name: PushTarget(fake, 0 if joins[name] else 1, process=name)
             for name, fake in self.fakes.items()
         }
         replies = await push_weights(push, targets, budget_s=30, groups=self.groups)

@@ -16,7 +16,7 @@ from rollout.weights.routes.broadcast import (
     to_json,
 )
 
-BEFORE = (BroadcastMember("a", 2, "pa", takes_flat=True), BroadcastMember("b", 1, "pb"))
+BEFORE = (BroadcastMember("a", 2, "pa"), BroadcastMember("b", 1, "pb"))
 NOW = tuple(replace(one, groups="g") for one in BEFORE)
 
 

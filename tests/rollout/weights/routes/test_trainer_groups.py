@@ -30,8 +30,8 @@ from rollout.weights.tensors import PlannedSource  # noqa: E402  only where ther
 
 pytestmark = pytest.mark.embedded
 ENGINES = (
-    BroadcastMember("a", 0, "pa", takes_flat=True),
-    BroadcastMember("b", 0, "pb", takes_flat=True),
+    BroadcastMember("a", 0, "pa"),
+    BroadcastMember("b", 0, "pb"),
 )
 
 
@@ -224,19 +224,13 @@ def all_of(
     return buckets
 
 
-def test_small_tensors_go_as_one_where_every_engine_takes_that() -> None:
+def test_small_tensors_go_as_one() -> None:
     tensors = {"half": torch.ones(3).half(), "whole": torch.ones(3)}
     (one,) = all_of(**tensors)
     assert isinstance(one.payload, Mapping)
     assert one.payload["load_format"] == "flattened_bucket"
     assert one.payload["names"] == ["whole", "half"]
     assert one.payload["dtypes"] == ["float32", "float16"]
-    assert set(one.fingerprints) == set(tensors)
-    old = (ENGINES[0], replace(ENGINES[1], takes_flat=False))
-    (one,) = all_of(old, **tensors)
-    assert isinstance(one.payload, Mapping)
-    assert "load_format" not in one.payload
-    assert one.payload["names"] == ["half", "whole"]
     assert set(one.fingerprints) == set(tensors)
 
 

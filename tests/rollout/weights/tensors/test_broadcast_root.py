@@ -217,7 +217,7 @@ async def test_an_engine_that_says_it_has_left_holds_nothing() -> None:
     server._terms_of = lambda members: joined.extend(members) or terms(members)  # type: ignore[func-returns-value]
     target = PushTarget(engine, process="same", reports_groups=True)
     await push_weights(a_push(server), {"a": target}, budget_s=20, groups=held)
-    assert joined == [BroadcastMember("a", 1, "same", "", takes_flat=True)]
+    assert joined == [BroadcastMember("a", 1, "same", "")]
     assert engine.operations()[:3] == ["weight_version", "server_info", "init_weights_update_group"]
     server.close()
 
@@ -227,7 +227,7 @@ async def test_engines_say_who_they_are_and_what_they_hold() -> None:
     server = a_server()
     terms = server._terms_of
     server._terms_of = lambda members: joined.extend(members) or terms(members)  # type: ignore[func-returns-value]
-    target = PushTarget(Recording("a"), payload_copies=2, process="boot/7/99", takes_flat=True)
+    target = PushTarget(Recording("a"), payload_copies=2, process="boot/7/99")
     await push_weights(a_push(server), {"a": target}, budget_s=20, groups={"a": "former"})
-    assert joined == [BroadcastMember("a", 2, "boot/7/99", "former", True)]
+    assert joined == [BroadcastMember("a", 2, "boot/7/99", "former")]
     server.close()
