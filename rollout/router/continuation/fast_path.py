@@ -253,9 +253,9 @@ class FastReply(Reply):
     # -- from the engine --------------------------------------------------------------------
 
     def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
-        is_put_off = (
-            self._is_cumulative and not self.is_streamed and is_unfinished(data, begin, end)
-        )
+        if self.is_streamed:
+            return super().take(data, begin, end)
+        is_put_off = self._is_cumulative and is_unfinished(data, begin, end)
         # The engine may be lost after its last event, before its reply has ended.
         if is_put_off or self._pass_on(data, begin, end):
             self._has_gap |= len(self._unread) == _NUM_UNREAD
@@ -289,9 +289,10 @@ class FastReply(Reply):
         if first and any(first[name] != meta.get(name) for name in FROM_FIRST if name in first):
             return False
         span = {"version": meta.get("weight_version"), "start": 0, "end": num}
-        more: Payload = {"weight_versions": [span] if num else []}
-        more |= {"num_failovers": 0, "num_recomputed_tokens": 0}
-        self._written = parts.with_meta(more)
+        spans = [span] if num else []
+        self._written = parts.with_meta(
+            {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0}
+        )
         self.finish = reason
         return True
 

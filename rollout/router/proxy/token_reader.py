@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from engines.protocol.plain_text import describe
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.fast_path import Event
-from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
+from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import END, Reply
 from rollout.router.http.fast_json import Data, dumps, loads
 from rollout.router.http.head_cache import ReplyHead
@@ -110,7 +110,7 @@ class TokenReader:
     """
 
     reply: Reply
-    named: NamedWeights = NOT_NAMED
+    named: NamedWeights | None = None
     has_answered: bool = False
     waits_for_prompt: bool = False
     _base_version: int | None = None
@@ -204,7 +204,7 @@ class TokenReader:
         for data, begin, end in events:
             if end - begin <= _LONGEST_DONE and data[begin:end].strip() == b"[DONE]":
                 continue
-            if self.named.has_base:
+            if self.named is not None:
                 data, begin, end = dumps(self._stamped(loads(data[begin:end]))), 0, END
             if (error := self.reply.take(data, begin, end)) is not None:
                 return error
@@ -212,9 +212,7 @@ class TokenReader:
 
     def _stamped(self, payload: Any) -> Any:
         """A payload of the engine, in which the base has its own version."""
-        if not self.named.has_base:
-            return payload
-        return self.named.stamped(payload, self._base_version)
+        return payload if self.named is None else self.named.stamped(payload, self._base_version)
 
     def _news(self) -> Write | None:
         """The events for a streaming client, as far as the text is final."""
