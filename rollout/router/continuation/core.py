@@ -163,11 +163,12 @@ class Continuation:
         self._sent_num = self._sent_text = self._sent_ids = self._sent_reasoning = 0
         self.experts = Experts(is_wanted=bool(raw.get("return_routed_experts")))
         self.reported_experts: str | None = None
+        self.base = Part()
         self.begin()
 
     def begin(self) -> None:
         """Have parts of its own, as a copy of one that has received nothing."""
-        self.base, self.now = Part(), Part()
+        self.now = Part()
         self._sent_columns: dict[str, int] = {}
         if self.experts.is_wanted:
             self.experts = Experts(is_wanted=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rollout.router.continuation.core import Continuation, Payload
 from rollout.router.http.fast_json import Data, dumps, loads
 
 END = sys.maxsize
+_ONLY_SGLANG = frozenset({"sglang"})
 
 
 class Reply(Continuation):
@@ -96,39 +96,29 @@ class EngineDialect:
     is_translated: bool = False
 
 
-class Reading(NamedTuple):
-    """What is needed to read a body.
-
-    Attributes:
-        interval: tokens between two events of an engine.
-        dialects: of all engines.
-    """
-
-    interval: int = 1
-    dialects: frozenset[str] = frozenset({"sglang"})
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """How a client is spoken to on one route, and the engines that answer there.
 
     Attributes:
-        read: the reply to a body; None if it cannot continue on another engine, or has a form that
-            only an engine can judge.
+        read: the reply to a body, by the tokens between two events of an engine and the dialects of
+            all engines; None if it cannot continue on another engine, or has a form that only an
+            engine can judge.
         chunks: what is new, as events for a streaming client.
         whole: the complete reply.
         engines: by their dialect.
     """
 
-    read: Callable[[bytes, Reading], Reply | None]
+    read: Callable[[bytes, int, frozenset[str]], Reply | None]
     chunks: Callable[[Reply], list[Payload]]
     whole: Callable[[Reply], Payload]
     engines: Mapping[str, EngineDialect]
 
-    def reply(self, body: bytes, reading: Reading) -> Reply | None:
+    def reply(
+        self, body: bytes, interval: int = 1, dialects: frozenset[str] = _ONLY_SGLANG
+    ) -> Reply | None:
         """What ``read`` gives, ready to take an engine's reply."""
-        reply = self.read(body, reading)
+        reply = self.read(body, interval, dialects)
         if reply is not None:
             reply.route = self
-            reply.engine = next(iter(self.engines.values()))
         return reply

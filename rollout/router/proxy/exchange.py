@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ParamSpec
+from typing import Any, TypeVarTuple
 
 from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
@@ -53,7 +53,7 @@ from rollout.router.proxy.prefill_decode import (
     Prompt,
     bootstrap_fields,
 )
-from rollout.router.proxy.reader_choice import may_keep_tokens, read_for_base, read_tokens
+from rollout.router.proxy.reader_choice import read_for_base, read_tokens
 from rollout.router.proxy.token_reader import (
     FINAL,
     OPEN,
@@ -70,7 +70,7 @@ from rollout.rules.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 _WITH_BODY = (b"POST", b"PUT")
 
 
@@ -123,10 +123,10 @@ class Exchange:
 
     # -- the client's side ------------------------------------------------------------------
 
-    def _handle(self, step: Callable[P, None], /, *arguments: P.args, **options: P.kwargs) -> None:
+    def _handle(self, step: Callable[[*Ts], None], *arguments: *Ts) -> None:
         """Do what has happened; an error in it ends this request, and is not raised."""
         try:
-            step(*arguments, **options)
+            step(*arguments)
         except Exception as error:
             self.on_router_error(error)
 
@@ -137,14 +137,9 @@ class Exchange:
 
     def start_whole(self, body: bytes) -> None:
         """The same, with all of the request's body."""
-        self._is_started = True
-        self._handle(self._start_whole, body)
-
-    def _start_whole(self, body: bytes) -> None:
-        self._body = body
-        self._num_bytes = len(body)
-        self._is_whole = True
-        self._start()
+        self._body, self._num_bytes = body, len(body)
+        self._is_started = self._is_whole = True
+        self._handle(self._start)
 
     def _start(self) -> None:
         self.began_s = self._proxy.now_s()
@@ -232,12 +227,11 @@ class Exchange:
             if self._named.problem:
                 self.end_with(responses.error(400, "bad_request", self._named.problem))
                 return
-        if may_keep_tokens(proxy, head):
-            tokens = read_tokens(proxy, head, body)
-            if isinstance(tokens, responses.RouterResponse):
-                self.end_with(tokens)
-                return
-            self._tokens = tokens
+        tokens = read_tokens(proxy, head, body)
+        if isinstance(tokens, responses.RouterResponse):
+            self.end_with(tokens)
+            return
+        self._tokens = tokens
         if self._named.has_base:
             self._tokens = read_for_base(self._tokens, body, self._named)
         if self._tokens is not None:
@@ -257,10 +251,14 @@ class Exchange:
             is_for_base=self._named.is_for_base,
         )
         if isinstance(decision, Waiter):
-            decision.on_decision = lambda decision: self._handle(self._decided, decision)
+            decision.on_decision = self.decided
             self._timer = proxy.call_later(proxy.config.hold_timeout_s, proxy.gate.expire, decision)
         else:
             self._decided(decision)
+
+    def decided(self, decision: Admission | Refusal) -> None:
+        """The gate has decided on the held request."""
+        self._handle(self._decided, decision)
 
     def _decided(self, decision: Admission | Refusal) -> None:
         if self._timer is not None:
@@ -280,11 +278,11 @@ class Exchange:
         request, tokens = self._request, self._tokens
         assert request is not None
         self.engine_id = admission.member.engine_id
-        admission.on_evicted = lambda why: self._handle(self._evicted, why)
+        admission.on_evicted = self.evicted
         self._num_attempts += 1
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
-        pool, endpoint = self._proxy.pool, admission.member.endpoint
+        pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
         version, more = admission.weight_version, self._added_name(admission)
         namespace = self._proxy.namespace(version)
         if admission.partner is not None:
@@ -297,10 +295,8 @@ class Exchange:
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
-            request.body = tokens.body(
-                version, admission.base_version, admission.member.of_kind.dialect
-            )
-        parts = request.parts_for(endpoint, namespace, more, admission.member.of_kind)
+            request.body = tokens.body(version, admission.base_version, kind.dialect)
+        parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _added_name(self, admission: Admission) -> Mapping[str, str | int]:
@@ -508,8 +504,11 @@ class Exchange:
             extra={"engine_id": failure.engine_id, "rid": rid},
         )
 
-    def _evicted(self, why: str) -> None:
+    def evicted(self, why: str) -> None:
         """The owner of the engines reports that this engine is lost."""
+        self._handle(self._evicted, why)
+
+    def _evicted(self, why: str) -> None:
         self._proxy.counts.num_cut += 1
         self._fail_over(self._taken_away(why))
 

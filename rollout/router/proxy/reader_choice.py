@@ -5,7 +5,6 @@ from __future__ import annotations
 from rollout.router.continuation.dialects.table import served
 from rollout.router.continuation.forwarded_reply import ForwardedReply
 from rollout.router.continuation.named_weights import NamedWeights
-from rollout.router.continuation.reply import Reading
 from rollout.router.http import responses
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.request import may_want_prompt_logprobs
@@ -22,17 +21,6 @@ _UNREAD = (
 )
 
 
-def may_keep_tokens(proxy: Proxy, head: RequestHead) -> bool:
-    """The tokens of a request with this head may have to be read."""
-    if (where := served(head.route.path, proxy.gate.members.dialects)) is None:
-        return False
-    if where.is_lacking or where.is_translated:
-        return True
-    if proxy.config.token_failover == "on" or proxy.gate.members.prefill.members:
-        return True
-    return proxy.config.token_failover == "asked" and _FAIL_OVER in head.switched_on
-
-
 def read_tokens(
     proxy: Proxy, head: RequestHead, body: bytes
 ) -> TokenReader | responses.RouterResponse | None:
@@ -41,22 +29,22 @@ def read_tokens(
     Returns:
         The error response instead, where the engines that serve here cannot take the request.
     """
-    config, dialects = proxy.config, proxy.gate.members.dialects
-    where = served(head.route.path, dialects)
-    assert where is not None
+    config, members = proxy.config, proxy.gate.members
+    if (where := served(head.route.path, members.dialects)) is None:
+        return None
     if where.is_lacking:
         return responses.error(404, "not_found", _LACKING % head.route.path)
-    is_translated = where.is_translated
-    is_kept = is_translated or config.token_failover == "on"
-    if config.token_failover == "asked" and _FAIL_OVER in head.switched_on:
-        is_kept = True
-    if not is_kept and not may_want_prompt_logprobs(body):
+    is_asked = config.token_failover == "asked" and _FAIL_OVER in head.switched_on
+    is_kept = where.is_translated or config.token_failover == "on" or is_asked
+    if not is_kept and not (members.prefill.members and may_want_prompt_logprobs(body)):
         return None
     reply = None
     if len(body) <= config.max_read_bytes:
-        reply = where.route.reply(body, Reading(config.failover_interval, dialects))
-    if is_translated and (why := _UNREAD if reply is None else reply.why_not_taken(dialects)):
-        return responses.error(400, "bad_request", why)
+        reply = where.route.reply(body, config.failover_interval, members.dialects)
+    if where.is_translated:
+        why = _UNREAD if reply is None else reply.why_not_taken(members.dialects)
+        if why:
+            return responses.error(400, "bad_request", why)
     if reply is None or not (is_kept or reply.lacks_prompt_logprobs):
         return None
     reply.decode = proxy.decode

@@ -28,7 +28,7 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
-from rollout.router.continuation.reply import EngineDialect, Reading, Reply
+from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import Part, check_budget
 
@@ -86,7 +86,7 @@ _COMPLETION_FORMS = {
 # -- from the client ------------------------------------------------------------------------
 
 
-def read_completion(body: bytes, reading: Reading) -> Reply | None:
+def read_completion(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
     """The reply to a completion; None if it cannot continue on another engine."""
     raw = read_object(body)
     if raw is None or not _can_be_continued(raw, _COMPLETION_FORMS):
@@ -98,13 +98,13 @@ def read_completion(body: bytes, reading: Reading) -> Reply | None:
     return _reply_to(raw, raw.get("max_tokens", _DEFAULT_TOKENS), column, token_ids_of(prompt))
 
 
-def read_chat(body: bytes, reading: Reading) -> Reply | None:
+def read_chat(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
     """The reply to a chat; None if it cannot continue on another engine, or not all engines give
     the ids that it wants."""
     raw = read_object(body)
     if raw is None or not _can_be_continued(raw, _CHAT_FORMS) or not _is_plain_chat(raw):
         return None
-    has_ids = all(CHAT_ENGINES[one].gives_ids for one in reading.dialects)
+    has_ids = all(CHAT_ENGINES[one].gives_ids for one in dialects)
     if raw.get("return_token_ids") and not has_ids:
         return None
     why_not = _why_not(raw["messages"], raw) if has_ids else "chat_without_ids"

@@ -28,7 +28,7 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
-from rollout.router.continuation.reply import EngineDialect, Reading, Reply
+from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import Part, check_budget
 
@@ -72,12 +72,12 @@ _SAMPLING_FORMS = {
 # -- from the client ------------------------------------------------------------------------
 
 
-def read(body: bytes, reading: Reading) -> FastReply | None:
+def read(body: bytes, interval: int, dialects: frozenset[str]) -> FastReply | None:
     """The reply to a body; None if it requests more than one completion."""
     if (parts := split_body(body)) is not None:
         is_short = len(parts.fields) <= _MAX_FORM_BYTES
         read_form = _read_form if is_short else _read_form.__wrapped__
-        if (form := read_form(parts.fields, reading.interval)) is not None:
+        if (form := read_form(parts.fields, interval)) is not None:
             return form.of_request(parts)
     raw = read_object(body)
     if raw is None:
@@ -85,7 +85,7 @@ def read(body: bytes, reading: Reading) -> FastReply | None:
     ids = token_ids_of(raw.get("input_ids"))
     if ids is not None:
         del raw["input_ids"]
-    return _reply_to(raw, None if ids is None else PromptIds.of(ids), reading.interval)
+    return _reply_to(raw, None if ids is None else PromptIds.of(ids), interval)
 
 
 @lru_cache(_NUM_FORMS)

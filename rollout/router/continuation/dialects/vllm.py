@@ -28,7 +28,7 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
-from rollout.router.continuation.reply import EngineDialect, Reading, Reply
+from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import wants_prompt_logprobs
 from rollout.rules.continuation import Part
@@ -124,7 +124,7 @@ def _take(reply: Reply, choice: Payload, columns: Mapping[str, Any]) -> None:
 # -- /inference/v1/generate -----------------------------------------------------------------
 
 
-def read(body: bytes, reading: Reading) -> Reply | None:
+def read(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
     """The reply to a body; None if it cannot continue on another engine."""
     raw = read_object(body)
     if raw is None or not {"token_ids", "sampling_params"} <= raw.keys():

@@ -2,14 +2,18 @@
 
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.fast_path import FastReply
-from rollout.router.continuation.reply import Reading, Reply
+from rollout.router.continuation.reply import Reply
 
 GENERATE, VLLM_GENERATE = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def read(path: str, body: bytes, interval: int = 1, dialects: str = "sglang") -> Reply | None:
-    return ROUTES[path].reply(body, Reading(interval, frozenset(dialects.split())))
+    """The reply, which the first of these engines sends unless ``body`` is for another."""
+    reply = ROUTES[path].reply(body, interval, frozenset(dialects.split()))
+    if reply is not None:
+        reply.engine = next(iter(reply.route.engines.values()))
+    return reply
 
 
 def generate(body: bytes, interval: int = 1) -> FastReply | None:

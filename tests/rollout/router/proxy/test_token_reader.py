@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rollout.router.continuation.dialects.table import ROUTES
-from rollout.router.continuation.reply import Reading
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.token_reader import (
     Again,
@@ -28,7 +27,7 @@ ASK = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
 def reader_of(**more: Any) -> TokenReader:
     """It has sent its request, and the head of a stream has come."""
-    reply = ROUTES["/generate"].reply(json.dumps(ASK | more).encode(), Reading())
+    reply = ROUTES["/generate"].reply(json.dumps(ASK | more).encode())
     assert reply is not None
     reader = TokenReader(reply)
     begin(reader)
