@@ -6,6 +6,7 @@ stream's, or that of the event loop with the engines.  Only what frees memory is
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -100,7 +101,8 @@ class Killer:
         code = frame.f_code
         if not code.co_filename.startswith(WEIGHTS) or code.co_name.startswith("<"):
             return
-        if code.co_qualname in BEGINS:
+        # A generator is entered once more when it is dropped, and nobody gets its error.
+        if code.co_qualname in BEGINS or code.co_flags & inspect.CO_GENERATOR:
             return
         name = f"{code.co_filename.removeprefix(WEIGHTS)} {code.co_qualname}"
         if name in self.functions or _is_freeing(frame):
