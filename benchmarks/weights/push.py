@@ -107,7 +107,7 @@ class Pushing:
         self._tensors = tensors
         self._folder = folder
         self._rank = TrainerRank(server_config(folder))
-        self._held: dict[str, str] = {}
+        self._groups: dict[str, str] = {}
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint("127.0.0.1", port))
 
@@ -127,7 +127,7 @@ class Pushing:
 
     async def _send(self, push: Any) -> None:
         target = PushTarget(self._engine, process="receiver")
-        replies = await push_weights(push, {"engine": target}, budget_s=300, held=self._held)
+        replies = await push_weights(push, {"engine": target}, budget_s=300, groups=self._groups)
         if replies["engine"].failure is not None:
             raise replies["engine"].failure
 

@@ -101,7 +101,7 @@ class Killer:
         code = frame.f_code
         if not code.co_filename.startswith(WEIGHTS) or code.co_name.startswith("<"):
             return
-        # A generator is entered once more when it is dropped, and nobody gets its error.
+        # A generator is entered once more when it is dropped, and no caller gets its error.
         if code.co_qualname in BEGINS or code.co_flags & inspect.CO_GENERATOR:
             return
         name = f"{code.co_filename.removeprefix(WEIGHTS)} {code.co_qualname}"
