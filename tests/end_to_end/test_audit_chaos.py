@@ -141,7 +141,7 @@ def test_every_prompt_reaches_the_trainer_once(
                         sample.check()
                         assert sum(sample.mask) == LENGTH, sample.error
                     trained += [group.metadata["number"] for group in groups]
-                    stream = driver._driver.stream_of(data)
+                    stream = driver._inner.stream_of(data)
                     assert stream.auditor.findings(stream.pending) == []
                     num_deaths = killer.num_killed + killer.num_frozen
                     is_over = (
