@@ -121,13 +121,17 @@ async def test_all_of_200_requests_get_responses_though_an_engine_is_killed(tmp_
                 return path, events
 
             pending = [asyncio.ensure_future(ask(number)) for number in range(NUM)]
-            while sum(map(bool, progress)) < NUM // 4:
+            chats = [number for number in range(NUM) if number // 2 % 4 == 3]
+
+            def num_chats_begun():
+                return sum(progress[one] > 0 and not pending[one].done() for one in chats)
+
+            while sum(map(bool, progress)) < NUM // 4 or num_chats_begun() < 8:
                 await host.stats()
             assert (await host.stats())["engines"][0]["num_in_flight"] > 50
             await engines[0].kill()
             responses = await asyncio.gather(*pending)
             stats = await host.stats()
-            chats = [number for number in range(NUM) if number // 2 % 4 == 3]
             undisturbed = await asyncio.gather(*map(ask, chats))
     finally:
         await host.stop(0)
