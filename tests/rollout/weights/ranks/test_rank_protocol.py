@@ -58,7 +58,7 @@ REPORT = StepReport(weight_version=7)
 
 
 def ready(rank: int, *, has_before_kv: bool = False) -> Ready:
-    return Ready("", None, has_before_kv, f"node {rank}", "", "")
+    return Ready("", None, has_before_kv, f"node {rank}", "", "", 1 << 30)
 
 
 def plan(**more: bool) -> PushPlan:
