@@ -413,8 +413,9 @@ def test_a_listener_that_cannot_accept_tries_again(monkeypatch: pytest.MonkeyPat
 
     def init(self: wire.Connection, opened: socket.socket, timeout_s: float) -> None:
         if threading.current_thread().name == "test-accept" and failures:
-            opened.close()
-            raise failures.pop()
+            error = failures.pop()
+            opened.close()  # the caller's error is behind this
+            raise error
         real(self, opened, timeout_s)
 
     monkeypatch.setattr(wire.Connection, "__init__", init)
