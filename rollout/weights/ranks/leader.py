@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ class Leader:
         self._may_stream = may_stream
         self._streams = streams
         self._readies: Sequence[Ready] = ()
+        self._ranks: Sequence[RankPlace] = ()
         self._assigned: Mapping[str, EngineRoute] = {}
         self._plan: PushPlan | None = None
         # Of buckets that are complete before the engines are called.
@@ -127,14 +129,6 @@ class Leader:
         )
         return self._plan
 
-    @property
-    def _ranks(self) -> list[RankPlace]:
-        hosts = self.follower.rank.hosts
-        return [
-            RankPlace(one.node, host, one.gpu)
-            for one, host in zip(self._readies, hosts, strict=True)
-        ]
-
     def _choose(self, status: ServerStatus) -> tuple[Chosen, ...]:
         """The routes of all engines, one for each payload."""
         rank = self.follower.rank
@@ -145,9 +139,9 @@ class Leader:
             return (Chosen(ADAPTER, adapter=name, config=source.config),)
         planned = source if isinstance(source, PlannedSource) else None
         num_bytes = planned.num_bytes if planned else self._expected_bytes()
-        ranks = [replace(one, why_no_room=self._why_no_room(one, num_bytes)) for one in self._ranks]
+        self._ranks = self._places(num_bytes)
         places = self._server.places(status)
-        chosen = choose(wanted, ranks, places, is_copy=not self._may_stream)
+        chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream)
         if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
         self._assigned = {
@@ -163,13 +157,21 @@ class Leader:
             by_payload[one.payload] = replace(first, gpus=gpus)
         return tuple(by_payload.values())
 
-    def _why_no_room(self, place: RankPlace, num_bytes: int) -> str:
-        """Why the host of a rank has no room for a copy of the model; empty if it has."""
+    def _places(self, num_bytes: int) -> list[RankPlace]:
+        """Of the ranks, for a model of so many bytes."""
         rank = self.follower.rank
-        on_host = zip(self._readies, rank.hosts, strict=True)
-        room = [ready.room_bytes for ready, host in on_host if host == place.host]
-        where = f"{rank.config.weights.shared_memory_path} on the host of rank {place.host}"
-        return why_no_room_for(num_bytes, room, where)
+        hosts, folder = rank.hosts, rank.config.weights.shared_memory_path
+        room: defaultdict[int, list[int]] = defaultdict(list)
+        for ready, host in zip(self._readies, hosts, strict=True):
+            room[host].append(ready.room_bytes)
+        why_not = {
+            host: why_no_room_for(num_bytes, of_ranks, f"{folder} on the host of rank {host}")
+            for host, of_ranks in room.items()
+        }
+        return [
+            RankPlace(ready.node, host, ready.gpu, why_not[host])
+            for ready, host in zip(self._readies, hosts, strict=True)
+        ]
 
     def _expected_bytes(self) -> int:
         """Of the model; 0 if unknown."""
