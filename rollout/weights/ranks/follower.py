@@ -145,7 +145,7 @@ class Follower:
         rank = self.rank
         return RankEnd(
             rank.rank,
-            rank.hosts,
+            rank.writers,
             self.gpu,
             plan.terms,
             buffers,

@@ -272,7 +272,7 @@ class RankEnd:
     """What one rank's ends of the routes of a push are opened with.
 
     Attributes:
-        hosts: for each rank, the lowest one that shares its host's memory.
+        writers: the ranks on this rank's host, the lowest first.
         gpu: UUID of this rank's GPU, if its tensors are there.
         buffers: of shared memory.
         idle_group: what this rank has of a broadcast between two pushes.
@@ -280,7 +280,7 @@ class RankEnd:
     """
 
     rank: int
-    hosts: Sequence[int]
+    writers: Sequence[int]
     gpu: str
     terms: PushTerms
     buffers: ShmBufferPool | PushBuffers
@@ -290,12 +290,7 @@ class RankEnd:
 
     @property
     def own_host(self) -> int:
-        return self.hosts[self.rank]
-
-    @property
-    def writers(self) -> list[int]:
-        """The ranks on this rank's host."""
-        return [rank for rank, host in enumerate(self.hosts) if host == self.own_host]
+        return self.writers[0]
 
 
 Places = Sequence[RankPlace]
