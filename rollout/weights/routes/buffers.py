@@ -38,6 +38,11 @@ FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
 # Engines unmap removed files within a second; this allows for a busy host.
 UNMAP_S = 3.0
+MORE_ROOM = (
+    "(in Docker: --shm-size); set weights.shared_memory_path elsewhere, or weights.transport to "
+    "tensor"
+)
+"""What helps where a tmpfs folder has no room."""
 # Memory that stays free for everything else on the host.
 SPARE_BYTES = 256 << 20
 
@@ -229,13 +234,8 @@ def _is_running(pid: int, started: float) -> bool:
 
 def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_BYTES) -> str:
     """Why a tmpfs folder has no space for so many more bytes; empty if it has."""
-    stats = os.statvfs(folder)
-    free = stats.f_bavail * stats.f_frsize
-    if num_bytes > free:
-        return (
-            f"{folder} has {free} bytes free, {num_bytes} are needed (in Docker: --shm-size); "
-            "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
-        )
+    if num_bytes > (free := _free_bytes(folder)):
+        return f"{folder} has {free} bytes free, {num_bytes} are needed {MORE_ROOM}"
     available = psutil.virtual_memory().available
     if num_bytes + spare_bytes > available:
         return f"the host has {available} bytes of memory left, {num_bytes} are needed"
@@ -245,11 +245,15 @@ def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_
 def room_bytes(folder: str | Path) -> int:
     """How many more bytes a tmpfs folder has space for; 0 if it is not there."""
     try:
-        stats = os.statvfs(folder)
+        free = _free_bytes(folder)
     except OSError:
         return 0
-    free = stats.f_bavail * stats.f_frsize
     return max(0, min(free, psutil.virtual_memory().available - SPARE_BYTES))
+
+
+def _free_bytes(folder: str | Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 class PushBuffers:

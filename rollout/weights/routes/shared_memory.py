@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.os_errors import naming_setting
-from rollout.weights.routes.buffers import PushBuffers, ShmBuffer, ShmBufferPool
+from rollout.weights.routes.buffers import MORE_ROOM, PushBuffers, ShmBuffer, ShmBufferPool
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
@@ -143,10 +143,7 @@ def why_no_room_for(num_bytes: int, room: Sequence[int], where: str) -> str:
     """
     if num_bytes // len(room) <= min(room):
         return ""
-    return (
-        f"{where} has room for {min(room) * len(room)} bytes, {num_bytes} are needed (in Docker: "
-        "--shm-size); set weights.shared_memory_path elsewhere, or weights.transport to tensor"
-    )
+    return f"{where} has room for {min(room) * len(room)} bytes, {num_bytes} are needed {MORE_ROOM}"
 
 
 def joined_folder(buffers: PushBuffers, folders: Sequence[str]) -> Payload:
