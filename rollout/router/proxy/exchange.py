@@ -145,9 +145,9 @@ class Exchange:
         self.began_s = self._proxy.now_s()
         self._proxy.live.add(self)
         if (response := self._head.refusal or self._refusal) is not None:
-            self.end_with(response)
+            self._end_with(response)
         elif (refusal := self._proxy.gate.would_refuse()) is not None:
-            self.end_with(responses.refused(refusal))
+            self._end_with(responses.refused(refusal))
         elif self._num_bytes > self._proxy.config.max_body_bytes:
             self._refuse(self._too_large())
         elif self._is_whole:
@@ -214,7 +214,7 @@ class Exchange:
         self._stop_receiving()
         self._body = b""
         if self._is_started:
-            self.end_with(response)
+            self._end_with(response)
 
     # -- through the gate -------------------------------------------------------------------
 
@@ -225,11 +225,11 @@ class Exchange:
         if proxy.gate.adapter is not None and head.method in _WITH_BODY:
             self._named = read_named(head.route.path, body, proxy.config.max_read_bytes)
             if self._named.problem:
-                self.end_with(responses.error(400, "bad_request", self._named.problem))
+                self._end_with(responses.error(400, "bad_request", self._named.problem))
                 return
         tokens = read_tokens(proxy, head, body)
         if isinstance(tokens, responses.RouterResponse):
-            self.end_with(tokens)
+            self._end_with(tokens)
             return
         self._tokens = tokens
         if self._named.has_base:
@@ -268,9 +268,9 @@ class Exchange:
             self.admission, self._entered = decision, None
             self._send(decision)
         elif self._failure is None or decision.is_abort:
-            self.end_with(responses.refused(decision))
+            self._end_with(responses.refused(decision))
         else:
-            self.end_with(responses.engine_failed(self._failure))
+            self._end_with(responses.engine_failed(self._failure))
 
     # -- the engine's side ------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Exchange:
         action = tokens.take(data, self._context() if is_end else None)
         if self._status and tokens.has_answered:
             self._status = 0
-            self.note_answer()
+            self._note_answer()
         if action is not None:
             self._do(action)
 
@@ -351,13 +351,13 @@ class Exchange:
             case Again(why):
                 self._continue_elsewhere(why)
             case Unusable(why):
-                self.end_unusable(why)
+                self._end_unusable(why)
             case Refused(status, error, end):
-                if self.is_lost_by(status, error):
+                if self._is_lost_by(status, error):
                     return
                 if end.content_type is not None and self.response.has_begun:
                     why = bytes(end.body[0])[:200].decode("latin-1")
-                    self.end_with(responses.error(502, "engine_refused", why))
+                    self._end_with(responses.error(502, "engine_refused", why))
                 else:
                     self._send_end(end)
 
@@ -415,14 +415,14 @@ class Exchange:
             case NoConnection(why):
                 self.on_no_connection(why)
             case NoPrompt(why):
-                self.end_unusable(why, is_partner=True)
+                self._end_unusable(why, is_partner=True)
 
     def _is_lost_by_beginning(self, status: int, data: bytes) -> bool:
         if status != 200:
-            return self.is_lost_by(status, data)
+            return self._is_lost_by(status, data)
         if (error := first_error(data)) is not None:
-            return self.is_lost_by(status_of(error), error)
-        self.note_answer()
+            return self._is_lost_by(status_of(error), error)
+        self._note_answer()
         return False
 
     def may_reconnect(self) -> bool:
@@ -431,7 +431,7 @@ class Exchange:
     # -- when an engine fails ---------------------------------------------------------------
 
     def on_no_connection(self, why: str) -> None:
-        self.end_with(responses.refused(Refusal(why, self._proxy.gate.state)))
+        self._end_with(responses.refused(Refusal(why, self._proxy.gate.state)))
 
     def on_engine_lost(self, why: str, *, was_sent: bool = True) -> None:
         tokens = self._tokens
@@ -459,12 +459,12 @@ class Exchange:
         self._leave()
         self._fail_over(failure)
 
-    def note_answer(self) -> None:
+    def _note_answer(self) -> None:
         """The engine has begun to answer, and not with an error."""
         if self.admission is not None:
             self._proxy.gate.note_reply(self.admission, is_error=False)
 
-    def is_lost_by(self, status: int, error: bytes | Any) -> bool:
+    def _is_lost_by(self, status: int, error: bytes | Any) -> bool:
         """Judge the engine by its error; True if that means that it is lost, and was handled.
 
         Args:
@@ -481,7 +481,7 @@ class Exchange:
             self._lose_engine(why)
         return bool(why)
 
-    def end_unusable(self, why: str, *, is_partner: bool = False) -> None:
+    def _end_unusable(self, why: str, *, is_partner: bool = False) -> None:
         """A complete reply cannot be used.  The request may be the cause, so the engine stays."""
         admission = self.admission
         assert admission is not None
@@ -490,7 +490,7 @@ class Exchange:
         target = self._head.route.target.decode()
         failure = ConnectionFailure(member.engine_id, target, why, False, 0)
         self._log(failure, "sent an unusable reply to")
-        self.end_with(responses.engine_failed(failure))
+        self._end_with(responses.engine_failed(failure))
 
     def _log(self, failure: ConnectionFailure, what: str) -> None:
         method, rid = self._head.method.decode(), self._request.rid if self._request else ""
@@ -527,14 +527,14 @@ class Exchange:
         most = 1 if self._tokens is None else self._proxy.config.max_failovers
         is_suspect = self._lost is not None and self._lost.may_be_its_fault
         if self._num_attempts > most or is_suspect:
-            self.end_with(responses.engine_failed(failure))
+            self._end_with(responses.engine_failed(failure))
         else:
             self._enter_again(failure, excluded_engine=failure.engine_id)
 
     def _enter_again(self, failure: ConnectionFailure, *, excluded_engine: str) -> None:
         self._failure = failure
         if not self._may_go_on():
-            self.end_with(responses.engine_failed(failure))
+            self._end_with(responses.engine_failed(failure))
         else:
             self.response.discard_head()
             self._enter(excluded_engine)
@@ -563,7 +563,7 @@ class Exchange:
         where = self.admission.member.engine_id if self.admission is not None else "the router"
         message = f"no complete reply after {after_s:.0f} s, the last of them on {where}"
         self._proxy.counts.num_expired += 1
-        self.end_with(responses.error(504, "deadline", message))
+        self._end_with(responses.error(504, "deadline", message))
 
     def stop(self) -> None:
         """The router stops now."""
@@ -578,7 +578,7 @@ class Exchange:
             self.response.client.cut(is_flushed=False)
         else:
             stopping = Refusal("the router is stopping", GateState.CLOSED)
-            self.end_with(responses.refused(stopping))
+            self._end_with(responses.refused(stopping))
 
     # -- how it ends ------------------------------------------------------------------------
 
@@ -591,7 +591,7 @@ class Exchange:
         self._is_over = True
         self.response.finish()
 
-    def end_with(self, response: responses.RouterResponse) -> None:
+    def _end_with(self, response: responses.RouterResponse) -> None:
         """Send this response, or break off the one that has begun."""
         self._end()
         self._is_over = True
@@ -617,7 +617,7 @@ class Exchange:
             self._cut()
         elif self._is_started:  # else ``start`` sends it, in its turn
             try:
-                self.end_with(self._refusal)
+                self._end_with(self._refusal)
             except Exception:
                 self._cut()
 
