@@ -98,10 +98,8 @@ def render_report(
 ) -> str:
     """The report as HTML."""
     charts = _charts(figures, all_steps)
-    missing = [
-        chart["title"] for chart in charts if not (chart.get("lines") or chart.get("entries"))
-    ]
-    drawn = [chart for chart in charts if chart["title"] not in missing]
+    drawn = [chart for chart in charts if chart.get("lines") or chart.get("entries")]
+    missing = [chart["title"] for chart in charts if chart not in drawn]
     parts = [
         f"<p>No data was recorded: {escape('; '.join(missing))}.</p>" if missing else "",
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
@@ -131,14 +129,16 @@ def _charts(figures: list[dict[str, Any]], all_steps: list[Step]) -> list[_Chart
     evals = sorted(
         {name for entry in figures for name in entry["metrics"] if _EVAL.fullmatch(name)}
     )
+    lines = {name: name for name in evals}
+    evaluations = [_curves("Evaluations, by step", figures, lines)] if evals else []
     phases = list(dict.fromkeys(name for step in all_steps for name in step.phase_s))
-    charts = [
+    return [
         _curves(
             "Reward, by step",
             rollouts,
             {"mean": "rollout/reward/mean", "best": "rollout/reward/max"},
         ),
-        _curves("Evaluations, by step", figures, {name: name for name in evals}),
+        *evaluations,
         _curves(
             "Tokens per second during the rollout, by step",
             rollouts,
@@ -160,7 +160,6 @@ def _charts(figures: list[dict[str, Any]], all_steps: list[Step]) -> list[_Chart
             _lag(rollouts),
         ),
     ]
-    return [chart for chart in charts if evals or not chart["title"].startswith("Evaluations")]
 
 
 def _curves(title: str, figures: list[dict[str, Any]], names: Mapping[str, str]) -> _Chart:
