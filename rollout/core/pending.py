@@ -167,11 +167,11 @@ def _log_error(future: Future[Any]) -> None:
 
 
 class PendingWithCallback(Pending[T]):
-    """Two calls, and in between the turn of the caller.
+    """Two calls, and a callback between them.
 
     The first call has begun.  ``callback`` runs once, in the thread that waits in ``result()`` or
     ``await``, for only there may the caller's memory be freed safely.  Then the second call begins.
-    If no thread or task waits, the turn is never taken and the second call never begins.
+    If no thread or task waits, it never runs and the second call never begins.
 
     Args:
         callback: its error is the error of the whole, and the second call never begins.
@@ -212,7 +212,7 @@ class PendingWithCallback(Pending[T]):
         return await super()._wait()
 
     def _go_on(self, done: T) -> None:
-        """Take the turn and begin the second call, unless that was done before."""
+        """Run the callback and begin the second call, unless that was done before."""
         with self._callback_lock:
             if self._is_called:
                 return
