@@ -20,7 +20,6 @@ import os
 import secrets
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -408,8 +407,10 @@ class BroadcastSender:
             raise WeightsUnavailable("it has no group with the engines")
         flatteners, method = self._each_its_own(), self._push.hashed_by_senders
         self._parts = list(broadcast_parts(pairs, self._group, flatteners, method))
-        found = dict(ChainMap(*(dict(part.fingerprints) for part in self._parts)))
-        return {"parts": [part.payload for part in self._parts], "fingerprints": found}
+        fingerprints: dict[str, str] = {}
+        for part in self._parts:
+            fingerprints |= part.fingerprints
+        return {"parts": [part.payload for part in self._parts], "fingerprints": fingerprints}
 
     def carry_out(self, task: BroadcastTask) -> str:
         """Join the engines, or send them a part of the bucket, if the task is this rank's.  Returns
