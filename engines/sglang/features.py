@@ -57,8 +57,8 @@ def why_undrivable(version: str, paths: Set[str]) -> str:
 
 def _parse(version: str) -> tuple[int, ...] | None:
     """``0.5.23.post1`` counts as 0.5.23; a build without a number is none."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    numbers = tuple(int(part) for part in found.groups()) if found else None
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in match.groups()) if match else None
     return numbers if numbers and any(numbers) else None
 
 

@@ -209,8 +209,8 @@ def _window_notes(config: RolloutConfig) -> Iterator[str]:
     for name, server in config.servers.items():
         streams = is_only_streamed(server.weights.transport)
         for is_copy in (False, True):
-            found = of_window(server.weights, is_copy=is_copy, is_only_streamed=streams)
-            yield from (f"servers.{name}: {why}" for _, why in found)
+            conflicts = of_window(server.weights, is_copy=is_copy, is_only_streamed=streams)
+            yield from (f"servers.{name}: {why}" for _, why in conflicts)
 
 
 def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:

@@ -116,8 +116,8 @@ def _environment(kind: Kind) -> CachedEnvironment:
 
 def make_model(python: Path, path: Path, seed: int) -> Path:
     """A tiny random model, made by that interpreter: torch need not be in this one."""
-    maker = Path(rollout.testing.__file__).with_name("tiny_model.py")
-    code = f"import runpy; runpy.run_path({str(maker)!r})['make_tiny_model']({str(path)!r}"
+    module = Path(rollout.testing.__file__).with_name("tiny_model.py")
+    code = f"import runpy; runpy.run_path({str(module)!r})['make_tiny_model']({str(path)!r}"
     # Heads of 32, the smallest that the CPU kernels of vLLM know.
     run([str(python), "-c", f"{code}, seed={seed}, hidden_size=128)"])
     return path

@@ -54,7 +54,7 @@ class WeightUpdater:
         contents = push.contents_under(self._settings.update)
         self.check(push)
         sent = self.fingerprints = {}
-        held = {member.engine_id: member.update_group for member in members}
+        groups = {member.engine_id: member.update_group for member in members}
         targets = {member.engine_id: _target(member) for member in members}
         before = [(member.weight_version, member.is_verified, member.changed) for member in members]
         try:
@@ -65,11 +65,11 @@ class WeightUpdater:
                 reader=self._settings.name,
                 on_begin=lambda: self.mark_changed(push),
                 fingerprints=sent,
-                groups=held,
+                groups=groups,
             )
         finally:
             for member in members:
-                member.update_group = held.get(member.engine_id, "")
+                member.update_group = groups.get(member.engine_id, "")
         for member in self._engines.unfenced():
             if member not in members:
                 logger.warning(

@@ -91,8 +91,8 @@ class GroupRegistry:
         for group in self.groups.values():
             with suppress(Exception):  # a lost group must not hide the others
                 async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                    if found := await group.pushed_fingerprints():
-                        return found
+                    if fingerprints := await group.pushed_fingerprints():
+                        return fingerprints
         return {}
 
     def last_known(self, name: str) -> GroupStatus:

@@ -148,8 +148,8 @@ class PhaseRunner:
         last = self._last_push
         if last.manifest is None or last.manifest.fingerprints:
             return
-        found = await self._registry.pushed_fingerprints()
-        self._last_push = replace(last, manifest=Manifest(last.manifest.tensors, found))
+        fingerprints = await self._registry.pushed_fingerprints()
+        self._last_push = replace(last, manifest=Manifest(last.manifest.tensors, fingerprints))
 
     async def _refresh_phases(self) -> None:
         """After a failure, read the phases: a late command may have changed a group."""

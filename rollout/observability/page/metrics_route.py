@@ -35,14 +35,14 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
         """All targets for Prometheus' ``http_sd_configs``, at the address of this page."""
         await cache.refresh()
         status = cache.status
-        found = [{"__metrics_path__": "/metrics", "instance": request.url.netloc}]
+        targets = [{"__metrics_path__": "/metrics", "instance": request.url.netloc}]
         if status is not None:
             for name in _urls(status):
                 labels = {"server": status.name, "instance": f"{status.name}/{name}"}
                 if name != "router":
                     labels["engine"] = name.removeprefix("engines/")
-                found.append({"__metrics_path__": f"/metrics/{name}", **labels})
-        return [{"targets": [request.url.netloc], "labels": labels} for labels in found]
+                targets.append({"__metrics_path__": f"/metrics/{name}", **labels})
+        return [{"targets": [request.url.netloc], "labels": labels} for labels in targets]
 
     @routes.get("/metrics/{name:path}")
     async def metrics_of(name: str) -> Response:

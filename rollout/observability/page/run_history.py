@@ -81,14 +81,14 @@ class RunHistory:
         self._recent = self._recent[-_MAX_SPANS:]
         if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
             return
-        found = steps(self._recent)
-        for step in found:
+        completed = steps(self._recent)
+        for step in completed:
             self._num_steps += 1
             self._steps.append((self._num_steps, step))
-        if found:
-            end_s = found[-1].end_s
+        if completed:
+            end_s = completed[-1].end_s
             self._recent = [span for span in self._recent if span.start_s > end_s]
-        self.counters.take_steps(found)
+        self.counters.take_steps(completed)
 
     # -- reading ----------------------------------------------------------------------------
 

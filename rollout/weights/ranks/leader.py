@@ -366,11 +366,11 @@ def _check_same(shares: Sequence[Share]) -> None:
 
 def _in_order(payloads: Mapping[str, Sequence[Payload]]) -> list[dict[str, Payload]]:
     """What engines get of a bucket one after the other; all have it with the last."""
-    found: list[dict[str, Payload]] = [{} for _ in max(payloads.values(), key=len, default=())]
+    requests: list[dict[str, Payload]] = [{} for _ in max(payloads.values(), key=len, default=())]
     for name, parts in payloads.items():
-        for at_once, part in zip(found[len(found) - len(parts) :], parts, strict=True):
+        for at_once, part in zip(requests[len(requests) - len(parts) :], parts, strict=True):
             at_once[name] = part
-    return found or [{}]
+    return requests or [{}]
 
 
 def _broadcast_by(shares: Sequence[Share]) -> tuple[int, Sequence[Payload]]:

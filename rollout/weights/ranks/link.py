@@ -91,9 +91,9 @@ class SharedTexts:
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
         if not keys:
             return []
-        found = partial(self._read, list(keys), timeout_s)
+        read = partial(self._read, list(keys), timeout_s)
         try:
-            return self._within(timeout_s + self._answer_s, found)
+            return self._within(timeout_s + self._answer_s, read)
         except TimeoutError:
             return [None for _ in keys]
 
@@ -170,10 +170,10 @@ class RankLink:
             return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
 
     def _expect(self, keys: Sequence[str]) -> list[str]:
-        found = self.texts.get(keys, _CONNECT_S)
-        if None in found:
+        texts = self.texts.get(keys, _CONNECT_S)
+        if None in texts:
             raise RankFailure(f"not all ranks called pusher() within {_CONNECT_S:g} s")
-        return [text for text in found if text is not None]
+        return [text for text in texts if text is not None]
 
     def _exchanged(self, step: Step) -> Any:
         try:
@@ -183,8 +183,8 @@ class RankLink:
                 case Claim(key, message):
                     return decode(self.texts.claim(key, encode(message)))
                 case Get(keys, timeout_s):
-                    found = self.texts.get(keys, timeout_s)
-                    return [None if text is None else decode(text) for text in found]
+                    texts = self.texts.get(keys, timeout_s)
+                    return [None if text is None else decode(text) for text in texts]
                 case Delete(keys):
                     return self.texts.delete(keys)
         except (dist.DistError, RuntimeError):

@@ -279,13 +279,13 @@ class PushRound:
         keys = tuple(self._key(self._round, rank) for rank in range(1, self.num_ranks))
         if has_waited := isinstance(own, Failed) and own.has_waited:
             yield from self._send(Wait())
-        found: list[Answer | None] = []
+        others: list[Answer | None] = []
         for _ in range(1 if has_waited else _SIGNS_OF_LIFE):
-            found = yield Get(keys, self.timeout_s / _SIGNS_OF_LIFE)
-            if all(answer is not None for answer in found):
+            others = yield Get(keys, self.timeout_s / _SIGNS_OF_LIFE)
+            if all(answer is not None for answer in others):
                 break
             yield from self._send(Wait())
-        answers = [own, *found]
+        answers = [own, *others]
         reported = [one.error.error() for one in answers if isinstance(one, Failed)]
         if missing := [rank for rank, answer in enumerate(answers) if answer is None]:
             raise self._silent(missing, what or f"at the begin of the {self.call}", reported)
@@ -298,13 +298,13 @@ class PushRound:
     def _await_engines(self, index: int | None) -> Steps[Any]:
         """True, or the report if ``index`` is None."""
         while True:
-            found = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
-            if found is None:
+            event = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
+            if event is None:
                 yield from self._send(Wait())
-            elif isinstance(found, BroadcastTask):
-                yield Broadcasted((yield from self._ask(found, "a broadcast")))
+            elif isinstance(event, BroadcastTask):
+                yield Broadcasted((yield from self._ask(event, "a broadcast")))
             else:
-                return found
+                return event
 
     def _ended(self) -> Steps[StepReport]:
         report: StepReport = yield from self._await_engines(None)

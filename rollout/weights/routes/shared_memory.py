@@ -96,8 +96,10 @@ class BufferWriter:
             self._pool.give(self._taken.pop(applied))
         if index % self._num_writers != self._first:
             return None
-        self._taken[index], found = write_buffer(pairs, self._pool, method=self._fingerprints)
-        return {"path": str(self._taken[index].folder), "fingerprints": dict(found)}
+        self._taken[index], fingerprints = write_buffer(
+            pairs, self._pool, method=self._fingerprints
+        )
+        return {"path": str(self._taken[index].folder), "fingerprints": dict(fingerprints)}
 
     def close(self) -> None:
         while self._taken:
