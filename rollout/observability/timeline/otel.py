@@ -48,15 +48,19 @@ class OtelSink(SpanSink):
         super().__init__()
         with optional_import("otel", "OpenTelemetry is not installed"):
             from opentelemetry.sdk.trace import TracerProvider
-        self._owns = provider is None
-        self._provider: Any = provider or _exporting(TracerProvider(resource=_resource()))
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        self._exporter: Any = None
+        self._provider: Any = provider or TracerProvider(resource=_resource())
+        if provider is None:
+            self._exporter = _exporter()
+            self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._children: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
 
     def close(self) -> None:
         super().close()
         while self._children:
             self._export_oldest()
-        if self._owns:
+        if self._exporter is not None:
             # In a thread: if no collector answers, the SDK retries for longer than the end of a run
             # should take.
             ending = threading.Thread(target=self._provider.shutdown, name="otel-end", daemon=True)
@@ -68,6 +72,7 @@ class OtelSink(SpanSink):
                     "only in the files of the run",
                     _CLOSE_S,
                 )
+                self._exporter.shutdown()  # no more attempts in the background
 
     def process(self, span: Span) -> None:
         """Keep a child until its parent has ended; export a root with all its descendants."""
@@ -119,13 +124,10 @@ def _resource() -> Any:
     return Resource.create({SERVICE_NAME: named or _SCOPE})
 
 
-def _exporting(provider: Any) -> Any:
+def _exporter() -> Any:
     with optional_import("otel", "OpenTelemetry's OTLP exporter is not installed"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+    return OTLPSpanExporter()
 
 
 def _attributes(span: Span) -> dict[str, Any]:

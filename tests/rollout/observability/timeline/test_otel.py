@@ -115,7 +115,8 @@ def test_a_step_of_a_server_reaches_a_collector_as_a_tree(
 def test_a_collector_that_does_not_answer_delays_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The SDK alone would try for ten seconds."""
+    """The SDK alone would try for ten seconds.  Nothing tries on in the background either."""
+    before = set(threading.enumerate())
     monkeypatch.setattr("rollout.observability.timeline.otel._CLOSE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -124,6 +125,11 @@ def test_a_collector_that_does_not_answer_delays_nothing(
         sink.put(Span(Kind.PHASE, "pause", "policy", 1.0, 1.0, Outcome.OK, span_id=1))
         sink.close()
     assert "the collector has not taken all spans within 0.2 s" in caplog.text
+    # The attempt under way ends with the socket that it waits for.
+    started = set(threading.enumerate()) - before
+    for thread in started:
+        thread.join(2)
+    assert [thread for thread in started if thread.is_alive()] == []
 
 
 def test_the_service_name_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
