@@ -119,8 +119,8 @@ def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    costs = "rollout.weights.ranks.trainer_rank"
-    monkeypatch.setattr(f"{costs}.why_loads_cost", lambda kinds, config: "it packs")
+    why_loads_cost = "rollout.weights.ranks.trainer_rank.why_loads_cost"
+    monkeypatch.setattr(why_loads_cost, lambda kinds, config: "it packs")
     policy = with_settings(deployment, shm, stream=True)
     for _ in range(2):
         policy.serve_weights(weights, version=next(VERSIONS)).result(60)

@@ -194,8 +194,8 @@ async def test_an_engine_that_started_with_dummy_weights_loads_from_a_folder(
 async def test_a_push_by_path_is_one_load_of_linked_files_and_may_lack_what_is_not_pushed(
     contract_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = "rollout.runtime.handle.load_costs"
-    monkeypatch.setattr(f"{costs}.why_loads_cost", lambda kinds, config: "it packs")
+    why_loads_cost = "rollout.weights.ranks.trainer_rank.why_loads_cost"
+    monkeypatch.setattr(why_loads_cost, lambda kinds, config: "it packs")
     weights = {
         "transport": "shared_memory",
         "shared_memory_path": str(tmp_path),

@@ -254,6 +254,8 @@ def cases(draw: st.DrawFn, path: str, engines: tuple[str, ...], *, knows_tokeniz
     Without tokenizer or ids, the end of a character is known only of one token an event, and not
     behind Chinese characters.  A tokenizer with bytes for rare letters decodes all bytes in a row
     again if one more is no letter: there an engine's text depends on its events without a failover.
+    So does SGLang's in OpenAI events if a half character follows Chinese ones: it sends those twice,
+    because it shows them before they are final and then forgets that it did.
     """
     gives_ids = path != CHAT or engines == VLLM
     has_logprobs = draw(st.booleans()) and gives_ids  # of a chat SGLang loses some itself
@@ -261,12 +263,14 @@ def cases(draw: st.DrawFn, path: str, engines: tuple[str, ...], *, knows_tokeniz
     knows_ends = knows_tokenizer and gives_ids
     kinds = ["byte_level", "llama", "unigram"] if knows_ends else ["byte_level"]
     kind = draw(st.sampled_from(kinds))
-    chinese = set() if knows_ends else {"japanese", "code"}
+    chinese = {"japanese", "code"}
     tokenizer = tokenizer_of(kind)
-    text = TEXTS[draw(st.sampled_from(sorted(TEXTS.keys() - chinese)))]
+    script = draw(st.sampled_from(sorted(TEXTS.keys() - (set() if knows_ends else chinese))))
+    text = TEXTS[script]
     at = draw(st.integers(0, 20))
     ids = tokenizer.encode(text[at : at + draw(st.integers(1, 30))], add_special_tokens=False).ids
-    if kind == "byte_level":
+    repeats = path in (COMPLETIONS, CHAT) and "sglang" in engines and script in chinese
+    if kind == "byte_level" and not repeats:
         for place in draw(st.lists(st.integers(0, len(ids)), max_size=1)):
             ids.insert(place, draw(st.integers(0, tokenizer.get_vocab_size() - 2)))
     ids.append(tokenizer.token_to_id(END))
