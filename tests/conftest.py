@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support import kinds, optional_packages
 from tests.support.optional_packages import (  # hooks of pytest
@@ -32,8 +32,10 @@ for _number, _usual in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
-# Hypothesis fails an example that takes 0.2 s, which is a matter of what else this machine does.
-settings.register_profile("untimed", deadline=None)
+# Hypothesis fails an example that takes 0.2 s, and examples that are made slowly, which is a matter
+# of what else this machine does.
+_SLOW = [HealthCheck.too_slow]
+settings.register_profile("untimed", deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("untimed")
 
 SHARED_MEMORY = Path("/dev/shm")
