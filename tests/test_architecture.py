@@ -238,7 +238,7 @@ def test_no_module_imports_from_a_module_of_tests() -> None:
 
 
 def test_a_name_of_ours_in_a_text_of_a_test_exists() -> None:
-    """A test that runs nowhere but on a GPU replaces a function by its name; nobody else sees it."""
+    """A test may replace a function by its name, and run where only some see it fail."""
     dotted = re.compile(r"(?:rollout|engines)(?:\.\w+)+")
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"

@@ -254,8 +254,8 @@ def cases(draw: st.DrawFn, path: str, engines: tuple[str, ...], *, knows_tokeniz
     Without tokenizer or ids, the end of a character is known only of one token an event, and not
     behind Chinese characters.  A tokenizer with bytes for rare letters decodes all bytes in a row
     again if one more is no letter: there an engine's text depends on its events without a failover.
-    So does SGLang's in OpenAI events if a half character follows Chinese ones: it sends those twice,
-    because it shows them before they are final and then forgets that it did.
+    So does SGLang's in OpenAI events if a half character follows Chinese ones: it sends these
+    twice, since it shows them before they are final and then forgets that it did.
     """
     gives_ids = path != CHAT or engines == VLLM
     has_logprobs = draw(st.booleans()) and gives_ids  # of a chat SGLang loses some itself
