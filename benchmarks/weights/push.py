@@ -33,7 +33,7 @@ from rollout.config import Transport
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
-from rollout.weights.ranks.rank_push import push_of_one_rank
+from rollout.weights.ranks.leader import push_of_one_rank
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.route import PushTarget
 from rollout.weights.tensors import bytes_fingerprint, device_fingerprint

@@ -75,7 +75,7 @@ def make_push(
     name_map: Any = None,
 ) -> WeightPush:
     """A push by value of a copy of these tensors."""
-    from rollout.weights.ranks.rank_push import push_of_one_rank
+    from rollout.weights.ranks.leader import push_of_one_rank
     from rollout.weights.ranks.trainer_rank import TrainerRank
 
     config = server_config(transport=Transport.TENSOR, bucket_bytes=bucket_bytes)

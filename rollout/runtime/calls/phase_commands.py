@@ -110,7 +110,10 @@ class PhaseCommands:
             LifecycleError: from ``result()`` or ``await``: the engines cannot take weights now.
         """
         push = self._pushes.push_of(named_tensors, version, name_map)
-        return self._pushes.send(RolloutServer.update_weights, push)
+        shipped = self._pushes.server.shipped
+        return push.send(
+            lambda weights: self._caller.call(RolloutServer.update_weights, shipped(weights))
+        )
 
     def verify(self) -> Pending[StepReport]:
         """Check that every engine holds the weights that were pushed last.

@@ -5,16 +5,12 @@ Always true: tensors are checked against the model's own list before anything is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 from rollout.config import ServerConfig
-from rollout.control.server.server import RolloutServer
 from rollout.core.optional_deps import optional_import
-from rollout.core.pending import Pending
-from rollout.core.types import StepReport
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.calls.server_port import ServerCalls
 from rollout.weights.push.push import Push, PushRequest
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
     from rollout.weights.ranks.trainer_rank import TrainerRank
     from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors import NamedTensors, NameMap
-
-P = ParamSpec("P")
 
 
 def needs_torch() -> AbstractContextManager[None]:
@@ -60,8 +54,6 @@ class ServerPushes:
             self._idle_group = IdleGroup()
         return self._idle_group
 
-    # -- make -------------------------------------------------------------------------------
-
     def push_of(
         self,
         weights: NamedTensors | Push | WeightPush,
@@ -86,28 +78,13 @@ class ServerPushes:
         """
         with needs_torch():
             import_module("torch")  # what follows may have been loaded without it
-            from rollout.weights.ranks.rank_push import push_of_one_rank
+            from rollout.weights.ranks.leader import push_of_one_rank
             from rollout.weights.ranks.trainer_rank import TrainerRank
         if self._rank is None:
             self._rank = TrainerRank(self._config, idle_group=self.idle_group)
         push = push_of_one_rank(self._rank, self.server, request, may_stream=may_stream)
         self._open = [*(one for one in self._open if not one.is_closed), push]
         return push
-
-    # -- send and end -----------------------------------------------------------------------
-
-    def send(
-        self,
-        method: Callable[Concatenate[RolloutServer, WeightPush, P], Awaitable[StepReport]],
-        push: Push,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Pending[StepReport]:
-        """Call this method of the server with the push."""
-        shipped = self.server.shipped
-        return push.send(
-            lambda weights: self._caller.call(method, shipped(weights), *args, **kwargs)
-        )
 
     def close(self) -> None:
         """Close all pushes, leave the broadcast group, and remove all files."""

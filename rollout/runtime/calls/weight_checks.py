@@ -73,7 +73,12 @@ class WeightChecks:
             PhaseFailed: weights differ; the message names them.
         """
         push = self._pushes.push_of(named_tensors, version, name_map)
-        return self._pushes.send(RolloutServer.check_push_path, push)
+        server = self._pushes.server
+        return push.send(
+            lambda weights: server.caller.call(
+                RolloutServer.check_push_path, server.shipped(weights)
+            )
+        )
 
     def base_differs(self, named_tensors: NamedTensors) -> bool:
         """Whether any tensor differs from the weights at ``model_path``.

@@ -10,7 +10,8 @@ from rollout.core.errors import ConfigError, LifecycleError
 from rollout.core.pending import Pending, PendingWithCallback
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import Command
-from rollout.weights.push.push import Push
+from rollout.runtime.calls.server_pushes import ServerPushes
+from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 
@@ -77,6 +78,7 @@ class OffloadWindow:
     def __init__(
         self,
         server: ServerHandle,
+        pushes: ServerPushes,
         weights: Callable[[], NamedTensors] | None,
         version: int | None,
         before_kv: BeforeKv | None = None,
@@ -84,6 +86,7 @@ class OffloadWindow:
         check_reach: Callable[[ServerStatus], None] | None = None,
     ) -> None:
         self._server = server
+        self._pushes = pushes
         self._check_reach = check_reach
         self._before_kv = before_kv
         self._weights = weights
@@ -110,12 +113,9 @@ class OffloadWindow:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed, has ended or did not begin.
         """
-        self._push = self._server.phases.make_push(
-            named_tensors,
-            self._version_of_first(version),
-            name_map=name_map,
-            adapter=adapter,
-            is_base=is_base,
+        chosen = self._version_of_first(version)
+        self._push = self._pushes.make(
+            PushRequest(named_tensors, chosen, name_map, None, adapter, is_base)
         )
 
     def _version_of_first(self, version: int | None) -> int | None:

@@ -134,7 +134,11 @@ class ServerHandle:
         push = self._pushes.push_of(named_tensors, version, name_map)
 
         def begin(until: Command) -> Pending[StepReport]:
-            return self._pushes.send(RolloutServer.serve_weights, push, until)
+            return push.send(
+                lambda weights: self._caller.call(
+                    RolloutServer.serve_weights, self._pushes.server.shipped(weights), until
+                )
+            )
 
         return with_before_kv(
             begin,
@@ -202,7 +206,9 @@ class ServerHandle:
             check_window(self._config.weights, is_copy=weights is None)
         chosen = None if version is None else checked_version(version)
         check_reach = self._check_reach if self._pushes_near else None
-        return OffloadWindow(self, weights, chosen, before_kv, check_reach=check_reach)
+        return OffloadWindow(
+            self, self._pushes, weights, chosen, before_kv, check_reach=check_reach
+        )
 
     # -- samples ----------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Rank 0's decisions in a push: the plan, and what the engines get of each bucket.
 
+A single process is rank 0 alone, so ``push_of_one_rank`` makes a push of its decisions.
+
 A push is *copied* (all buckets are made before the server is called: the trainer may change its
 tensors) or *streamed* (made bucket by bucket while engines load it: the tensors must not change
 until it has ended).
@@ -10,24 +12,29 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightMismatch
+from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus
 from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.follower import Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
-from rollout.weights.ranks.trainer_rank import ServerPort
+from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
+from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
 from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
 from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
@@ -379,3 +386,80 @@ def _broadcast_by(shares: Sequence[Share]) -> tuple[int, Sequence[Payload]]:
         if made := share.made.get(Transport.DISTRIBUTED):
             return rank, made["parts"]
     return 0, ()
+
+
+# -- one process ------------------------------------------------------------------------------
+
+
+def push_of_one_rank(
+    rank: TrainerRank, server: ServerPort, request: PushRequest, *, may_stream: bool
+) -> Push:
+    """A push from one process, ready to be sent.
+
+    Args:
+        may_stream: the tensors do not change until it has ended; else it is a copy of them.
+
+    Raises:
+        WeightMismatch: they do not fit the model.
+    """
+    weights = rank.config.weights
+    contents = request.contents(weights.update)
+    if isinstance(request.named_tensors, Iterator) and server.expected is None:
+        # Without a list of the checkpoint, the server needs that of the push.
+        request = replace(request, named_tensors=list(request.named_tensors))
+    follower = Follower(rank, server, request)
+    try:
+        streams = may_stream and weights.stream
+        leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
+        plan = leader.decide([follower.ready()])
+        follower.prepare(plan)
+        made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
+        # Without the leader, which has the tensors.
+        offer = partial(offer_copies, leader.copies, plan.terms.version, server)
+        return Push(made, follower.resources, offer)
+    except BaseException:
+        follower.resources.close()
+        raise
+
+
+def _copied(leader: Leader) -> WeightPush:
+    for index in count():
+        share, pairs = leader.follower.make(index)
+        leader.copy([share], pairs)
+        del pairs
+        if share.is_last:
+            break
+    return leader.copied_push()
+
+
+def offer_copies(
+    copies: CopiedPush | None, version: int, server: ServerPort
+) -> Pending[None] | None:
+    """Offer the copies of a push that has succeeded to the store; None without copies."""
+    push = None if copies is None else copies.push(version)
+    return None if push is None else server.offer_to_store(push)
+
+
+def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
+    """The buckets of one process, each made when the stream asks for it; but the first of a
+    generator here: where its tensors are is known with it, and an error of it is the caller's."""
+    buckets = _made(leader, gpu_of_thread())
+    return _followed(next(buckets), buckets) if leader.plan.is_streamed else buckets
+
+
+def _followed(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator[OfferedBucket]:
+    yield first
+    del first
+    yield from others
+
+
+def _made(leader: Leader, gpu: int | None) -> Iterator[OfferedBucket]:
+    for index in count():
+        use_gpu(gpu)  # the stream's thread begins with another
+        share, pairs = leader.follower.make(index)
+        bucket = leader.join([share], pairs)
+        del pairs
+        yield bucket
+        del bucket
+        if share.is_last:
+            return

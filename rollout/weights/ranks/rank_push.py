@@ -1,24 +1,22 @@
-"""How a push is driven: by the protocol of all ranks, or by the stream of one process."""
+"""How the protocol of all ranks drives a push."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 from rollout.core.errors import RolloutError
 from rollout.core.pending import Pending, in_own_thread
 from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
-from rollout.weights.push.push import Push, PushRequest
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.push import PushRequest
 from rollout.weights.ranks.follower import Follower
-from rollout.weights.ranks.leader import Leader
+from rollout.weights.ranks.leader import Leader, offer_copies
 from rollout.weights.ranks.messages import (
     BroadcastDone,
     Fits,
@@ -29,7 +27,7 @@ from rollout.weights.ranks.messages import (
     Ready,
     Share,
 )
-from rollout.weights.ranks.outgoing import BucketQueue, CopiedPush, OfferedBucket
+from rollout.weights.ranks.outgoing import BucketQueue, OfferedBucket
 from rollout.weights.ranks.protocol import (
     AwaitEngines,
     Begin,
@@ -43,93 +41,12 @@ from rollout.weights.ranks.protocol import (
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
 from rollout.weights.tensors.sources import Pairs
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _RECORD_S = 5.0
-
-
-# -- one process ------------------------------------------------------------------------------
-
-
-def push_of_one_rank(
-    rank: TrainerRank, server: ServerPort, request: PushRequest, *, may_stream: bool
-) -> Push:
-    """A push from one process, ready to be sent.
-
-    Args:
-        may_stream: the tensors do not change until it has ended; else it is a copy of them.
-
-    Raises:
-        WeightMismatch: they do not fit the model.
-    """
-    weights = rank.config.weights
-    contents = request.contents(weights.update)
-    if isinstance(request.named_tensors, Iterator) and server.expected is None:
-        # Without a list of the checkpoint, the server needs that of the push.
-        request = replace(request, named_tensors=list(request.named_tensors))
-    follower = Follower(rank, server, request)
-    try:
-        streams = may_stream and weights.stream
-        leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
-        plan = leader.decide([follower.ready()])
-        follower.prepare(plan)
-        made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
-        # Without the leader, which has the tensors.
-        offer = partial(_offer_copies, leader.copies, plan.terms.version, server)
-        return Push(made, follower.resources, offer)
-    except BaseException:
-        follower.resources.close()
-        raise
-
-
-def _copied(leader: Leader) -> WeightPush:
-    for index in count():
-        share, pairs = leader.follower.make(index)
-        leader.copy([share], pairs)
-        del pairs
-        if share.is_last:
-            break
-    return leader.copied_push()
-
-
-def _offer_copies(
-    copies: CopiedPush | None, version: int, server: ServerPort
-) -> Pending[None] | None:
-    """Offer the copies of a push that has succeeded to the store; None without copies."""
-    push = None if copies is None else copies.push(version)
-    return None if push is None else server.offer_to_store(push)
-
-
-def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
-    """The buckets of one process, each made when the stream asks for it; but the first of a
-    generator here: where its tensors are is known with it, and an error of it is the caller's."""
-    buckets = _made(leader, gpu_of_thread())
-    return _followed(next(buckets), buckets) if leader.plan.is_streamed else buckets
-
-
-def _followed(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator[OfferedBucket]:
-    yield first
-    del first
-    yield from others
-
-
-def _made(leader: Leader, gpu: int | None) -> Iterator[OfferedBucket]:
-    for index in count():
-        use_gpu(gpu)  # the stream's thread begins with another
-        share, pairs = leader.follower.make(index)
-        bucket = leader.join([share], pairs)
-        del pairs
-        yield bucket
-        del bucket
-        if share.is_last:
-            return
-
-
-# -- all ranks --------------------------------------------------------------------------------
 
 
 class RankPush:
@@ -220,7 +137,7 @@ class RankPush:
             return
         version = self._leader.plan.terms.version
         try:
-            if (offered := _offer_copies(self._leader.copies, version, self._server)) is not None:
+            if (offered := offer_copies(self._leader.copies, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)

@@ -22,7 +22,7 @@ from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 
 torch = pytest.importorskip("torch")
-from rollout.weights.ranks import rank_push  # noqa: E402
+from rollout.weights.ranks import leader  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -276,8 +276,8 @@ def test_the_thread_of_a_stream_uses_the_callers_gpu(
     def use_gpu(number: int | None) -> None:
         used.append((number, threading.current_thread().name))
 
-    monkeypatch.setattr(rank_push, "gpu_of_thread", lambda: 1)
-    monkeypatch.setattr(rank_push, "use_gpu", use_gpu)
+    monkeypatch.setattr(leader, "gpu_of_thread", lambda: 1)
+    monkeypatch.setattr(leader, "use_gpu", use_gpu)
     with launched(tmp_path, transport="shared_memory", stream=True) as (deployment, _):
         deployment["policy"].serve_weights(tensors()).result(30)
     assert set(used) == {(1, "push-stream-make")}

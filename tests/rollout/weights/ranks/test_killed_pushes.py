@@ -149,9 +149,6 @@ class Server(StillServer):
                 raise reply.failure
         return StepReport()
 
-    def call(self, method: Any, push: WeightPush) -> Pending[StepReport]:
-        return self.serve_weights(push)
-
     def shipped(self, push: WeightPush) -> WeightPush:
         return push
 
@@ -214,7 +211,8 @@ class Trainer:
             self.pusher.push(iter(TENSORS.items()))
         else:
             with self.pushes.make(PushRequest(TENSORS), may_stream=self.how == "streamed") as push:
-                self.pushes.send(None, push).result(30)  # type: ignore[arg-type]
+                server: Any = self.pushes.server
+                push.send(lambda made: server.serve_weights(server.shipped(made))).result(30)
 
     def check(self) -> None:
         """Nothing of a push is open, but the memory and the group that the next one takes."""

@@ -24,8 +24,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from engines.tensors import torch_fingerprint  # noqa: E402
 from rollout.weights.ranks.follower import Follower  # noqa: E402
-from rollout.weights.ranks.leader import Leader  # noqa: E402
-from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.leader import Leader, push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import bucket_bytes as bucket_writer  # noqa: E402
 

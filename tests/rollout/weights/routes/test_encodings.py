@@ -30,7 +30,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
-from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 

@@ -30,7 +30,7 @@ from rollout.weights.routes.route import (
 from tests.support.still_server import HERE, StillServer, server_config
 
 torch = pytest.importorskip("torch")
-from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.payload import flattened_bucket  # noqa: E402
 

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from rollout.weights.push.push import PushRequest  # noqa: E402
-from rollout.weights.ranks.rank_push import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors import (  # noqa: E402
     PlannedSource,
