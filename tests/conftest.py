@@ -17,6 +17,7 @@ from tests.support.optional_packages import (  # hooks of pytest
     pytest_terminal_summary,
 )
 from tests.support.ray_worlds import RayWorld, ray_world
+from tests.support.runs import FOLDER_OF_A_TEST, MARK
 
 __all__ = [
     "pytest_make_collect_report",
@@ -39,8 +40,6 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("untimed")
 
 SHARED_MEMORY = Path("/dev/shm")
-# Set before the first test: what a test starts inherits it, however often it is reparented.
-MARK = "ROLLOUT_TEST_RUN"
 # A process that the last test stopped may still be exiting.
 GRACE_S = 20.0
 
@@ -64,7 +63,12 @@ def processes_of(run_id: str) -> dict[int, str]:
 
 
 def used_by_others(name: str, run_id: str) -> bool:
-    """Whether a process that is not of this run has the shared memory open or mapped."""
+    """Whether a process that is not of this run has the shared memory open or mapped.
+
+    Of a folder: something in it, or a test of another run made it.
+    """
+    if name.startswith(FOLDER_OF_A_TEST):
+        return not name.startswith(f"{FOLDER_OF_A_TEST}{run_id}")
     ours = {os.getpid(), *processes_of(run_id)}
     path = str(SHARED_MEMORY / name)
     try:
@@ -80,7 +84,8 @@ def used_by_others(name: str, run_id: str) -> bool:
             if any(number in line and f" {SHARED_MEMORY}/" in line for line in mapped):
                 return True
             descriptors = Path(f"/proc/{process.pid}/fd").iterdir()
-            if any(os.path.realpath(descriptor) == path for descriptor in descriptors):
+            opened = [f"{os.path.realpath(descriptor)}/" for descriptor in descriptors]
+            if any(f"{path}/" in line for line in [*mapped, *opened]):
                 return True
         except OSError:
             continue
