@@ -91,7 +91,6 @@ NAMES_ALLOWED: dict[str, tuple[str, str]] = {
     "engines/fake/engine/fake_engine.py": ("held", "requests held at a gate"),
     "engines/process/": ("found word", "a search of this machine's processes; a line of a guard"),
     "engines/tensors/": ("word words", "of a processor, and of a safetensors header"),
-    "engines/vllm/calls.py": ("kept", "samples that vLLM keeps or not"),
     "engines/vllm_plugin/": ("kept", "tensors kept for the next push"),
     "rollout/config/http.py": ("held", "requests held at the gate"),
     "rollout/control/group/command_runner.py": ("turn", "a command waits for its turn"),

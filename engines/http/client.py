@@ -7,16 +7,15 @@ and elapsed time.  The only file that knows endpoint paths.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
-from http import HTTPStatus
-from typing import Any, TypeVar, Unpack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Unpack
 
 from engines.http import sglang_json
-from engines.http.call import Deadlines, EngineCall
-from engines.http.connections import Connections, HttpReply
+from engines.http.base_client import BaseClient
+from engines.http.call import EngineCall
+from engines.http.connections import HttpReply
 from engines.protocol import (
-    Endpoint,
     GenerateReply,
     Loads,
     MemoryTag,
@@ -28,39 +27,9 @@ from engines.protocol import (
 )
 from engines.protocol.types import GenerateArguments, UpdateGroup
 
-T = TypeVar("T")
 
-_DEFAULT_DEADLINES = Deadlines()
-
-
-class EngineClient:
-    """``protocol.Engine`` over HTTP.  Belongs to the event loop that first uses it.
-
-    Args:
-        engine_id: names the engine in errors; its URL does where there is none.
-        api_key: sent as a bearer token.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        engine_id: str = "",
-        deadlines: Deadlines = _DEFAULT_DEADLINES,
-        api_key: str | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.engine_id = engine_id
-        self.deadlines = deadlines
-        self._engine = engine_id or endpoint.url
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._control = Connections(endpoint, headers)
-        # A probe must not wait behind the calls whose engine it checks: it has its own connections.
-        self._probes = Connections(endpoint, headers)
-
-    async def aclose(self) -> None:
-        await self._control.aclose()
-        await self._probes.aclose()
+class EngineClient(BaseClient):
+    """``protocol.Engine`` over HTTP."""
 
     # Requests in flight
 
@@ -171,7 +140,9 @@ class EngineClient:
 
     async def weights_manifest(self) -> tuple[TensorInfo, ...]:
         """The engine's tensors.  Only the embedded engine lists them."""
-        return await self._ask("weights_manifest", sglang_json.read_weights_manifest)
+        return await self._ask(
+            "weights_manifest", "/weights_manifest", sglang_json.read_weights_manifest
+        )
 
     # LoRA
 
@@ -195,17 +166,17 @@ class EngineClient:
     # Queries
 
     async def model_info(self) -> ModelInfo:
-        return await self._ask("model_info", sglang_json.read_model_info)
+        return await self._ask("model_info", "/model_info", sglang_json.read_model_info)
 
     async def server_info(self) -> ServerInfo:
-        return await self._ask("server_info", sglang_json.read_server_info)
+        return await self._ask("server_info", "/server_info", sglang_json.read_server_info)
 
     async def loads(self) -> Loads:
-        return await self._ask("loads", sglang_json.read_loads, path="/v1/loads")
+        return await self._ask("loads", "/v1/loads", sglang_json.read_loads)
 
     async def endpoints(self) -> frozenset[str]:
         """The paths it serves: older engines lack some, ``/begin_weight_update`` among them."""
-        return await self._ask("endpoints", lambda a: frozenset(a["paths"]), path="/openapi.json")
+        return await self._ask("endpoints", "/openapi.json", lambda a: frozenset(a["paths"]))
 
     async def is_ready(self) -> bool:
         """Whether it takes new requests: up, healthy and not paused.  Cheap."""
@@ -237,10 +208,10 @@ class EngineClient:
         """
         body = sglang_json.generate_body(**request)
         body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
-        call, answer = await self._post("generate", body, self.deadlines.generate_s)
+        call, answer = await self._post("generate", "/generate", body, self.deadlines.generate_s)
         return call.read(answer, sglang_json.read_generate)
 
-    async def stream_generate(
+    def stream_generate(
         self, **request: Unpack[GenerateArguments]
     ) -> AsyncGenerator[GenerateReply, None]:
         """One completion as it grows; each reply holds all tokens so far.
@@ -249,27 +220,7 @@ class EngineClient:
         An engine started with ``--incremental-streaming-output`` is not understood.
         """
         body = sglang_json.generate_body(**request)
-        call = EngineCall(self._engine, "generate", self.deadlines.generate_s)
-        async with AsyncExitStack() as stack:
-            content = call.encoded(body | {"stream": True})
-            async with call.bounded():
-                status, pieces = await stack.enter_async_context(
-                    self._control.post_for_stream("/generate", content)
-                )
-                if status != HTTPStatus.OK:
-                    call.accept(HttpReply(status, b"".join([piece async for piece in pieces])))
-            payloads = await stack.enter_async_context(aclosing(sglang_json.sse_payloads(pieces)))
-            # Bounded piece by piece: the deadline must not expire in the consumer's code.
-            while (payload := await self._next(call, payloads)) != sglang_json.DONE:
-                yield _read_streamed(call, payload)
-
-    @staticmethod
-    async def _next(call: EngineCall, payloads: AsyncGenerator[bytes, None]) -> bytes:
-        async with call.bounded():
-            payload = await anext(payloads, None)
-        if payload is None:
-            raise call.unreachable("its stream ended before [DONE]")
-        return payload
+        return self._stream("/generate", body, sglang_json.read_generate)
 
     # How a call is made
 
@@ -277,7 +228,7 @@ class EngineClient:
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
     ) -> None:
         """POSTs where any 2xx means done: the replies are empty, text, or unused JSON."""
-        call, answer = await self._post(operation, body, budget_s, query=query)
+        call, answer = await self._post(operation, f"/{operation}{query}", body, budget_s)
         with suppress(ValueError):
             reply = answer.json()
             if isinstance(reply, dict) and reply.get("success") is False:
@@ -287,49 +238,11 @@ class EngineClient:
         self, operation: str, body: Mapping[str, Any], budget_s: float
     ) -> tuple[EngineCall, HttpReply]:
         """POSTs where only ``{"success": true}`` means done."""
-        call, answer = await self._post(operation, body, budget_s)
+        call, answer = await self._post(operation, f"/{operation}", body, budget_s)
         if call.read(answer, lambda reply: reply["success"]) is not True:
             raise call.rejected("failed", status=answer.status, body=answer.text)
         return call, answer
 
-    async def _post(
-        self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
-    ) -> tuple[EngineCall, HttpReply]:
-        call = EngineCall(self._engine, operation, budget_s)
-        content = call.encoded(body)
-        sending = self._control.post(f"/{operation}{query}", content)
-        return call, await call.send(sending, num_bytes=len(content))
-
-    async def _ask(self, operation: str, read: Callable[[Any], T], *, path: str = "") -> T:
-        call = EngineCall(self._engine, operation, self.deadlines.control_s)
-        answer = await call.send(self._control.get(path or f"/{operation}"))
-        return call.read(answer, read)
-
-    async def _probe(self, operation: str, path: str, budget_s: float) -> bool:
-        call = EngineCall(self._engine, operation, budget_s)
-        async with call.bounded():
-            answer = await self._probes.get(path)
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return False
-        call.accept(answer)
-        return True
-
 
 def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _read_streamed(call: EngineCall, payload: bytes) -> GenerateReply:
-    def read(event: Any) -> GenerateReply:
-        if isinstance(event, dict) and "error" in event:
-            error = event["error"]
-            status = error.get("code") if isinstance(error, dict) else None
-            raise call.rejected(
-                "failed while streaming",
-                status=status if isinstance(status, int) else HTTPStatus.OK,
-                body=answer.text,
-            )
-        return sglang_json.read_generate(event)
-
-    answer = HttpReply(HTTPStatus.OK, payload)
-    return call.read(answer, read)

@@ -2,86 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from engines.http.call import Deadlines, EngineCall
-from engines.http.connections import Connections, HttpReply
-from engines.protocol import Endpoint
+from engines.http.base_client import BaseClient
+from engines.http.call import EngineCall
+from engines.http.connections import HttpReply
 from engines.protocol.errors import EngineRejected
 from engines.vllm.routes import OF_DEV_MODE, RPC
 
 T = TypeVar("T")
-# After a 500 the server closes a kept connection without saying so: the next call would break, and
-# it would be unknown whether it was carried out.
-_NOT_KEPT = {"Connection": "close"}
 _NOT_FOUND, _FORBIDDEN, NOT_SUPPORTED = 404, 403, 501
 
 
-class Wire(Protocol):
-    """What carries requests to one server: ``Connections``, or a test's own."""
+class VllmCalls(BaseClient):
+    """Base of the client: requests whose failures say what is missing, and calls of the plugin."""
 
-    async def get(self, path: str) -> HttpReply: ...
-    async def post(self, path: str, content: bytes) -> HttpReply: ...
-    def post_for_stream(
-        self, path: str, content: bytes
-    ) -> AbstractAsyncContextManager[tuple[int, AsyncIterator[bytes]]]: ...
-    async def aclose(self) -> None: ...
+    # After a 500 the server closes a kept connection without saying so: the next call would break,
+    # and it would be unknown whether it was carried out.
+    headers: Mapping[str, str] = {"Connection": "close"}
 
-
-class VllmCalls:
-    """Base of the client: requests with a deadline, whose failures name engine and operation.
-
-    Args:
-        engine_id: names the engine in errors; its URL does where there is none.
-        wire: carries the requests; HTTP without one.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        engine_id: str = "",
-        deadlines: Deadlines,
-        wire: Wire | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.engine_id = engine_id
-        self.deadlines = deadlines
-        self._engine = engine_id or endpoint.url
-        self._control: Wire = wire or Connections(endpoint, _NOT_KEPT)
-        # A probe must not wait behind the calls whose engine it checks: it has its own connections.
-        self._probes: Wire = wire or Connections(endpoint, _NOT_KEPT)
-
-    async def aclose(self) -> None:
-        await self._control.aclose()
-        if self._probes is not self._control:
-            await self._probes.aclose()
-
-    def _call(self, operation: str, budget_s: float) -> EngineCall:
-        return EngineCall(self._engine, operation, budget_s)
-
-    async def _ask(
-        self, operation: str, path: str, read: Callable[[Any], T], budget_s: float | None = None
-    ) -> T:
-        call = self._call(operation, budget_s or self.deadlines.control_s)
+    async def _ask(self, operation: str, path: str, read: Callable[[Any], T]) -> T:
         try:
-            answer = await call.send(self._control.get(path))
+            return await super()._ask(operation, path, read)
         except EngineRejected as error:
             raise explained(error, path) from None
-        return call.read(answer, read)
 
     async def _post(
-        self, operation: str, path: str, body: Mapping[str, Any] | None, budget_s: float
+        self, operation: str, path: str, body: Mapping[str, Any], budget_s: float
     ) -> tuple[EngineCall, HttpReply]:
-        """POST, and wait for a 2xx."""
-        call = self._call(operation, budget_s)
-        content = call.encoded(body or {})
         try:
-            sending = self._control.post(path, content)
-            return call, await call.send(sending, num_bytes=len(content))
+            return await super()._post(operation, path, body, budget_s)
         except EngineRejected as error:
             raise explained(error, path) from None
 

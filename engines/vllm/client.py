@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any, Unpack
 from urllib.parse import urlencode
 
-from engines.http.call import Deadlines, EngineCall
-from engines.http.connections import HttpReply
-from engines.http.sglang_json import DONE, sse_payloads
+from engines.http.base_client import Wire
+from engines.http.call import Deadlines
 from engines.protocol import (
     Endpoint,
     GenerateReply,
@@ -43,7 +41,7 @@ from engines.protocol.plain_text import differing_text
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 from engines.protocol.types import GenerateArguments, UpdateGroup
 from engines.vllm import routes, vllm_json
-from engines.vllm.calls import VllmCalls, Wire
+from engines.vllm.calls import VllmCalls
 from engines.vllm.server_report import (
     METHODS_OF_PLUGIN,
     has_plugin,
@@ -100,14 +98,14 @@ class VllmClient(VllmCalls):
 
     async def _pause(self, operation: str, mode: PauseMode) -> None:
         query = urlencode(_PAUSE[mode])
-        await self._post(operation, f"{routes.PAUSE}?{query}", None, self.deadlines.pause_s)
+        await self._post(operation, f"{routes.PAUSE}?{query}", {}, self.deadlines.pause_s)
         self._pause_mode = mode
 
     async def continue_generation(self) -> None:
         await self._continue("continue_generation")
 
     async def _continue(self, operation: str) -> None:
-        await self._post(operation, routes.RESUME, None, self.deadlines.control_s)
+        await self._post(operation, routes.RESUME, {}, self.deadlines.control_s)
         self._is_own_pause = False
 
     async def flush_cache(self, timeout_s: float | None = None) -> None:
@@ -143,23 +141,23 @@ class VllmClient(VllmCalls):
         if MemoryTag.WEIGHTS in wanted:
             keeps = self._pause_mode is not PauseMode.ABORT
             query = urlencode({"level": self._level, "mode": "keep" if keeps else "abort"})
-            await self._post(operation, f"{routes.SLEEP}?{query}", None, self.deadlines.memory_s)
+            await self._post(operation, f"{routes.SLEEP}?{query}", {}, self.deadlines.memory_s)
         elif wanted:
-            await self._post(operation, routes.RELEASE_KV, None, self.deadlines.memory_s)
+            await self._post(operation, routes.RELEASE_KV, {}, self.deadlines.memory_s)
 
     async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
         """Weights first.  The server is paused afterwards, as it was before."""
         operation = "resume_memory_occupation"
         for tag in [tag for tag in _MEMORY if tag in tags or not tags]:
             path = f"{routes.WAKE_UP}?{urlencode({'tags': tag})}"
-            call, answer = await self._post(operation, path, None, self.deadlines.memory_s)
+            call, answer = await self._post(operation, path, {}, self.deadlines.memory_s)
             if call.read(answer, lambda reply: reply["status"]) == "awake":
                 await self._pause_again(operation)
 
     async def _pause_again(self, operation: str) -> None:
         """vLLM has resumed by itself.  Nothing is ended by this pause, and no cache cleared."""
         path = f"{routes.PAUSE}?{urlencode(_PAUSE[PauseMode.IN_PLACE])}"
-        await self._post(operation, path, None, self.deadlines.pause_s)
+        await self._post(operation, path, {}, self.deadlines.pause_s)
 
     # Weights
 
@@ -172,7 +170,7 @@ class VllmClient(VllmCalls):
         if not await self._is_paused(operation, self.deadlines.control_s):
             await self._pause(operation, PauseMode.RETRACT)
             self._is_own_pause = True
-        await self._post(operation, routes.START_UPDATE, None, self.deadlines.update_s)
+        await self._post(operation, routes.START_UPDATE, {}, self.deadlines.update_s)
         self._version, self._flushes = None, False
 
     async def end_weight_update(self) -> None:
@@ -388,14 +386,14 @@ class VllmClient(VllmCalls):
 
     async def is_ready(self) -> bool:
         """Whether it takes new requests: up and not paused.  Cheap."""
-        if not await self._probe("is_ready", self.deadlines.ready_s):
+        if not await self._probe("is_ready", routes.HEALTH, self.deadlines.ready_s):
             return False
         return not await self._is_paused("is_ready", self.deadlines.ready_s)
 
     async def is_healthy(self) -> bool:
         """Whether it generates.  ``/health`` is green while the scheduler hangs, so it requests
         a token, unless the server is paused."""
-        if not await self._probe("is_healthy", self.deadlines.health_s):
+        if not await self._probe("is_healthy", routes.HEALTH, self.deadlines.health_s):
             return False
         if await self._is_paused("is_healthy", self.deadlines.ready_s):
             return True
@@ -406,15 +404,6 @@ class VllmClient(VllmCalls):
         except EngineHung:
             # A pause may have come between.
             return await self._is_paused("is_healthy", self.deadlines.ready_s)
-        return True
-
-    async def _probe(self, operation: str, budget_s: float) -> bool:
-        call = self._call(operation, budget_s)
-        async with call.bounded():
-            answer = await self._probes.get(routes.HEALTH)
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            return False
-        call.accept(answer)
         return True
 
     async def _is_paused(self, operation: str, budget_s: float) -> bool:
@@ -465,19 +454,9 @@ class VllmClient(VllmCalls):
         """
         prompt, body = await self._request(**request)
         reader = vllm_json.ReplyReader(prompt)
-        call = self._call("generate", self.deadlines.generate_s)
-        async with AsyncExitStack() as stack:
-            content = call.encoded(body | {"stream": True})
-            async with call.bounded():
-                status, pieces = await stack.enter_async_context(
-                    self._control.post_for_stream(routes.GENERATE, content)
-                )
-                if status != HTTPStatus.OK:
-                    call.accept(HttpReply(status, b"".join([piece async for piece in pieces])))
-            payloads = await stack.enter_async_context(aclosing(sse_payloads(pieces)))
-            # Bounded piece by piece: the deadline must not expire in the consumer's code.
-            while (payload := await _next(call, payloads)) != DONE:
-                if _absorb(call, reader, payload):
+        async with aclosing(self._stream(routes.GENERATE, body, reader.add)) as events:
+            async for has_grown in events:
+                if has_grown:
                     yield reader.reply()
 
     async def _request(
@@ -510,29 +489,3 @@ class VllmClient(VllmCalls):
             "generate", routes.TOKENIZE, {"prompt": text}, self.deadlines.control_s
         )
         return call.read(answer, lambda reply: list(reply["tokens"]))
-
-
-async def _next(call: EngineCall, payloads: AsyncGenerator[bytes, None]) -> bytes:
-    async with call.bounded():
-        payload = await anext(payloads, None)
-    if payload is None:
-        raise call.unreachable("its stream ended before [DONE]")
-    return payload
-
-
-def _absorb(call: EngineCall, reader: vllm_json.ReplyReader, payload: bytes) -> bool:
-    """Whether the event has tokens or an end."""
-    answer = HttpReply(HTTPStatus.OK, payload)
-
-    def read(event: Any) -> bool:
-        if isinstance(event, dict) and "error" in event:
-            error = event["error"]
-            status = error.get("code") if isinstance(error, dict) else None
-            raise call.rejected(
-                "failed while streaming",
-                status=status if isinstance(status, int) else HTTPStatus.OK,
-                body=answer.text,
-            )
-        return reader.add(event)
-
-    return call.read(answer, read)

@@ -25,7 +25,7 @@ _PATIENT = Deadlines(
 
 
 class InMemoryWire:
-    """``engines.vllm.calls.Wire`` to a fake in this process."""
+    """``engines.http.base_client.Wire`` to a fake in this process."""
 
     def __init__(self, engine: FakeVllm) -> None:
         self.engine = engine

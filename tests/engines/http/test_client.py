@@ -382,19 +382,6 @@ async def test_a_503_is_a_no_and_anything_else_unknown_is_an_error(probe: str):
             await getattr(client, probe)()
 
 
-async def test_an_api_key_goes_with_control_and_probes():
-    async with asking({}, api_key="secret") as (client, requests):
-        await client.continue_generation()
-        await client.is_ready()
-    assert [one.headers.get("authorization") for one in requests] == ["Bearer secret"] * 2
-
-
-async def test_without_an_api_key_nothing_is_sent():
-    async with asking({}) as (client, requests):
-        await client.continue_generation()
-    assert "authorization" not in requests[0].headers
-
-
 @pytest.mark.parametrize(
     "prompt",
     [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": SamplingParams(n=2)}],
