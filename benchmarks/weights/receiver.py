@@ -27,7 +27,6 @@ from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
 from engines.embedded.weights.restricted_unpickler import read_payload
 from engines.tensors.collective.bucket import content_of
-from engines.tensors.collective.groups import UpdateGroups
 
 
 class Receiver:
@@ -37,7 +36,6 @@ class Receiver:
         layout = {spec["name"]: (spec["shape"], getattr(torch, spec["dtype"])) for spec in specs}
         self.weights = ModelWeights(Holder(allocated(layout)))
         self.mapped = MappedFiles()
-        self.groups = UpdateGroups(torch.device("cpu"))
         self.receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
         self.version = "0"
 
@@ -50,7 +48,7 @@ class Receiver:
         update_from_disk(self.weights, body["model_path"], self.mapped)
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
-        self.groups.join(
+        self.receiver.groups.join(
             group_name=body["group_name"],
             backend=body["backend"],
             master_address=body["master_address"],
@@ -62,11 +60,13 @@ class Receiver:
     def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
         plan = self.receiver.plan(content_of(body))
         buffer = self.receiver.take(plan)
-        self.groups.receive(self.receiver.parts(plan, buffer), group_name=body["group_name"])
+        self.receiver.groups.receive(
+            self.receiver.parts(plan, buffer), group_name=body["group_name"]
+        )
         self.receiver.deliver(plan, buffer)
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
-        self.groups.leave(body["group_name"])
+        self.receiver.groups.leave(body["group_name"])
 
     def begin_weight_update(self, body: dict[str, Any]) -> None:
         """Nothing to do."""

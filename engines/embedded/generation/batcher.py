@@ -104,6 +104,7 @@ class Batcher(ContinuousBatchingManager):
         is_frozen: no step is taken; commands are still run.
         on_idle: called on the generation thread whenever nothing is in flight.
         failure: what ended the generation thread; None while it lives.
+        step_report: what changed since the last report.
         experts: what the model's routers choose.
     """
 
@@ -112,13 +113,12 @@ class Batcher(ContinuousBatchingManager):
         model: Any,
         memory: Memory,
         config: EmbeddedConfig,
-        step_report: BatchStep,
         deliver: Callable[[list[Generation]], None],
         plan_adapters: Callable[[Iterable[tuple[Adapter | None, int]]], None],
     ) -> None:
         self._plan_adapters = plan_adapters
         self._memory = memory
-        self._step_report = step_report
+        self.step_report = BatchStep(config.weight_version)
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
@@ -131,7 +131,7 @@ class Batcher(ContinuousBatchingManager):
             generation_config=_make_generation_config(do_sample=False, eos_token_id=-1),
             continuous_batching_config=_batching_config(config),
         )
-        self.output_router: Any = _Failures(step_report)
+        self.output_router: Any = _Failures(self.step_report)
         self.batch_processor: Any = self._create_batch_processor()
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -185,18 +185,13 @@ class Batcher(ContinuousBatchingManager):
     def num_waiting(self) -> int:
         return len(self.batch_processor.scheduler.waiting_requests)
 
-    @property
-    def num_output_tokens(self) -> int:
-        """All tokens that it has generated."""
-        return self._step_report.num_output_tokens
-
     def admit(self, generation: Generation) -> None:
         if self.failure is not None:
             generation.abort(f"the engine failed: {self.failure}")
-            self._step_report.touched.append(generation)
+            self.step_report.touched.append(generation)
             return
         self.batch_processor.scheduler.add_waiting_request(
-            BatchState.start(generation, self._step_report)
+            BatchState.start(generation, self.step_report)
         )
 
     @property
@@ -227,7 +222,7 @@ class Batcher(ContinuousBatchingManager):
             scheduler.set_request_cancellation(request_id)
         for state in scheduler.clear_cancelled_requests():
             state.generation.abort(message)
-            self._step_report.touched.append(state.generation)
+            self.step_report.touched.append(state.generation)
         scheduler.block_new_requests = False
 
     def retract(self) -> None:
@@ -245,8 +240,8 @@ class Batcher(ContinuousBatchingManager):
 
     def report(self) -> None:
         """Report to the event loop what has changed."""
-        if self._step_report.touched:
-            touched, self._step_report.touched = self._step_report.touched, []
+        if self.step_report.touched:
+            touched, self.step_report.touched = self.step_report.touched, []
             self._loop.call_soon_threadsafe(self._deliver, touched)
 
     def used_tokens(self) -> int:

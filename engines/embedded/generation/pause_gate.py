@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.embedded.core.errors import Conflict, Invalid
 from engines.embedded.generation import command_rules
-from engines.embedded.generation.batcher import Batcher, BatchStep
+from engines.embedded.generation.batcher import Batcher
 from engines.embedded.generation.command_rules import Situation
 from engines.embedded.generation.generation import Generation
 from engines.embedded.memory.regions import Memory
@@ -41,12 +41,9 @@ class PauseGate:
         is_session_open: between begin_weight_update and end_weight_update.
     """
 
-    def __init__(
-        self, batcher: Batcher, memory: Memory, step_report: BatchStep, *, is_saver_enabled: bool
-    ) -> None:
+    def __init__(self, batcher: Batcher, memory: Memory, *, is_saver_enabled: bool) -> None:
         self._batcher = batcher
         self._memory = memory
-        self._step_report = step_report
         self._is_saver_enabled = is_saver_enabled
         self._jobs: deque[IdleJob] = deque()
         self.paused: PauseMode | None = None
@@ -79,7 +76,7 @@ class PauseGate:
         if not generation.is_over and generation.params.max_new_tokens == 0:
             generation.finish_reason = {"type": "length", "length": 0}
         if generation.is_over:
-            self._step_report.touched.append(generation)
+            self._batcher.step_report.touched.append(generation)
         else:
             self._batcher.admit(generation)
 
@@ -88,7 +85,7 @@ class PauseGate:
         held = self.held.pop(rid, None)
         if held is not None:
             held.abort(ABORTED)
-            self._step_report.touched.append(held)
+            self._batcher.step_report.touched.append(held)
         else:
             self._batcher.abort(rid, ABORTED)
 
@@ -180,9 +177,6 @@ class PauseGate:
             raise Conflict("no weight update session is open")
         self.is_session_open = False
 
-    def require_weights(self, command: str) -> None:
-        command_rules.require_weights(self.situation(), command)
-
     def require_session(self, command: str) -> None:
         if not self.is_session_open:
             raise Invalid(
@@ -193,7 +187,7 @@ class PauseGate:
     def set_version(self, version: str, *, abort_all: bool) -> None:
         if abort_all:
             self.abort_all()
-        self._step_report.weight_version = version
+        self._batcher.step_report.weight_version = version
 
     def update(
         self, apply: Callable[[], Any], command: str, *, flush: bool, version: str | None
@@ -204,6 +198,6 @@ class PauseGate:
             command_rules.require_can_flush_after_update(self.situation(), command)
         apply()
         if version is not None:
-            self._step_report.weight_version = version
+            self._batcher.step_report.weight_version = version
         if flush:
             self._batcher.flush()

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engines.embedded.core.errors import Invalid
+from engines.embedded.generation import command_rules
 from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.request_runner import json_response, read_json
 from engines.embedded.weights.disk_update import update_from_disk
@@ -150,14 +151,14 @@ async def init_weights_update_group(engine: EmbeddedEngine, request: Request) ->
         "group_name": raw.get("group_name", "weight_update_group"),
         "backend": raw.get("backend", "nccl"),
     }
-    await engine.run_blocking(lambda: engine.groups.join(**where))
+    await engine.run_blocking(lambda: engine.receiver.groups.join(**where))
     return _ok("Succeeded to initialize custom process group.")
 
 
 async def destroy_weights_update_group(engine: EmbeddedEngine, request: Request) -> Response:
     raw = await read_json(request)
     name = raw.get("group_name", "weight_update_group")
-    await engine.run_blocking(lambda: engine.groups.leave(name))
+    await engine.run_blocking(lambda: engine.receiver.groups.leave(name))
     return _ok("Succeeded to destroy custom process group.")
 
 
@@ -165,14 +166,13 @@ async def update_weights_from_distributed(engine: EmbeddedEngine, request: Reque
     command = "update_weights_from_distributed"
     raw = await read_json(request)
     engine.gate.require_session(command)
-    plan = engine.receiver.plan(content_of(raw))
-    group = raw.get("group_name", "weight_update_group")
-
-    buffer = engine.receiver.take(plan)  # not reused if this request is cancelled
+    receiver, group = engine.receiver, raw.get("group_name", "weight_update_group")
+    plan = receiver.plan(content_of(raw))
+    buffer = receiver.take(plan)  # not reused if this request is cancelled
     await engine.run_blocking(
-        lambda: engine.groups.receive(engine.receiver.parts(plan, buffer), group_name=group)
+        lambda: receiver.groups.receive(receiver.parts(plan, buffer), group_name=group)
     )
-    await engine.update(lambda: engine.receiver.deliver(plan, buffer), command, **_how(raw))
+    await engine.update(lambda: receiver.deliver(plan, buffer), command, **_how(raw))
     return _ok(f"Updated {len(plan.pieces)} tensors.")
 
 
@@ -209,7 +209,7 @@ async def weights_checker(engine: EmbeddedEngine, request: Request) -> Response:
         raise Invalid(f"unsupported action {action!r}")
 
     def run() -> Any:
-        engine.gate.require_weights("weights_checker")
+        command_rules.require_weights(engine.gate.situation(), "weights_checker")
         return actions[action]()
 
     found = await engine.run(run)

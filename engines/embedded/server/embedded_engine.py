@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.embedded.core.config import EmbeddedConfig
 from engines.embedded.core.errors import EngineFailed, Invalid
-from engines.embedded.generation.batcher import Batcher, BatchStep
+from engines.embedded.generation.batcher import Batcher
 from engines.embedded.generation.generation import Generation
 from engines.embedded.generation.pause_gate import IdleJob, PauseGate
 from engines.embedded.generation.tokenization import TextCodec
@@ -23,7 +23,6 @@ from engines.embedded.memory.regions import Memory
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.tensors.collective.groups import UpdateGroups
 
 
 class EmbeddedEngine:
@@ -47,7 +46,6 @@ class EmbeddedEngine:
         )
         self.weights = ModelWeights(model, self.adapters.fingerprints, is_on_gpu=memory.is_on_gpu)
         self.mapped = MappedFiles()
-        self.groups = UpdateGroups(memory.device)
         self.receiver = BroadcastReceiver(self.weights, memory.device)
         self.live: dict[str, Generation] = {}
         text_config = model.config.get_text_config()
@@ -55,18 +53,13 @@ class EmbeddedEngine:
         self.context_length = min(
             config.context_length or longest, longest, config.max_total_tokens
         )
-        self._step_report = BatchStep(config.weight_version)
-        self.batcher = Batcher(
-            model, memory, config, self._step_report, self._deliver, self.adapters.plan_step
-        )
-        self.gate = PauseGate(
-            self.batcher, memory, self._step_report, is_saver_enabled=config.enable_memory_saver
-        )
+        self.batcher = Batcher(model, memory, config, self._deliver, self.adapters.plan_step)
+        self.gate = PauseGate(self.batcher, memory, is_saver_enabled=config.enable_memory_saver)
         self.batcher.start()
 
     @property
     def weight_version(self) -> str:
-        return self._step_report.weight_version
+        return self.batcher.step_report.weight_version
 
     @property
     def is_ready(self) -> bool:

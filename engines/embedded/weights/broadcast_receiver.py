@@ -18,6 +18,7 @@ from engines.embedded.memory.batched_copy import Copy, copy_all, joined
 from engines.embedded.weights.model_weights import ModelWeights
 from engines.tensors.collective.bucket import BucketContent, Piece, parts_of, pieces_of
 from engines.tensors.collective.buffers import BucketBuffers, finished
+from engines.tensors.collective.groups import UpdateGroups
 
 # Some hundred bytes each.
 _MOST_KEPT_TENSORS = 1 << 16
@@ -41,10 +42,15 @@ class ReceivePlan:
 
 
 class BroadcastReceiver:
-    """Receives buckets for one model."""
+    """Receives buckets for one model.
+
+    Attributes:
+        groups: the update groups it is in.
+    """
 
     def __init__(self, weights: ModelWeights, device: torch.device) -> None:
         self._weights = weights
+        self.groups = UpdateGroups(device)
         self._buffers = BucketBuffers(device)
         self._plans: dict[tuple[str, int, bool], ReceivePlan] = {}
 
