@@ -127,7 +127,6 @@ PURE = (
     "rollout.weights.push.push_version",
     "rollout.weights.routes.choice",
     "rollout.weights.store.layout.commit",
-    "rollout.weights.store.node.limits",
 )
 NEED_TORCH = (
     "engines.cpu.vllm.worker",

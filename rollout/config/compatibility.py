@@ -210,9 +210,13 @@ def of_window(weights: WeightsConfig, *, is_copy: bool, is_only_streamed: bool) 
             "leave the function out",
         )
     if is_copy and is_only_streamed and weights.update in _WITH_TENSORS:
-        yield (
-            "transport",
-            f"weights.transport = {weights.transport}: it reads the tensors while engines load "
-            "them, so window.push cannot copy them; use offloaded(weights=function), or "
-            "give_memory() and then serve_weights(tensors) or pusher.push(tensors)",
-        )
+        yield "transport", why_no_copy(weights.transport)
+
+
+def why_no_copy(transport: Transport) -> str:
+    """Why a push whose tensors are copied before it is sent cannot use this transport."""
+    return (
+        f"weights.transport = {transport}: it reads the tensors while engines load them, so "
+        "make_push and window.push cannot copy them; use offloaded(weights=function), or "
+        "give_memory() and then serve_weights(tensors) or pusher.push(tensors)"
+    )

@@ -37,7 +37,7 @@ from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only
 from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
 from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
-from rollout.weights.routes.shared_memory import joined_folder, why_no_room_for
+from rollout.weights.routes.shared_memory import joined_folder, stream_bytes, why_no_room_for
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
@@ -106,7 +106,9 @@ class Leader:
         hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
         # Only rank 0 joins folders, so only those of its own host.
         only_here = len(routes) == 1 and hosts == [0]
-        at_once = only_here and rank.loads.is_at_once(Transport.SHARED_MEMORY)
+        at_once = only_here and rank.loads.is_at_once
+        if only_here:
+            rank.loads.log()
         # An adapter stays with the server, for engines that restart.
         is_adapter = self._contents is WeightUpdate.LORA
         is_whole = at_once or is_adapter or Transport.DISK in transports
@@ -144,9 +146,8 @@ class Leader:
         if isinstance(source, AdapterSource):
             name = rank.config.weights.adapter
             return (Chosen(ADAPTER, adapter=name, config=source.config),)
-        planned = source if isinstance(source, PlannedSource) else None
-        num_bytes = planned.num_bytes if planned else self._expected_bytes()
-        self._ranks = self._places(num_bytes)
+        num_bytes, largest_bytes = self._sizes()
+        self._ranks = self._places(num_bytes, largest_bytes)
         places = self._server.places(status)
         chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream)
         if note := by_value_note(wanted, chosen, num_bytes):
@@ -164,26 +165,45 @@ class Leader:
             by_payload[one.payload] = replace(first, gpus=gpus)
         return tuple(by_payload.values())
 
-    def _places(self, num_bytes: int) -> list[RankPlace]:
-        """Of the ranks, for a model of so many bytes."""
-        rank = self.follower.rank
-        hosts, folder = rank.hosts, rank.config.weights.shared_memory_path
+    def _places(self, num_bytes: int, largest_bytes: int) -> list[RankPlace]:
+        """Of the ranks, for a model of so many bytes, in its largest tensor so many."""
+        rank, weights = self.follower.rank, self.follower.rank.config.weights
+        hosts, folder = rank.hosts, weights.shared_memory_path
+        largest_bucket = max(weights.bucket_bytes, largest_bytes)
         room: defaultdict[int, list[int]] = defaultdict(list)
         for ready, host in zip(self._readies, hosts, strict=True):
             room[host].append(ready.room_bytes)
-        why_not = {
-            host: why_no_room_for(num_bytes, of_ranks, f"{folder} on the host of rank {host}")
-            for host, of_ranks in room.items()
-        }
+        why_not = {}
+        for host, of_ranks in room.items():
+            streamed = min(num_bytes, stream_bytes(largest_bucket, len(of_ranks)))
+            needed = num_bytes if self._holds_all(host) else streamed
+            where = f"{folder} on the host of rank {host}"
+            why_not[host] = why_no_room_for(needed, of_ranks, where)
         return [
             RankPlace(ready.node, host, ready.gpu, why_not[host])
             for ready, host in zip(self._readies, hosts, strict=True)
         ]
 
-    def _expected_bytes(self) -> int:
-        """Of the model; 0 if unknown."""
-        expected = self._server.expected
-        return sum(spec.num_bytes for spec in expected.tensors.values()) if expected else 0
+    def _holds_all(self, host: int) -> bool:
+        """Whether the files of a push stay on this host until its end."""
+        rank = self.follower.rank
+        return not self._streams or (
+            host == 0 and (self._is_stored or rank.loads.is_at_once)  # which rank 0 joins
+        )
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the whole push, and of its largest tensor; 0 if unknown."""
+        source, expected = self.follower.source, self._server.expected
+        if isinstance(source, PlannedSource):
+            return source.num_bytes, source.largest_bytes
+        sizes = [spec.num_bytes for spec in expected.tensors.values()] if expected else []
+        return sum(sizes), max(sizes, default=0)
+
+    @property
+    def _is_stored(self) -> bool:
+        """Whether rank 0's host keeps a copy for the store."""
+        stores = self.follower.rank.config.weights.store is not None
+        return stores and self._contents is WeightUpdate.FULL
 
     def _stored(self, hosts: Sequence[int], *, is_read: bool) -> StorePlan | None:
         """How rank 0's host keeps the push for the store; None if it need not.
@@ -193,9 +213,7 @@ class Leader:
             is_read: the store reads the buckets of the push itself.
         """
         rank = self.follower.rank
-        if rank.config.weights.store is None or self._contents is not WeightUpdate.FULL:
-            return None
-        if is_read and not hosts:
+        if not self._is_stored or (is_read and not hosts):
             return None
         if not is_read:
             self.copies = CopiedPush()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
-from rollout.config import ServerConfig, Transport, WeightUpdate
+from rollout.config import ServerConfig, WeightUpdate
+from rollout.core.machine import room_on
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.observability.timeline.span import Span
@@ -15,7 +16,7 @@ from rollout.rules.lifecycle import Command
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.routes.buffers import ShmBufferPool, StoreCopies, room_bytes
+from rollout.weights.routes.buffers import SPARE_BYTES, ShmBufferPool, StoreCopies
 from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_cost
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
@@ -92,7 +93,10 @@ class TrainerRank:
 
     def room_bytes(self) -> int:
         """What it can copy into shared memory: its pool, and its part of what the host has."""
-        more = room_bytes(self.config.weights.shared_memory_path)
+        try:
+            more = room_on(self.config.weights.shared_memory_path).usable_bytes(SPARE_BYTES)
+        except OSError:  # the folder is not there, which a copy reports
+            more = 0
         return self.pool.num_bytes() + more // len(self.writers)
 
     def check(self, manifest: Manifest, expected: Manifest | None, contents: WeightUpdate) -> None:
@@ -119,18 +123,22 @@ class LoadCosts:
         self._config = config
         self._has_logged = False
 
-    def is_at_once(self, transport: Transport) -> bool:
-        """Whether all buckets of a push by this transport are loaded in one call."""
+    @cached_property
+    def is_at_once(self) -> bool:
+        """Whether all buckets of a push through shared memory are loaded in one call."""
         settings = self._config.weights
-        why = self._why
-        at_once = loads_at_once(settings.transport, transport, why, streams=settings.stream)
-        if not self._has_logged:
-            self._has_logged = True
-            if note := stream_note(settings.transport, why, streams=settings.stream):
-                logger.warning("%s", note)
-            elif at_once:
-                logger.info("engines load all buckets of a push in one call: %s", why)
-        return at_once
+        return loads_at_once(settings.transport, self._why, streams=settings.stream)
+
+    def log(self) -> None:
+        """A push goes through shared memory."""
+        if self._has_logged:
+            return
+        self._has_logged = True
+        settings = self._config.weights
+        if note := stream_note(settings.transport, self._why, streams=settings.stream):
+            logger.warning("%s", note)
+        elif self.is_at_once:
+            logger.info("engines load all buckets of a push in one call: %s", self._why)
 
     @cached_property
     def _why(self) -> str:

@@ -21,12 +21,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import psutil
-
+from engines.process.process_identity import identify
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.machine import room_on
 from rollout.core.os_errors import way_out
+from rollout.rules.host_room import why_no_room
 from rollout.weights.format.bucket_layout import LayoutCache, lay_out
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,7 @@ FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
 # Engines unmap removed files within a second; this allows for a busy host.
 UNMAP_S = 3.0
-MORE_ROOM = (
-    "(in Docker: --shm-size); set weights.shared_memory_path elsewhere, or weights.transport to "
-    "tensor"
-)
+MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
 """What helps where a tmpfs folder has no room."""
 # Memory that stays free for everything else on the host.
 SPARE_BYTES = 256 << 20
@@ -65,8 +63,10 @@ class ShmBuffer:
         self.folder = folder
         self.num_bytes = num_bytes
         self._header = b""
-        if why_not := why_no_room(num_bytes, folder.parent):
-            raise WeightsUnavailable(f"no room for a bucket of {num_bytes} bytes: {why_not}")
+        room = room_on(folder.parent)
+        if why_not := why_no_room(num_bytes, room, spare_bytes=SPARE_BYTES):
+            what = f"no room for a bucket of {num_bytes} bytes"
+            raise WeightsUnavailable(f"{what}: {why_not}; {MORE_ROOM}")
         try:
             self._mapping = self._create()
         except OSError as error:
@@ -119,16 +119,15 @@ class ShmBufferPool:
         self._pin = pin
         # When files were last removed; engines may unmap them a little later.
         self._removed_at = time.monotonic() if remove_leftovers(root) else float("-inf")
-        started = psutil.Process().create_time()
-        owner = f"{os.getpid()}-{started:.2f}"
-        self.folder = root / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        pid = os.getpid()
+        self.folder = root / f"{_PREFIX}-{pid}-{_started(pid)}-{secrets.token_hex(4)}"
         self.layouts = LayoutCache(partial(lay_out, stays=True))
         self._lock = threading.Lock()
         self._free: list[ShmBuffer] = []
         self._taken: list[ShmBuffer] = []
         self._num_made = 0
         # Also at the end of the process, if the owner did not close the pool.
-        self._remove = weakref.finalize(self, _remove_own, self.folder, os.getpid())
+        self._remove = weakref.finalize(self, _remove_own, self.folder, pid)
 
     def take(self, num_bytes: int) -> ShmBuffer:
         """A buffer of this size: a free one if there is one, else a new one.
@@ -216,44 +215,17 @@ def remove_leftovers(root: Path) -> int:
     for folder in root.glob(f"{_PREFIX}-*"):
         parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
         with suppress(ValueError, IndexError):
-            if not _is_running(int(parts[0]), float(parts[1])):
+            if _started(int(parts[0])) != parts[1]:
                 logger.info("removing %s: its process has ended", folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 num_removed += 1
     return num_removed
 
 
-def _is_running(pid: int, started: float) -> bool:
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 1.0
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
-
-
-def why_no_room(num_bytes: int, folder: str | Path, *, spare_bytes: int = SPARE_BYTES) -> str:
-    """Why a tmpfs folder has no space for so many more bytes; empty if it has."""
-    if num_bytes > (free := _free_bytes(folder)):
-        return f"{folder} has {free} bytes free, {num_bytes} are needed {MORE_ROOM}"
-    available = psutil.virtual_memory().available
-    if num_bytes + spare_bytes > available:
-        return f"the host has {available} bytes of memory left, {num_bytes} are needed"
-    return ""
-
-
-def room_bytes(folder: str | Path) -> int:
-    """How many more bytes a tmpfs folder has space for; 0 if it is not there."""
-    try:
-        free = _free_bytes(folder)
-    except OSError:
-        return 0
-    return max(0, min(free, psutil.virtual_memory().available - SPARE_BYTES))
-
-
-def _free_bytes(folder: str | Path) -> int:
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize
+def _started(pid: int) -> str:
+    """When a process of this host was started; empty if it has ended."""
+    process = identify(pid)
+    return "" if process is None else str(process.started)
 
 
 class PushBuffers:

@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.kinds import kind_of
 from rollout.config import Transport, WeightsConfig
-from rollout.config.compatibility import of_window
+from rollout.config.compatibility import of_window, why_no_copy
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
@@ -53,12 +53,7 @@ def choose(
         ConfigError: the named route does not reach an engine, or sends no copies.
     """
     if is_copy and is_only_streamed(wanted):
-        raise ConfigError(
-            f"weights.transport = {wanted}: it reads the tensors while engines load them, "
-            "so push with serve_weights(tensors), not with a window's push",
-            setting="weights.transport",
-            value=wanted.value,
-        )
+        raise ConfigError(why_no_copy(wanted), setting="weights.transport", value=wanted.value)
     if wanted is Transport.AUTO:
         rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
         return {one.engine_id: encoded_for(one, _best(rows, ranks, one)) for one in engines}
@@ -181,15 +176,14 @@ def why_loads_cost(kinds: Collection[str], checkpoint: Mapping[str, Any]) -> str
     return ""
 
 
-def loads_at_once(wanted: Transport, chosen: Transport, why_cost: str, *, streams: bool) -> bool:
-    """Whether all buckets of a push are loaded in one call, so that it is not streamed.
+def loads_at_once(wanted: Transport, why_cost: str, *, streams: bool) -> bool:
+    """Whether all buckets in shared memory are loaded in one call, so that none is streamed.
 
     Args:
         why_cost: why each load costs more than its tensors; empty if it does not.
         streams: the settings ask for buckets that are loaded while the next one is built.
     """
-    is_free = wanted is Transport.AUTO or not streams
-    return chosen is Transport.SHARED_MEMORY and bool(why_cost) and is_free
+    return bool(why_cost) and (wanted is Transport.AUTO or not streams)
 
 
 def stream_note(wanted: Transport, why_cost: str, *, streams: bool) -> str:

@@ -137,7 +137,7 @@ def naming_path(weights: WeightsConfig) -> AbstractContextManager[None]:
 
 
 def why_no_room_for(num_bytes: int, room: Sequence[int], where: str) -> str:
-    """Why the ranks of a host cannot copy a model, each a part of it; empty if they can.
+    """Why the ranks of a host cannot hold so many bytes, each a part of them; empty if they can.
 
     Args:
         room: bytes that each of them has room for.
@@ -145,7 +145,16 @@ def why_no_room_for(num_bytes: int, room: Sequence[int], where: str) -> str:
     """
     if num_bytes // len(room) <= min(room):
         return ""
-    return f"{where} has room for {min(room) * len(room)} bytes, {num_bytes} are needed {MORE_ROOM}"
+    most = min(room) * len(room)
+    return f"{where} has room for {most} bytes, {num_bytes} are needed; {MORE_ROOM}"
+
+
+def stream_bytes(largest_bucket: int, num_writers: int) -> int:
+    """What the ranks of a host hold of a push that is streamed, each an equal part of it.
+
+    Each rank has one buffer at least, and keeps it for its next bucket.
+    """
+    return largest_bucket * max(num_writers, BUCKETS_AHEAD + 1)
 
 
 def joined_folder(buffers: PushBuffers, folders: Sequence[str]) -> Payload:

@@ -96,12 +96,17 @@ class PlannedBucket:
 
 @dataclass(eq=False, slots=True)
 class PushPlan:
-    """All tensors of a push, in order."""
+    """All tensors of a push, in order.
+
+    Attributes:
+        largest_bytes: of what is made from one of the trainer's tensors.
+    """
 
     parts: Sequence[PlannedTensor]
     name_map: NameMap | None
     manifest: Manifest
     num_bytes: int
+    largest_bytes: int
     dtype: torch.dtype | None = None
     _shares: dict[int, list[PlannedBucket]] = field(default_factory=dict)
 
@@ -123,8 +128,8 @@ class PushPlan:
         """
         parts = [_plan_tensor(*pair, name_map, dtype) for pair in zip(names, tensors, strict=True)]
         manifest = Manifest.of(spec for part in parts for spec in part.specs)
-        num_bytes = sum(part.num_bytes for part in parts)
-        return cls(parts, name_map, manifest, num_bytes, dtype)
+        sizes = [part.num_bytes for part in parts]
+        return cls(parts, name_map, manifest, sum(sizes), max(sizes, default=0), dtype)
 
     def fits(
         self,

@@ -125,6 +125,11 @@ class PlannedSource:
         return self._plan.num_bytes
 
     @property
+    def largest_bytes(self) -> int:
+        """Of the largest tensor, which may be more than a bucket should have."""
+        return self._plan.largest_bytes
+
+    @property
     def is_on_cuda(self) -> bool:
         return any(tensor.is_cuda for tensor in self._tensors)
 

@@ -12,7 +12,6 @@ import pytest
 
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
-from rollout.config import Transport
 from rollout.core.errors import ConfigError, RankFailure, RolloutError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import LocalCaller, launch_local
@@ -54,8 +53,10 @@ def loads(engine: FakeEngine) -> list[Path]:
 
 
 class EveryLoadCosts:
-    def is_at_once(self, transport: Transport) -> bool:
-        return transport is Transport.SHARED_MEMORY
+    is_at_once = True
+
+    def log(self) -> None:
+        """It is known."""
 
 
 def test_engines_whose_loads_cost_get_one_folder_with_all_buckets(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_without_room_for_copies_the_push_goes_on_and_the_log_says_what_is_not_k
         policy = deployment["policy"]
         with policy.pusher() as pusher:
             with monkeypatch.context() as patched:
-                patched.setattr(shm_buffers, "why_no_room", lambda *arguments: "it is full")
+                patched.setattr(shm_buffers, "why_no_room", lambda *_, **__: "it is full")
                 assert pusher.push(tensors()).weight_version == 1
             assert "version 1 is not kept: no room for a bucket" in caplog.text
             assert pusher.push(tensors()).weight_version == 2

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.machine import room_on, since_boot_s
+from rollout.rules.host_room import why_no_room
 from rollout.weights.store.layout.commit import NodeState, Write
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node import lease
@@ -30,8 +32,6 @@ from rollout.weights.store.node.assembly import (
     ReadUnit,
 )
 from rollout.weights.store.node.files import Files
-from rollout.weights.store.node.limits import why_no_room
-from rollout.weights.store.node.machine import room_on, since_boot_s
 from rollout.weights.store.node.slots import Slots
 from rollout.weights.store.node.writer import FileSink
 

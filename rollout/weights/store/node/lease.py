@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.process.process_identity import boot_id
+from rollout.core.machine import since_boot_s
 from rollout.weights.store.node.files import Files, remove_links
-from rollout.weights.store.node.machine import since_boot_s
 
 logger = logging.getLogger(__name__)
 

@@ -141,6 +141,42 @@ def test_room_is_checked_on_every_host_with_ranks(
     assert {one.payload for one in plan.routes} == {"shared_memory 0", payload}
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("streams", "stores", "num_writers", "room_bytes", "is_reached"),
+    [
+        (True, False, 1, 2 * MIB, True),  # the bucket that is loaded, and the next
+        (True, False, 1, 2 * MIB - 1, False),
+        (True, False, 4, MIB, True),  # each rank keeps its buffer
+        (True, False, 4, MIB - 1, False),
+        (False, False, 1, 8 * MIB, True),
+        (False, False, 1, 8 * MIB - 1, False),
+        (True, True, 1, 8 * MIB - 1, False),  # the store reads all buckets after the push
+    ],
+)
+def test_room_is_needed_for_what_is_held_at_once(
+    streams: bool,
+    stores: bool,
+    num_writers: int,
+    room_bytes: int,
+    is_reached: bool,
+    tmp_path: Path,
+) -> None:
+    store = {"store": {"path": str(tmp_path)}} if stores else {}
+    paths = {"shared_memory_path": str(tmp_path), "bucket_bytes": MIB}
+    rank = TrainerRank(server_config(**paths, **store), hosts=[0] * num_writers)
+    server = StillServer(engines=[NEAR])
+    request = PushRequest({f"t{number}": torch.zeros(MIB // 4) for number in range(8)})
+    follower = Follower(rank, server, request, timeout_s=10)
+    leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=streams)
+    ready = replace(follower.ready(), room_bytes=room_bytes)
+    plan = leader.decide([ready] * num_writers)
+    rank.close()
+    assert ("shared_memory 0" in {one.payload for one in plan.routes}) is is_reached
+
+
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("transport", ["shared_memory", "tensor", "disk"])
 def test_a_copy_that_fails_at_any_bucket_leaves_nothing_open(

@@ -13,7 +13,7 @@ from rollout.weights.routes.choice import (
     why_loads_cost,
 )
 
-AUTO, TENSOR, SHARED = Transport.AUTO, Transport.TENSOR, Transport.SHARED_MEMORY
+AUTO, SHARED = Transport.AUTO, Transport.SHARED_MEMORY
 SGLANG, EMBEDDED = EngineKind.SGLANG, EngineKind.EMBEDDED
 MIXTURE, QUANTISED = {"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}
 
@@ -39,26 +39,24 @@ def test_which_engines_do_more_at_a_load_than_copy(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "chosen", "why_cost", "streams", "at_once", "is_warned"),
+    ("wanted", "why_cost", "streams", "at_once", "is_warned"),
     [
-        (AUTO, SHARED, "it packs", False, True, False),
-        (AUTO, SHARED, "it packs", True, True, False),
-        (SHARED, SHARED, "it packs", False, True, False),
-        (SHARED, SHARED, "it packs", True, False, True),
-        (SHARED, SHARED, "", True, False, False),
-        (AUTO, SHARED, "", True, False, False),
-        (AUTO, TENSOR, "it packs", True, False, False),
+        (AUTO, "it packs", False, True, False),
+        (AUTO, "it packs", True, True, False),
+        (SHARED, "it packs", False, True, False),
+        (SHARED, "it packs", True, False, True),
+        (SHARED, "", True, False, False),
+        (AUTO, "", True, False, False),
     ],
 )
 def test_costly_loads_are_one_unless_the_settings_ask_for_a_stream_by_path(
     wanted: Transport,
-    chosen: Transport,
     why_cost: str,
     streams: bool,
     at_once: bool,
     is_warned: bool,
 ) -> None:
-    assert loads_at_once(wanted, chosen, why_cost, streams=streams) is at_once
+    assert loads_at_once(wanted, why_cost, streams=streams) is at_once
     assert bool(stream_note(wanted, why_cost, streams=streams)) is is_warned
 
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.machine import Room, room_on
+from rollout.rules.host_room import why_no_room
 from rollout.weights.format.bucket_layout import LayoutCache, lay_out
 from rollout.weights.format.manifest import TensorSpec
-from rollout.weights.routes.buffers import FILE_NAME, ShmBufferPool, remove_leftovers, why_no_room
+from rollout.weights.routes.buffers import (
+    FILE_NAME,
+    SPARE_BYTES,
+    ShmBufferPool,
+    remove_leftovers,
+)
 
 
 def inode(folder: Path) -> int:
@@ -57,7 +64,7 @@ def test_its_file_is_as_long_as_asked_and_its_space_is_taken(tmp_path: Path) -> 
 
 def test_what_does_not_fit_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
     pool = ShmBufferPool(tmp_path)
-    with pytest.raises(WeightsUnavailable, match=r"no room for a bucket of .* bytes free"):
+    with pytest.raises(WeightsUnavailable, match=r"no room for a bucket of .* free and .* needed"):
         pool.take(1 << 60)
     assert not any(one.is_file() for one in tmp_path.rglob("*"))
     pool.close()
@@ -69,7 +76,7 @@ def test_slots_of_other_sizes_make_way(tmp_path: Path, monkeypatch: pytest.Monke
     pool.give(old)
     monkeypatch.setattr(
         "rollout.weights.routes.buffers.why_no_room",
-        lambda more, folder: "full" if old.folder.exists() else "",
+        lambda more, room, spare_bytes: "full" if old.folder.exists() else "",
     )
     new = pool.take(6000)
     assert not old.folder.exists()
@@ -84,7 +91,7 @@ def test_memory_that_engines_have_still_mapped_is_waited_for(
     pool.give(pool.take(5000))
     asked = []
 
-    def full_four_times(more: int, folder: Path) -> str:
+    def full_four_times(more: int, room: Room, spare_bytes: int) -> str:
         asked.append(more)
         return "full" if len(asked) <= 4 else ""
 
@@ -101,7 +108,7 @@ def test_room_that_nothing_was_removed_for_is_not_waited_for(
     monkeypatch.setattr(
         "rollout.weights.routes.buffers.time.sleep", lambda _: pytest.fail("it waited")
     )
-    monkeypatch.setattr("rollout.weights.routes.buffers.why_no_room", lambda more, folder: "full")
+    monkeypatch.setattr("rollout.weights.routes.buffers.why_no_room", lambda *_, **__: "full")
     with pytest.raises(WeightsUnavailable, match="full"):
         pool.take(6000)
     pool.close()
@@ -149,12 +156,14 @@ def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_room_is_said_in_words(tmp_path: Path) -> None:
-    assert why_no_room(1, tmp_path) == ""
-    assert "--shm-size" in why_no_room(1 << 60, tmp_path)
-    free = os.statvfs(tmp_path)
-    most = free.f_bavail * free.f_frsize
-    assert "of memory left" in why_no_room(min(most, 1000), tmp_path, spare_bytes=1 << 60)
+def test_what_a_buffer_may_have_is_what_it_is_not_refused(tmp_path: Path) -> None:
+    room = room_on(tmp_path)
+    assert why_no_room(1, room, spare_bytes=SPARE_BYTES) == ""
+    assert "--shm-size" in why_no_room(1 << 60, room, spare_bytes=SPARE_BYTES)
+    for spare_bytes in (SPARE_BYTES, 1 << 60):
+        most = room.usable_bytes(spare_bytes)
+        assert most == 0 or not why_no_room(most, room, spare_bytes=spare_bytes)
+        assert why_no_room(most + 1, room, spare_bytes=spare_bytes)
 
 
 def test_the_layouts_of_buckets_are_kept_and_made_anew_for_others() -> None:

@@ -197,7 +197,7 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
     paths = {"disk_path": str(tmp_path / "saved-{version}"), "shared_memory_path": str(tmp_path)}
     config = server_config(source, transport=transport, bucket_bytes=70_000, **paths)
     rank = TrainerRank(config)
-    rank.loads.is_at_once = lambda transport: at_once  # type: ignore[method-assign]
+    rank.loads.is_at_once = at_once
     tensors = trained(seed=7)
     server = StillServer(read_checkpoint_manifest(source))
     outgoing = push_of_one_rank(rank, server, PushRequest(tensors, 1, quantise), may_stream=True)

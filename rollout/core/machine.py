@@ -1,16 +1,41 @@
-"""Facts about this node: memory, limits, seconds since boot."""
+"""Facts about this machine: memory, limits, seconds since boot."""
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from rollout.weights.store.node.limits import Room
-
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Free space and memory of a host.
+
+    Attributes:
+        free_bytes: of the file system of the files.
+        available_bytes: of memory, as the kernel reports it.
+        cgroup_bytes: available under the limit of the control group; None without a limit.
+    """
+
+    path: str
+    free_bytes: int
+    available_bytes: int
+    cgroup_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """What is available, by whose limit it is."""
+        own = {} if self.cgroup_bytes is None else {"the control group": self.cgroup_bytes}
+        return {"the node": self.available_bytes, **own}
+
+    def usable_bytes(self, spare_bytes: int) -> int:
+        """The most that ``rules.host_room`` does not refuse."""
+        return max(0, min(self.free_bytes, min(self.memory_bytes.values()) - spare_bytes))
 
 
 def room_on(path: str | Path) -> Room:
@@ -44,5 +69,5 @@ def _cgroup_bytes() -> int | None:
 
 
 def since_boot_s() -> float:
-    """A clock that is the same for all processes of the node."""
+    """A clock that is the same for all processes of the machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
