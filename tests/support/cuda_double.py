@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing import reductions
 
 DEVICE, HANDLE = 6, 7
+DESCRIPTOR = b"a file descriptor of another process"
 Set = Callable[[Any, str, Any], None]
 """``setattr``, or that of a ``MonkeyPatch``."""
 
@@ -39,6 +40,10 @@ class CudaDouble:
 
     Attributes:
         num_collects: calls of ``torch.cuda.ipc_collect``.
+        made_on: the GPU of each tensor, by address.
+        settings: of torch's allocator; ``all_settings``: each that it was changed to.
+        set_error: what a change of them raises.
+        expandable: addresses in expandable segments, which no other process can open.
         registered: bytes of pinned memory, by address.
         register_error: what ``cudaHostRegister`` returns; 0 for success.
     """
@@ -46,6 +51,11 @@ class CudaDouble:
     def __init__(self, uuids: Sequence[str]) -> None:
         self.uuids = list(uuids)
         self.num_collects = 0
+        self.made_on: dict[int, int] = {}
+        self.settings = ""
+        self.all_settings: list[str] = []
+        self.set_error: Exception | None = None
+        self.expandable: set[int] = set()
         self.registered: dict[int, int] = {}
         self.register_error = 0
         self._current = threading.local()
@@ -61,9 +71,13 @@ class CudaDouble:
         def on_host(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:
             is_cuda = device is not None and torch.device(device).type == "cuda"
             made: torch.Tensor = empty(*size, device=None if is_cuda else device, **more)
+            if is_cuda:
+                self._note(made, torch.device(device))
             return made
 
         patch(torch, "empty", on_host)
+        patch(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+        patch(torch._C, "_accelerator_setAllocatorSettings", self._set)
         patch(torch.cuda, "is_available", lambda: True)
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "device_count", lambda: len(self.uuids))
@@ -86,17 +100,34 @@ class CudaDouble:
     def _collect(self) -> None:
         self.num_collects += 1
 
+    def _note(self, made: torch.Tensor, device: torch.device) -> None:
+        number = self._current.index if device.index is None else device.index
+        self.made_on[made.data_ptr()] = number
+        self.expandable.discard(made.data_ptr())
+        if "expandable_segments:True" in self.settings:
+            self.expandable.add(made.data_ptr())
+
+    def _set(self, settings: str) -> None:
+        if self.set_error is not None:
+            raise self.set_error
+        self.settings = settings
+        self.all_settings.append(settings)
+
     def _reduce(self, tensor: torch.Tensor) -> Any:
         size, content = tensor.nbytes, tensor.numpy().tobytes()
+        if tensor.data_ptr() in self.expandable:
+            content = DESCRIPTOR
         shape = (tensor.size(), tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
         counters = (size, 0, False, b"counter", 0, b"event", True)
-        gpu = self._current.index
+        gpu = self.made_on.get(tensor.data_ptr(), getattr(self._current, "index", 0))
         return reductions.rebuild_cuda_tensor, (torch.Tensor, *shape, gpu, content, *counters)
 
 
 def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
     """In place of torch's: ends where it would call the driver."""
     opened.append(arguments[DEVICE])
+    if arguments[HANDLE] == DESCRIPTOR:
+        raise RuntimeError("pidfd_getfd: Operation not permitted")
     return torch.frombuffer(bytearray(arguments[HANDLE]), dtype=arguments[5])
 
 

@@ -1,6 +1,7 @@
 """CUDA IPC: each rank of an engine opens the memory of the trainer's rank on its GPU.
 
-Always true: the memory of a bucket is freed only after the engines have applied it, on all ranks.
+Always true: the memory of a bucket is freed only after the engines have applied it, on all ranks;
+it is in no expandable segment of torch, whatever the trainer's allocator is set to.
 Also here: the GPU of this rank, and host memory to which it copies at full speed.
 """
 
@@ -110,16 +111,17 @@ class ByHandles(Route):
 
 def open_share(end: RankEnd, chosen: Chosen) -> HandleBuilder | None:
     """A rank whose GPU an engine uses."""
-    return HandleBuilder() if end.gpu and end.gpu in chosen.gpus else None
+    return HandleBuilder(end.gpu) if end.gpu and end.gpu in chosen.gpus else None
 
 
 class HandleBuilder:
-    """Flattens each bucket on this process's current GPU, for the engine rank on the same GPU."""
+    """Flattens each bucket on the GPU with this UUID, for the engine rank on the same GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str) -> None:
         import torch
 
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        uuids = [_uuid_of(number) for number in range(torch.cuda.device_count())]
+        self._device = torch.device("cuda", uuids.index(gpu))
         self._flat: dict[int, torch.Tensor] = {}
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
@@ -153,22 +155,38 @@ def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequenc
 
 
 def gpu_with(named_tensors: Any) -> str:
-    """UUID of this rank's GPU; empty if its tensors are in host memory.
+    """UUID of the GPU with this rank's tensors; empty if they are in host memory, or if memory of
+    this process cannot be opened by another.
 
-    An iterator's tensors are not known yet: they are copied to the GPU if they are not there.
+    An iterator's tensors are not known yet: they are copied to the current GPU if they are not
+    there.
     """
     import torch
 
+    from rollout.weights.tensors.exportable import why_not_exportable
+
     if not torch.cuda.is_initialized():
         return ""
+    number = torch.cuda.current_device()
     if not isinstance(named_tensors, Iterator):
         try:
             _, first = next(named_pairs(named_tensors))
         except (StopIteration, WeightMismatch):  # the plan reports what is wrong
             return ""
-        if getattr(first, "device", torch.device("cpu")).type != "cuda":
+        device = getattr(first, "device", torch.device("cpu"))
+        if device.type != "cuda":
             return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        number = number if device.index is None else device.index
+    if why_not := why_not_exportable():
+        logger.warning("no push by CUDA IPC from this rank: %s", why_not)
+        return ""
+    return _uuid_of(number)
+
+
+def _uuid_of(number: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def gpu_of_thread() -> int | None:

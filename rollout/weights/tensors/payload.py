@@ -21,6 +21,7 @@ from torch.multiprocessing import reductions
 
 from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.errors import WeightMismatch
+from rollout.weights.tensors.exportable import exportable_memory
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
@@ -154,7 +155,9 @@ def ipc_handle(pairs: Pairs, device: torch.device) -> IpcHandle:
             tensor=pairs[0][0],
         )
     metadata, ordered = _laid_out(pairs)
-    flat = torch.empty(sum(tensor.nbytes for tensor in ordered), dtype=torch.uint8, device=device)
+    num_bytes = sum(tensor.nbytes for tensor in ordered)
+    with exportable_memory():
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for place, tensor in zip(metadata, ordered, strict=True):
         flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
     return IpcHandle(_handle_ops(flat), flat)

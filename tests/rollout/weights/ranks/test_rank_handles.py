@@ -242,6 +242,39 @@ def test_a_rank_on_another_gpu_leaves_shared_memory(
     assert engines[0].entries == []
 
 
+EXPANDABLE = "expandable_segments:True,max_split_size_mb:512"
+
+
+def test_what_is_pushed_is_in_no_expandable_segment(
+    trainer_on: Callable[..., Trainer], cuda: CudaDouble, engines: list[TwoRanks]
+) -> None:
+    """A handle of one is a descriptor, and the engine ends where it may not take that."""
+    cuda.settings = EXPANDABLE
+    said = trainer_on(0, 1).push(tensors_of)
+    assert [getattr(one, "weight_version", one) for one in said] == [1, 1]
+    assert engines[0].devices == [[1, 0]] * len(engines[0].entries)
+    # The trainer's own settings are back, with those that torch resets if they are left out.
+    switched_off = "max_split_size_mb:512,expandable_segments:False"
+    assert set(cuda.all_settings) == {switched_off, EXPANDABLE}
+    assert cuda.settings == EXPANDABLE
+
+
+def test_where_such_segments_cannot_be_switched_off_the_push_goes_by_shared_memory(
+    trainer_on: Callable[..., Trainer],
+    cuda: CudaDouble,
+    engines: list[TwoRanks],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda.settings = EXPANDABLE
+    cuda.set_error = RuntimeError("no such setting")
+    trainer = trainer_on(0, 1)
+    said = trainer.push(tensors_of)
+    assert [getattr(one, "weight_version", one) for one in said] == [1, 1]
+    assert engines[0].entries == []
+    assert "update_weights_from_disk" in [call.operation for call in engines[0].calls]
+    assert "expandable_segments, and they cannot be switched off" in caplog.text
+
+
 class VllmWithWorkers(FakeVllm):
     """Its two workers open handles with the plugin's code, if they are on GPUs.
 

@@ -1,6 +1,7 @@
-"""Shared memory that a GPU copies to is pinned, with a double of CUDA."""
+"""The GPU with a rank's tensors, and host memory that is pinned for it, with a double of CUDA."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rollout.weights.routes.buffers import ShmBufferPool  # noqa: E402
-from rollout.weights.routes.cuda_ipc import pinned  # noqa: E402
+from rollout.weights.routes.cuda_ipc import HandleBuilder, gpu_with, pinned  # noqa: E402
+from rollout.weights.tensors.exportable import exportable_memory  # noqa: E402
+from rollout.weights.tensors.sources import Pairs  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -54,3 +57,49 @@ def test_without_cuda_nothing_is_pinned(tmp_path: Path, caplog: pytest.LogCaptur
     pool.take(5000)
     pool.close()
     assert not caplog.text
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """A tensor, as far as it is looked at to find where the tensors of a push are."""
+
+    device: torch.device
+
+
+def test_handles_are_of_the_gpu_with_the_tensors_not_of_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with torchrun and no ``set_device``."""
+    double = CudaDouble(["GPU-0", "GPU-1"])
+    double.install(monkeypatch.setattr)
+    double.use(0)
+    assert gpu_with({"a": OnGpu(torch.device("cuda", 1))}) == "GPU-1"
+    assert gpu_with({"a": OnGpu(torch.device("cuda"))}) == "GPU-0"
+    assert gpu_with({"a": torch.zeros(1)}) == ""
+    builder = HandleBuilder("GPU-1")
+    builder.make(0, Pairs.of([("a", torch.zeros(8))]))
+    assert set(double.made_on.values()) == {1}
+    builder.close()
+
+
+@pytest.mark.parametrize("settings", ["", "max_split_size_mb:512", "expandable_segments:False"])
+def test_an_allocator_without_expandable_segments_is_left_alone(
+    double: CudaDouble, settings: str
+) -> None:
+    double.settings = settings
+    with exportable_memory():
+        pass
+    assert double.all_settings == []
+
+
+def test_torchs_own_allocator_gets_its_settings_back() -> None:
+    settings = torch._C._accelerator_getAllocatorSettings
+    change = torch._C._accelerator_setAllocatorSettings
+    before = settings()
+    try:
+        change("expandable_segments:True,max_split_size_mb:512")
+        with exportable_memory():
+            assert settings() == "max_split_size_mb:512,expandable_segments:False"
+        assert settings() == "expandable_segments:True,max_split_size_mb:512"
+    finally:
+        change(before)

@@ -30,7 +30,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaDouble:
 def payload(cuda: CudaDouble, index: int, seed: int, around: int | None = None) -> bytes:
     """A bucket on GPU ``index``, in the pickle that another rank has made around it."""
     cuda.use(index)
-    handle = ipc_handle(some_pairs(seed), GPU).handle
+    handle = ipc_handle(some_pairs(seed), torch.device("cuda", index)).handle
     head, tail = around_handle(some_pairs(seed if around is None else around))
     return head + handle + tail
 
