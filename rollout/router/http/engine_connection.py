@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import httptools
 
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
-from rollout.router.http.head_cache import ReplyHead, head_key
+from rollout.router.http.head_cache import HeadCache, ReplyHead, head_key
 from rollout.router.http.headers import Headers
-
-if TYPE_CHECKING:
-    from rollout.router.http.engine_pool import EnginePool
+from rollout.router.http.read_pacing import ReadPacing
 
 MAX_HEAD_BYTES = 1 << 16
 _RECONNECT_WITHIN_S = 1.0
@@ -91,6 +90,18 @@ class OutgoingRequest:
     is_head: bool
 
 
+class ConnectionOwner(Protocol):
+    """The pool, as its connections call it."""
+
+    head_cache: HeadCache[ReplyHead]
+    read_pacing: ReadPacing
+    now_s: Callable[[], float]
+
+    def keep(self, connection: EngineConnection) -> None: ...
+    def forget(self, connection: EngineConnection) -> None: ...
+    def send_on_new_connection(self, handler: ReplyHandler, outgoing: OutgoingRequest) -> None: ...
+
+
 class _ReplyReader:
     """What httptools reads of a reply.  There is no ``on_body``, so no body is copied."""
 
@@ -130,7 +141,7 @@ class _DecodingReplyReader(_ReplyReader):
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine."""
 
-    def __init__(self, pool: EnginePool, endpoint: Endpoint) -> None:
+    def __init__(self, pool: ConnectionOwner, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.idle_since_s = 0.0
         self._pool = pool
