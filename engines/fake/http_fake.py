@@ -93,10 +93,9 @@ class FakeHttpApp:
 
     def __init__(self) -> None:
         self.app = web.Application(client_max_size=2**30)
-        self.requests: list[tuple[str, float, float]] = []
-        self._gates: dict[str, CallGate] = {}
-        queries = {**self._queries(), "/fake/requests": self._requests}
-        commands = {**self._commands(), **self._test_side()}
+        self._testers = testers = TestersRoutes(self)
+        queries = {**self._queries(), "/fake/requests": lambda b: testers.requests}
+        commands = {**self._commands(), **testers.commands()}
         self.app.add_routes([web.get(path, self._serve(act)) for path, act in queries.items()])
         self.app.add_routes([web.post(path, self._serve(act)) for path, act in commands.items()])
 
@@ -145,18 +144,6 @@ class FakeHttpApp:
             "/generate": self._generate,
         }
 
-    def _test_side(self) -> dict[str, Handler]:
-        return {
-            "/fake/hold": self._hold,
-            "/fake/entered": lambda b: self._gates[b["operation"]].entered.wait(),
-            "/fake/open": lambda b: self._gates[b["operation"]].open(),
-            "/fake/fail": self._fail,
-            "/fake/fault": self._plan,
-            "/fake/kill": lambda b: self.engine.die("killed by hand"),
-            "/fake/freeze": lambda b: self.engine.freeze(),
-            "/fake/thaw": lambda b: self.engine.thaw(),
-        }
-
     def _serve(self, act: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
             arrived = time.monotonic()
@@ -177,7 +164,7 @@ class FakeHttpApp:
             except EngineError:
                 return _broken(request)
             finally:
-                self.requests.append((request.path, arrived, time.monotonic()))
+                self._testers.requests.append((request.path, arrived, time.monotonic()))
             return self._written(answer)
 
         return serve
@@ -282,24 +269,44 @@ class FakeHttpApp:
         await response.write_eof()
         return response
 
-    # The test's side
 
-    def _requests(self, body: Mapping[str, Any]) -> Any:
-        """Path, when it came, when it was answered: seconds that processes of a machine share."""
-        return self.requests
+class TestersRoutes:
+    """What a test sets and sees of a served fake.
+
+    Attributes:
+        requests: path, when it came, when it was answered: seconds that processes of a machine
+            share.
+    """
+
+    def __init__(self, served: FakeHttpApp) -> None:
+        self.requests: list[tuple[str, float, float]] = []
+        self._served = served
+        self._gates: dict[str, CallGate] = {}
+
+    def commands(self) -> dict[str, Handler]:
+        return {
+            "/fake/hold": self._hold,
+            "/fake/entered": lambda b: self._gates[b["operation"]].entered.wait(),
+            "/fake/open": lambda b: self._gates[b["operation"]].open(),
+            "/fake/fail": self._fail,
+            "/fake/fault": self._plan,
+            "/fake/kill": lambda b: self._served.engine.die("killed by hand"),
+            "/fake/freeze": lambda b: self._served.engine.freeze(),
+            "/fake/thaw": lambda b: self._served.engine.thaw(),
+        }
 
     def _hold(self, body: Mapping[str, Any]) -> None:
-        self._gates[body["operation"]] = self.engine.hold(body["operation"])
+        self._gates[body["operation"]] = self._served.engine.hold(body["operation"])
 
     def _fail(self, body: Mapping[str, Any]) -> None:
         operation, text = body["operation"], body["body"]
-        error = EngineRejected(text, engine=self.engine.engine_id, status=400, body=text)
-        self.engine.fail_next(operation, error)
+        error = EngineRejected(text, engine=self._served.engine.engine_id, status=400, body=text)
+        self._served.engine.fail_next(operation, error)
 
     def _plan(self, body: Mapping[str, Any]) -> None:
         """``{"fault": "release_memory_occupation#2:die@after"}``; a wrong one is a 400."""
         try:
-            parse_fault(body["fault"]).add_to(self.engine.faults)
+            parse_fault(body["fault"]).add_to(self._served.engine.faults)
         except ValueError as error:
             raise EngineRejected(str(error), status=400, body=str(error)) from None
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from engines.fake.engine.engine_state import FakeSettings
 from engines.protocol import Endpoint, TensorInfo, WeightsReport
 from rollout.config import (
     EngineConfig,
@@ -66,6 +67,7 @@ _CONSTANT = (
     Endpoint,
     EngineConfig,
     EngineSlot,
+    FakeSettings,
     GroupConfig,
     GroupSettings,
     GroupStatus,

@@ -110,7 +110,9 @@ class SteeredEngine(FakeEngine):
             self.is_verified = False
         try:
             if operation in _SETTLED:
-                self.lost_tags = frozenset(arguments["tags"]) if self._reports_released else None
+                self.lost_tags = (
+                    frozenset(arguments["tags"]) if self.settings.reports_released else None
+                )
             fault = await super()._arrive(asked, arguments)
         except asyncio.CancelledError:
             if not world.is_coming(self):
@@ -322,7 +324,7 @@ class Launcher:
     def connect(self, endpoint: Endpoint, engine_id: str) -> Engine:
         engine = self.engine_at(endpoint)
         if isinstance(engine, SteeredVllm):
-            return connect_in_memory(engine, weights_cpu_backup=engine.keeps_backup)
+            return connect_in_memory(engine, weights_cpu_backup=engine.settings.weights_cpu_backup)
         return engine
 
 

@@ -7,6 +7,7 @@ any other access ends the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from engines.fake.engine.calls import CallHandler
@@ -15,7 +16,44 @@ from engines.fake.engine.request import FakeRequest
 from engines.protocol import MemoryTag, PauseMode, TensorInfo, WeightsReport
 from engines.protocol.plain_text import differing_text
 from engines.protocol.types import UpdateGroup
+from engines.tensors.fingerprint import BYTES
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET, lay_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSettings:
+    """What a fake engine is started with.
+
+    Attributes:
+        memory_saver: a release gives memory back.
+        weights_cpu_backup: its weights outlive a release.
+        memory_bytes: what it holds, a third of it for each tag.
+        needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
+        token_s: seconds each token takes.
+        drain_s: seconds until an aborted request has left.
+        vocab_size: token ids it knows.
+        context_length: tokens a prompt must be shorter than; None takes any.
+        reports_released: it reports the released tags and its update groups, as the embedded engine
+            does and SGLang does not.
+        reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
+        reports_memory: it reports the memory of each tag, as engines on a GPU do.
+        understands_images: its model does.
+        fingerprints: the method of its fingerprints; empty as SGLang's, which no trainer makes.
+    """
+
+    memory_saver: bool = True
+    weights_cpu_backup: bool = False
+    memory_bytes: int = 3_000
+    needs_session: bool = True
+    token_s: float = 0.0
+    drain_s: float = 0.0
+    vocab_size: int = 1000
+    context_length: int | None = None
+    reports_released: bool = False
+    reports_manifest: bool = False
+    reports_memory: bool = False
+    understands_images: bool = False
+    fingerprints: str = BYTES
 
 
 class FakeEngineState(CallHandler):
@@ -23,7 +61,7 @@ class FakeEngineState(CallHandler):
 
     Args:
         tensors: the model's tensors.
-        needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
+        settings: those of ``FakeSettings``.
 
     Attributes:
         paused: the mode of the pause; None while it serves.
@@ -42,26 +80,20 @@ class FakeEngineState(CallHandler):
         model_path: str = "/models/fake",
         tensors: Sequence[TensorInfo] = DEFAULT_TENSORS,
         weight_version: str = "0",
-        memory_saver: bool = True,
-        weights_cpu_backup: bool = False,
-        needs_session: bool = True,
-        memory_bytes: int = 3_000,
+        **settings: Any,
     ) -> None:
         super().__init__(engine_id)
+        self.settings = FakeSettings(**settings)
         self.paused: PauseMode | None = None
         self.in_flight: dict[str, FakeRequest] = {}
         self.released: set[MemoryTag] = set()
         self.is_cache_stale = False
         self.weights = FakeWeights(tensors)
         self.adapters: dict[str, str] = {}
-        self._version = weight_version
-        self._model_path = model_path
-        self._memory_saver = memory_saver
-        self._backup = weights_cpu_backup
-        self._needs_session = needs_session
-        self._memory_bytes = memory_bytes
         self.is_updating = False
         self.groups: set[str] = set()
+        self._model_path = model_path
+        self._version = weight_version
         self._snapshot: dict[str, str] = {}
 
     # For tests: facts out
@@ -76,12 +108,12 @@ class FakeEngineState(CallHandler):
         """Memory it holds: a third of the whole per tag."""
         if self.is_dead:
             return 0
-        return sum(self.bytes_by_tag().values()) + self._memory_bytes % len(MemoryTag)
+        return sum(self.bytes_by_tag().values()) + self.settings.memory_bytes % len(MemoryTag)
 
     def bytes_by_tag(self) -> dict[str, int]:
         """What it holds for each tag now."""
-        released = self.released if self._memory_saver else set()
-        held = self._memory_bytes // len(MemoryTag)
+        released = self.released if self.settings.memory_saver else set()
+        held = self.settings.memory_bytes // len(MemoryTag)
         return {tag: 0 if tag in released else held for tag in MemoryTag}
 
     @property
@@ -99,17 +131,17 @@ class FakeEngineState(CallHandler):
             wanted = set(tags) or set(MemoryTag)
             if self._num_holding_kv:
                 self._assert(False, f"release while {self._num_holding_kv} requests run")
-            if self._memory_saver:
+            if self.settings.memory_saver:
                 self._assert(not wanted & self.released, "release of a tag twice")
                 self.released |= wanted
 
     async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
         async with self._call("resume_memory_occupation", tags=tuple(tags)):
             wanted = set(tags) or set(MemoryTag)
-            if self._memory_saver:
+            if self.settings.memory_saver:
                 self._assert(wanted <= self.released, "resume of a tag that is not released")
                 self.released -= wanted
-                if MemoryTag.WEIGHTS in wanted and not self._backup:
+                if MemoryTag.WEIGHTS in wanted and not self.settings.weights_cpu_backup:
                     self.weights.lose()
 
     # Weights
@@ -240,7 +272,7 @@ class FakeEngineState(CallHandler):
     # What refuses a call
 
     def _require_session(self, operation: str) -> None:
-        if self._needs_session and not self.is_updating:
+        if self.settings.needs_session and not self.is_updating:
             raise self._rejected(operation, "weights are updated only after begin_weight_update")
 
     def _require_group(self, operation: str, group_name: str) -> None:

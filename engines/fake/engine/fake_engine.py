@@ -31,7 +31,6 @@ from engines.protocol import (
 )
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 from engines.protocol.types import GenerateArguments
-from engines.tensors.fingerprint import BYTES
 
 _NOWHERE = Endpoint("127.0.0.1", 1)
 _NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
@@ -45,14 +44,6 @@ class FakeEngine(FakeEngineState):
     """``protocol.Engine`` in memory.
 
     Args:
-        token_s: seconds each token takes.
-        drain_s: seconds until an aborted request has left.
-        context_length: tokens a prompt must be shorter than; None takes any.
-        reports_released: it reports the released tags and its update groups, as the embedded engine
-            does and SGLang does not.
-        reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
-        reports_memory: it reports the memory of each tag, as engines on a GPU do.
-        fingerprints: the method of its fingerprints; empty as SGLang's, which no trainer makes.
         state: as ``FakeEngineState`` takes it.
 
     Attributes, besides those of ``FakeEngineState`` and ``CallHandler``:
@@ -66,15 +57,6 @@ class FakeEngine(FakeEngineState):
         engine_id: str = "fake-0",
         *,
         endpoint: Endpoint = _NOWHERE,
-        token_s: float = 0.0,
-        drain_s: float = 0.0,
-        vocab_size: int = 1000,
-        context_length: int | None = None,
-        reports_manifest: bool = False,
-        reports_released: bool = False,
-        reports_memory: bool = False,
-        understands_images: bool = False,
-        fingerprints: str = BYTES,
         **state: Any,
     ) -> None:
         super().__init__(engine_id, **state)
@@ -82,15 +64,6 @@ class FakeEngine(FakeEngineState):
         self.num_held = 0
         self.num_output_tokens = 0
         self.num_closed = 0
-        self._token_s = token_s
-        self._drain_s = drain_s
-        self._vocab_size = vocab_size
-        self._context_length = context_length
-        self._reports_manifest = reports_manifest
-        self._reports_released = reports_released
-        self._reports_memory = reports_memory
-        self._understands_images = understands_images
-        self._fingerprints = fingerprints
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
         self._is_marked_unhealthy = False
@@ -143,21 +116,21 @@ class FakeEngine(FakeEngineState):
 
     async def model_info(self) -> ModelInfo:
         async with self._call("model_info"):
-            about = {"has_image_understanding": self._understands_images}
+            about = {"has_image_understanding": self.settings.understands_images}
             return ModelInfo(self._model_path, self._version, about)
 
     async def server_info(self) -> ServerInfo:
         async with self._call("server_info"):
-            by_tag = self.bytes_by_tag() if self._reports_memory else {}
+            by_tag = self.bytes_by_tag() if self.settings.reports_memory else {}
             info = ServerInfo(
                 "0.5.23",
                 "fake",
-                self._memory_saver,
-                self._backup,
+                self.settings.memory_saver,
+                self.settings.weights_cpu_backup,
                 by_tag,
-                fingerprints=self._fingerprints,
+                fingerprints=self.settings.fingerprints,
             )
-            if not self._reports_released:
+            if not self.settings.reports_released:
                 return info
             released = frozenset(self.released)
             return replace(info, released=released, update_groups=frozenset(self.groups))
@@ -168,9 +141,9 @@ class FakeEngine(FakeEngineState):
 
     async def endpoints(self) -> frozenset[str]:
         async with self._call("endpoints"):
-            manifest = {"/weights_manifest"} if self._reports_manifest else set()
+            manifest = {"/weights_manifest"} if self.settings.reports_manifest else set()
             session = {"/begin_weight_update", "/end_weight_update"}
-            return _PATHS | manifest | (session if self._needs_session else set())
+            return _PATHS | manifest | (session if self.settings.needs_session else set())
 
     async def is_ready(self) -> bool:
         async with self._call("is_ready"):
@@ -249,8 +222,8 @@ class FakeEngine(FakeEngineState):
             try:
                 await self._pass_gate("generate", lambda: request.is_aborted)
                 yield
-                if request.is_aborted and self._drain_s:
-                    await self._until(never, self._drain_s)
+                if request.is_aborted and self.settings.drain_s:
+                    await self._until(never, self.settings.drain_s)
             finally:
                 del self.in_flight[request.rid]
                 self._notify()
@@ -269,12 +242,13 @@ class FakeEngine(FakeEngineState):
         prompt = request.input_ids
         if request.rid in self.in_flight:
             raise self._rejected("generate", f"request id {request.rid!r} is in flight")
-        if self._context_length is not None and len(prompt) >= self._context_length:
+        if self.settings.context_length is not None and len(prompt) >= self.settings.context_length:
             raise self._rejected(
-                "generate", f"a prompt of {len(prompt)} tokens, of {self._context_length} there are"
+                "generate",
+                f"a prompt of {len(prompt)} tokens, of {self.settings.context_length} there are",
             )
         self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
-        inside = all(0 <= token < self._vocab_size for token in prompt)
+        inside = all(0 <= token < self.settings.vocab_size for token in prompt)
         self._assert(inside, "a token id outside the vocabulary")
         self.in_flight[request.rid] = request
         self._notify()
@@ -286,12 +260,12 @@ class FakeEngine(FakeEngineState):
             request.fault = None
             await self._strike("generate", fault)
         frozen = (PauseMode.RETRACT, PauseMode.IN_PLACE)
-        if self._token_s:
-            await self._until(lambda: request.is_aborted, self._token_s)
+        if self.settings.token_s:
+            await self._until(lambda: request.is_aborted, self.settings.token_s)
         await self._until(lambda: request.is_aborted or self.paused not in frozen)
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
-            request.add_token(self._version, self._vocab_size, shift)
+            request.add_token(self._version, self.settings.vocab_size, shift)
             self.num_output_tokens += 1
 
 

@@ -122,13 +122,10 @@ class FakeVllm(FakeEngine):
         self._notify()
 
     @property
-    def keeps_backup(self) -> bool:
-        """Whether its client is to ask for a host copy when it releases the weights."""
-        return self._backup
-
-    @property
     def _counts_memory(self) -> bool:
-        return self._memory_saver and (self._reports_memory or self._reports_released)
+        return self.settings.memory_saver and (
+            self.settings.reports_memory or self.settings.reports_released
+        )
 
     @property
     def paths(self) -> frozenset[str]:
@@ -230,7 +227,7 @@ class FakeVllm(FakeEngine):
         async with self._call("resume_memory_occupation", tags=tuple(tags)):
             if tags <= self.released:  # a tag that is awake is a line in the log
                 self.released -= tags
-                if MemoryTag.WEIGHTS in tags and self.level > 1 and self._memory_saver:
+                if MemoryTag.WEIGHTS in tags and self.level > 1 and self.settings.memory_saver:
                     self.weights.lose()
             if not self.released:
                 self._open()
@@ -374,9 +371,9 @@ class FakeVllm(FakeEngine):
 
     def _tell_state(self) -> Any:
         return {
-            "released": sorted(self.released) if self._reports_released else [],
+            "released": sorted(self.released) if self.settings.reports_released else [],
             "resident_bytes": self.bytes_by_tag() if self._counts_memory else {},
-            "fingerprints": self._fingerprints,
+            "fingerprints": self.settings.fingerprints,
             "opens_handles": False,
             "groups": sorted(self.groups),
         }
@@ -405,7 +402,7 @@ class FakeVllm(FakeEngine):
                 "vllm_config": {
                     "model_config": {
                         "model": self._model_path,
-                        "enable_sleep_mode": self._memory_saver,
+                        "enable_sleep_mode": self.settings.memory_saver,
                     },
                     "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
                     "weight_transfer_config": {"backend": backend},

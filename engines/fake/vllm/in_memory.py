@@ -125,4 +125,4 @@ class VllmFakeLauncher(FakeLauncher):
         """The real client over the engine that listens there."""
         engine = self._by_endpoint[endpoint]
         assert isinstance(engine, FakeVllm)
-        return connect_in_memory(engine, weights_cpu_backup=engine.keeps_backup)
+        return connect_in_memory(engine, weights_cpu_backup=engine.settings.weights_cpu_backup)

@@ -23,9 +23,7 @@ TOKENS = SamplingParams(max_new_tokens=10)
 
 def slow(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
     """Ten tokens take ten seconds; an aborted request takes forty more to leave."""
-    engine = make_engine(spec, endpoint)
-    engine._token_s, engine._drain_s = 1.0, 40.0
-    return engine
+    return make_engine(spec, endpoint, token_s=1.0, drain_s=40.0)
 
 
 async def slow_group(**lifecycle: Any) -> tuple[ServerGroup, FakeEngine]:

@@ -24,9 +24,7 @@ GROUPS = {"main": {"num_engines": 3}}
 
 
 def thoughtful(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    engine = make_engine(spec, endpoint)
-    engine._token_s = 0.004
-    return engine
+    return make_engine(spec, endpoint, token_s=0.004)
 
 
 class Load:
