@@ -1,4 +1,4 @@
-"""How a call to a vLLM server is made, whatever its endpoint."""
+"""How a call to a vLLM server is made, whatever its endpoint, and what the server is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any, TypeVar
 from engines.http.base_client import BaseClient
 from engines.http.call import EngineCall
 from engines.http.connections import HttpReply
+from engines.protocol import ServerInfo
 from engines.protocol.errors import EngineRejected
-from engines.vllm.routes import OF_DEV_MODE, RPC
+from engines.vllm import routes
+from engines.vllm.server_report import (
+    METHODS_OF_PLUGIN,
+    has_plugin,
+    info_with_state,
+    read_server_info,
+)
 
 T = TypeVar("T")
 _NOT_FOUND, _FORBIDDEN, NOT_SUPPORTED = 404, 403, 501
@@ -19,6 +26,7 @@ _NOT_FOUND, _FORBIDDEN, NOT_SUPPORTED = 404, 403, 501
 class VllmCalls(BaseClient):
     """Base of the client: requests whose failures say what is missing, and calls of the plugin."""
 
+    _info: ServerInfo | None = None  # as it was reported last
     # After a 500 the server closes a kept connection without saying so: the next call would break,
     # and it would be unknown whether it was carried out.
     headers: Mapping[str, str] = {"Connection": "close"}
@@ -48,8 +56,23 @@ class VllmCalls(BaseClient):
         """Call a method of the plugin in every worker."""
         body = {"method": method, "args": [], "kwargs": dict(arguments)}
         budget_s = budget_s or self.deadlines.check_s
-        call, answer = await self._post(operation, RPC, body, budget_s)
+        call, answer = await self._post(operation, routes.RPC, body, budget_s)
         return call.read(answer, read)
+
+    async def server_info(self) -> ServerInfo:
+        version = await self._ask("server_info", routes.VERSION, lambda one: str(one["version"]))
+        path = f"{routes.SERVER_INFO}?config_format=json"
+        info = await self._ask(
+            "server_info", path, lambda answer: read_server_info(version, answer)
+        )
+        if has_plugin(info):
+            method = METHODS_OF_PLUGIN["state"]
+            info = await self._rpc("server_info", method, info_with_state(info))
+        self._info = info
+        return info
+
+    async def _known_info(self) -> ServerInfo:
+        return self._info or await self.server_info()
 
     def _unsupported(self, operation: str, why: str) -> EngineRejected:
         return self._call(operation, 0.0).rejected(
@@ -60,7 +83,7 @@ class VllmCalls(BaseClient):
 def explained(error: EngineRejected, path: str) -> EngineRejected:
     """The error, with what would help where an endpoint is missing."""
     path = path.partition("?")[0]
-    if error.status == _NOT_FOUND and path in OF_DEV_MODE:
+    if error.status == _NOT_FOUND and path in routes.OF_DEV_MODE:
         advice = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
     elif error.status == _FORBIDDEN and path.startswith("/inference/"):
         advice = "start vLLM with --enable-scale-out"
