@@ -14,7 +14,7 @@ from engines.protocol import Endpoint
 
 T = TypeVar("T")
 
-_DEFAULT_DEADLINES = Deadlines()
+DEFAULT_DEADLINES = Deadlines()
 
 
 class Wire(Protocol):
@@ -45,7 +45,7 @@ class BaseClient:
         endpoint: Endpoint,
         *,
         engine_id: str = "",
-        deadlines: Deadlines = _DEFAULT_DEADLINES,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
         wire: Wire | None = None,
     ) -> None:
         self.endpoint = endpoint
