@@ -12,52 +12,38 @@ The calls have the names of ``protocol.Engine``, so that faults are planned as f
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.fake.engine.fake_engine import FakeEngine
-from engines.fake.engine.fake_weights import FatalCall, tensors_in_file, unpack_tensors
 from engines.fake.engine.request import FakeRequest
 from engines.fake.vllm.forms import FORMS, BadRequest, Form
+from engines.fake.vllm.weight_acts import Arguments, FakeVllmWeights, Json
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineRejected
-from engines.tensors.flattened_bucket import FLATTENED_BUCKET, lay_out
 from engines.vllm import routes
 from engines.vllm.features import parse_version
 
-Json = dict[str, Any]
-Arguments = Mapping[str, Any]
+Act = Callable[[Arguments], Awaitable[Json]]
+Tell = Callable[["FakeVllm", Arguments], Json]
 _REFUSES_IN_PAUSE = (0, 33)
 _ASLEEP = {
     "weights": {MemoryTag.WEIGHTS},
     # Its CUDA graphs have no tag; what they hold counts as the KV cache's here.
     "kv_cache": {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH},
 }
-_OPERATIONS = {
-    "path": "update_weights_from_disk",
-    "broadcast": "update_weights_from_distributed",
-}
-"""The call that a bucket is, by what the plugin's ``update_info`` has; else it is by tensor."""
-_RANK = "dp0:pp0:pcp0:tp0:"
-_PICKLE = b"\x80"
 CORE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 TEXT = "text"
 """The only entry of an answer that is plain text."""
 
 
-class FakeVllm(FakeEngine):
+class FakeVllm(FakeVllmWeights):
     """A fake engine behind vLLM's paths.
 
     Args:
         version: of vLLM.
-        has_plugin: this package's plugin is in its workers.
         without: paths that it does not serve.
-        state: as ``FakeEngine`` takes it.
+        state: as ``FakeVllmWeights`` takes it.
 
     Attributes:
         level: of the last sleep that did anything.
@@ -69,27 +55,22 @@ class FakeVllm(FakeEngine):
         engine_id: str = "fake-0",
         *,
         version: str = "0.32.0",
-        has_plugin: bool = True,
         without: frozenset[str] = frozenset(),
         **state: Any,
     ) -> None:
         super().__init__(engine_id, **state)
         self.level = 0
         self.has_core = True
-        self._vllm_version = version
-        self._has_plugin = has_plugin
+        self.vllm_version = version
         self._without = without
         self._acts = self._served()
 
-    def _served(self) -> dict[str, Callable[[Arguments], Awaitable[Json]]]:
-        acts = self._all_acts().items()
-        return {path: act for path, act in acts if path not in self._without}
-
-    def _all_acts(self) -> dict[str, Callable[[Arguments], Awaitable[Json]]]:
-        return {
+    def _served(self) -> dict[str, Act]:
+        asked = {path: partial(_tell, self, *question) for path, question in _QUESTIONS.items()}
+        acts: dict[str, Act] = {
+            **asked,
             routes.PAUSE: self._pause,
             routes.RESUME: self._resume,
-            routes.IS_PAUSED: self._is_paused,
             routes.SLEEP: self._sleep,
             routes.WAKE_UP: self._wake_up,
             routes.RELEASE_KV: self._release_kv,
@@ -99,33 +80,19 @@ class FakeVllm(FakeEngine):
             routes.UPDATE: self._update,
             routes.FINISH_UPDATE: self._finish_update,
             routes.SET_VERSION: self._set_version,
-            routes.WEIGHT_INFO: self._weight_info,
             routes.CHECKER: self._check,
-            routes.WORLD_SIZE: self._world_size,
             routes.RPC: self._rpc,
-            routes.SERVER_INFO: self._server_info,
-            routes.VERSION: self._tell_version,
-            routes.OPENAPI: self._openapi,
-            routes.HEALTH: self._health,
-            routes.METRICS: self._metrics,
-            routes.TOKENIZE: self._tokenize,
             **{path: partial(self._generate, path) for path in FORMS},
-            routes.MODELS: self._models,
             routes.LOAD_LORA: self._load_lora,
             routes.UNLOAD_LORA: self._unload_lora,
         }
+        return {path: act for path, act in acts.items() if path not in self._without}
 
     def lose_core(self) -> None:
         """As when the system kills its engine core: the API server answers each generation with an
         error, also those in flight.  The real one ends some seconds later."""
         self.has_core = False
         self._notify()
-
-    @property
-    def _counts_memory(self) -> bool:
-        return self.settings.memory_saver and (
-            self.settings.reports_memory or self.settings.reports_released
-        )
 
     @property
     def paths(self) -> frozenset[str]:
@@ -178,10 +145,6 @@ class FakeVllm(FakeEngine):
         self.paused = None
         self._notify()
 
-    async def _is_paused(self, arguments: Arguments) -> Json:
-        async with self._call("is_paused"):
-            return {"is_paused": self.paused is not None}
-
     async def _reset_cache(self, arguments: Arguments) -> Json:
         async with self._call("flush_cache"):
             is_held = self._num_holding_kv and arguments.get("reset_running_requests") != "true"
@@ -233,225 +196,13 @@ class FakeVllm(FakeEngine):
                 self._open()
             return {"status": "sleeping" if self.released else "awake", "tags": names}
 
-    # Weights
-
-    async def _start_update(self, arguments: Arguments) -> Json:
-        operation = "begin_weight_update"
-        async with self._call(operation):
-            if self.is_updating:
-                why = "start_weight_update called while a weight update is already active"
-                raise self._rejected(operation, why, 500)
-            self._require_weights("start an update")
-            self.is_updating = True
-        return {"message": "Weight update started"}
-
-    async def _update(self, arguments: Arguments) -> Json:
-        """What the push does not name keeps its contents, and nothing says so."""
-        info = arguments["update_info"]
-        by = info.keys() & _OPERATIONS.keys()
-        operation = _OPERATIONS[by.pop()] if by else "update_weights_from_tensor"
-        async with self._call(operation, weight_version=None):
-            self._require_weights("update")
-            if not self.is_updating:
-                raise self._rejected(operation, "start_weight_update must be called before", 500)
-            try:
-                self._load(info)
-            except FatalCall as error:  # half of the push stays
-                self.is_updating = False
-                raise self._rejected(operation, str(error), 500) from None
-        return {"message": "Weights updated"}
-
-    def _load(self, info: Arguments) -> None:
-        """Raises FatalCall for what the plugin refuses."""
-        if "path" in info:
-            self.weights.load_path(info["path"])
-            return
-        broadcast = info.get("broadcast")
-        pairs = self._broadcast(broadcast) if broadcast else _tensors_of(info["content"])
-        if unknown := sorted(name for name, _ in pairs if name not in self.weights.tensors):
-            raise FatalCall(f"the model has no tensor {unknown[0]}")
-        self.weights.write(pairs)
-
-    def _broadcast(self, bucket: Arguments) -> list[tuple[str, Any]]:
-        """No numbers are sent to a fake: the name of the group stands for the contents."""
-        names, group_name = bucket["names"], bucket["group_name"]
-        if bucket["load_format"] == FLATTENED_BUCKET:
-            try:
-                lay_out(names, bucket["dtypes"], bucket["shapes"])
-            except ValueError as error:
-                raise FatalCall(str(error)) from None
-        if why := self._why_outside(group_name):
-            raise FatalCall(why)
-        return [(name, f"{name}@{group_name}") for name in names]
-
-    async def _finish_update(self, arguments: Arguments) -> Json:
-        operation, version = "end_weight_update", arguments.get("weight_version")
-        async with self._call(operation, weight_version=version):
-            if not self.is_updating:
-                raise self._rejected(operation, "no weight update is active", 500)
-            self._require_weights("finish an update")
-            self.is_updating = False
-            self._version = version or self._version
-            self.is_cache_stale = True
-        return {"message": "Weight update finished"}
-
-    async def _set_version(self, arguments: Arguments) -> Json:
-        version = arguments["new_version"]
-        async with self._call("update_weight_version", version=version):
-            self._version = version
-        return {"success": True, "new_version": version}
-
-    async def _weight_info(self, arguments: Arguments) -> Json:
-        async with self._call("weight_version"):
-            return {"weight_version": self._version}
-
-    async def _check(self, arguments: Arguments) -> Json:
-        action = arguments["action"]
-        async with self._call("weights_checker", action=action):
-            self._require_weights("check weights")
-            if action == "reset":
-                self.weights.lose()
-                return {"status": "reset"}
-            return {"checksums": {_RANK + name: one for name, one in self.weights.digests.items()}}
-
-    async def _rpc(self, arguments: Arguments) -> Json:
-        method = arguments["method"]
-        if method == "rollout_receive_bucket" and self._has_plugin:
-            return await self._receive(arguments["kwargs"])
-        methods: dict[str, tuple[str, Callable[..., Any]]] = {
-            "rollout_fingerprints": ("weights_checker", self._tell_fingerprints),
-            "rollout_manifest": ("weights_manifest", self._tell_manifest),
-            "rollout_state": ("server_state", self._tell_state),
-            "rollout_join_group": ("init_weights_update_group", self._join_group),
-            "rollout_leave_group": ("destroy_weights_update_group", self._leave_group),
-        }
-        found = methods.get(method)
-        if found is None or not self._has_plugin:
-            raise self._rejected("collective_rpc", f"no method {method!r}", 500)
-        operation, act = found
-        given = arguments.get("kwargs", {})
-        more = {name: given[name] for name in ("group_name",) if name in given}
-        if operation == "weights_checker":
-            more["action"] = "checksum"
-        async with self._call(operation, **more):
-            return {"results": [act(**given)]}
-
-    async def _receive(self, bucket: Arguments) -> Json:
-        """An update whose error is the worker's answer."""
-        try:
-            await self._update({"update_info": {"broadcast": bucket}})
-        except EngineRejected as error:
-            return {"results": [{"error": error.body or str(error)}]}
-        return {"results": [{"error": ""}]}
-
-    def _join_group(self, group_name: str, **where: Any) -> Json:
-        if group_name in self.groups:
-            return {"error": f"weight update group {group_name!r} exists already"}
-        self.groups.add(group_name)
-        return {"error": ""}
-
-    def _leave_group(self, group_name: str) -> Json:
-        if why := self._why_outside(group_name):
-            return {"error": why}
-        self.groups.remove(group_name)
-        return {"error": ""}
-
-    def _why_outside(self, group_name: str) -> str:
-        return "" if group_name in self.groups else f"no weight update group {group_name!r}"
-
-    def _tell_fingerprints(self) -> Any:
-        self._require_weights("check weights")
-        return {"checksums": dict(self.weights.digests), "num_bytes": 0}
-
-    def _tell_manifest(self) -> Any:
-        return [
-            {"name": one.name, "dtype": one.dtype, "shape": one.shape, "is_tied": one.is_tied}
-            for one in self.weights.tensors.values()
-        ]
-
-    def _tell_state(self) -> Any:
-        return {
-            "released": sorted(self.released) if self.settings.reports_released else [],
-            "resident_bytes": self.bytes_by_tag() if self._counts_memory else {},
-            "fingerprints": self.settings.fingerprints,
-            "opens_handles": False,
-            "groups": sorted(self.groups),
-        }
-
-    # Adapters
-
-    async def _load_lora(self, arguments: Arguments) -> Json:
-        operation = "load_lora_adapter"
-        async with self._call(operation, name=arguments["lora_name"]):
-            self._load_adapter(operation, arguments["lora_name"], arguments["lora_path"])
-        return {}
-
-    async def _unload_lora(self, arguments: Arguments) -> Json:
-        operation, name = "unload_lora_adapter", arguments["lora_name"]
-        async with self._call(operation, name=name):
-            if self.adapters.pop(name, None) is None:
-                raise self._rejected(operation, f"no adapter {name!r} is loaded", 404)
-        return {}
-
-    # Questions
-
-    async def _server_info(self, arguments: Arguments) -> Json:
-        async with self._call("server_info"):
-            backend = routes.PLUGIN_BACKEND if self._has_plugin else "nccl"
-            return {
-                "vllm_config": {
-                    "model_config": {
-                        "model": self._model_path,
-                        "enable_sleep_mode": self.settings.memory_saver,
-                    },
-                    "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-                    "weight_transfer_config": {"backend": backend},
-                }
-            }
-
-    async def _tell_version(self, arguments: Arguments) -> Json:
-        async with self._call("version"):
-            return {"version": self._vllm_version}
-
-    async def _openapi(self, arguments: Arguments) -> Json:
-        async with self._call("endpoints"):
-            return {"paths": {path: {} for path in self.paths}}
-
-    async def _world_size(self, arguments: Arguments) -> Json:
-        async with self._call("world_size"):
-            return {"world_size": 1}
-
-    async def _models(self, arguments: Arguments) -> Json:
-        async with self._call("models"):
-            name = self._model_path
-            return {"object": "list", "data": [{"id": name, "object": "model", "root": name}]}
-
-    async def _health(self, arguments: Arguments) -> Json:
-        """Green as long as its core lives."""
-        async with self._call("is_ready"):
-            if not self.has_core:
-                raise self._rejected("is_ready", "", 503)
-            return {}
-
-    async def _metrics(self, arguments: Arguments) -> Json:
-        async with self._call("loads"):
-            running, waiting = len(self.in_flight), self.num_held
-            gauges = {"running": running, "waiting": waiting}
-            lines = [f"vllm:num_requests_{name} {value}.0" for name, value in gauges.items()]
-            lines.append(f"vllm:generation_tokens_total {self.num_output_tokens}.0")
-            return {TEXT: "\n".join(lines)}
-
-    async def _tokenize(self, arguments: Arguments) -> Json:
-        async with self._call("tokenize"):
-            return {"tokens": list(str(arguments["prompt"]).encode())}
-
     # Generation
 
     async def _generate(self, path: str, arguments: Arguments) -> Json:
         form = FORMS[path](arguments)
         request = self._request(form)
         async with self._admitted(request):
-            prompt_logprobs = self._prompt_logprobs(request, arguments)
+            prompt_logprobs = _prompt_logprobs(self, request, arguments)
             while not request.is_over:
                 await self._step(request)
             whole = form.whole(request)
@@ -481,7 +232,7 @@ class FakeVllm(FakeEngine):
                 yield event
 
     def _request(self, form: Form) -> FakeRequest:
-        version = parse_version(self._vllm_version) or (0, 0)
+        version = parse_version(self.vllm_version) or (0, 0)
         if self.paused is PauseMode.ABORT and version >= _REFUSES_IN_PAUSE:
             raise self._rejected("generate", "the server is paused", 503)
         rid = form.raw.get("request_id") or ""
@@ -501,13 +252,68 @@ class FakeVllm(FakeEngine):
         is_idle = not self.is_updating or len(request.output_ids) == num
         self._assert(is_idle, "a request runs while a weight update is open")
 
-    def _prompt_logprobs(self, request: FakeRequest, arguments: Arguments) -> Any:
-        if "prompt_logprobs" not in arguments.get("sampling_params", {}):
-            return None
-        adapter = self.adapters.get(arguments.get("model") or "", "")
-        values = self.weights.logprobs(request.input_ids, adapter)
-        pairs = zip(request.input_ids[1:], values, strict=True)
-        return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
+
+async def _tell(engine: FakeVllm, operation: str, tell: Tell, arguments: Arguments) -> Json:
+    async with engine._call(operation):
+        return tell(engine, arguments)
+
+
+def _config(engine: FakeVllm, arguments: Arguments) -> Json:
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": engine._model_path,
+                "enable_sleep_mode": engine.settings.memory_saver,
+            },
+            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+            "weight_transfer_config": {
+                "backend": routes.PLUGIN_BACKEND if engine.has_plugin else "nccl"
+            },
+        }
+    }
+
+
+def _models(engine: FakeVllm, arguments: Arguments) -> Json:
+    name = engine._model_path
+    return {"object": "list", "data": [{"id": name, "object": "model", "root": name}]}
+
+
+def _health(engine: FakeVllm, arguments: Arguments) -> Json:
+    """Green as long as its core lives."""
+    if not engine.has_core:
+        raise engine._rejected("is_ready", "", 503)
+    return {}
+
+
+def _metrics(engine: FakeVllm, arguments: Arguments) -> Json:
+    gauges = {"running": len(engine.in_flight), "waiting": engine.num_held}
+    lines = [f"vllm:num_requests_{name} {value}.0" for name, value in gauges.items()]
+    lines.append(f"vllm:generation_tokens_total {engine.num_output_tokens}.0")
+    return {TEXT: "\n".join(lines)}
+
+
+_QUESTIONS: Mapping[str, tuple[str, Tell]] = {
+    routes.IS_PAUSED: ("is_paused", lambda engine, _: {"is_paused": engine.paused is not None}),
+    routes.WEIGHT_INFO: ("weight_version", lambda engine, _: {"weight_version": engine._version}),
+    routes.WORLD_SIZE: ("world_size", lambda engine, _: {"world_size": 1}),
+    routes.SERVER_INFO: ("server_info", _config),
+    routes.VERSION: ("version", lambda engine, _: {"version": engine.vllm_version}),
+    routes.OPENAPI: ("endpoints", lambda engine, _: {"paths": {path: {} for path in engine.paths}}),
+    routes.HEALTH: ("is_ready", _health),
+    routes.METRICS: ("loads", _metrics),
+    routes.TOKENIZE: ("tokenize", lambda _, asked: {"tokens": list(str(asked["prompt"]).encode())}),
+    routes.MODELS: ("models", _models),
+}
+"""The call that a path is, and its answer, which changes nothing."""
+
+
+def _prompt_logprobs(engine: FakeVllm, request: FakeRequest, arguments: Arguments) -> Any:
+    if "prompt_logprobs" not in arguments.get("sampling_params", {}):
+        return None
+    adapter = engine.adapters.get(arguments.get("model") or "", "")
+    values = engine.weights.logprobs(request.input_ids, adapter)
+    pairs = zip(request.input_ids[1:], values, strict=True)
+    return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 
 
 def _pause_mode(mode: str, *, clears: bool) -> PauseMode:
@@ -515,21 +321,3 @@ def _pause_mode(mode: str, *, clears: bool) -> PauseMode:
     if mode != "keep":
         return PauseMode.ABORT
     return PauseMode.RETRACT if clears else PauseMode.IN_PLACE
-
-
-def _tensors_of(content: str) -> list[tuple[str, Any]]:
-    """Tensors of a safetensors file; or of fakes, which no such file holds.
-
-    Raises:
-        FatalCall: it is neither.
-    """
-    try:
-        data = base64.b64decode(content, validate=True)
-    except binascii.Error as error:
-        raise FatalCall(f"the content is not base64: {error}") from None
-    if data.startswith(_PICKLE):
-        return unpack_tensors(content)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "content.safetensors"
-        file.write_bytes(data)
-        return list(tensors_in_file(file))
