@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -208,16 +208,19 @@ def _lag(figures: list[dict[str, Any]]) -> Counter[int]:
     return total
 
 
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
 def _slowest(spans: list[Span]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(phase)}<td>{escape(slowest.engine_id)}<td>{slowest.elapsed_s:.2f}"
-        f"<td>{slowest.median_s:.2f}<td>{slowest.waited_s:.2f}"
-        for phase, slowest in slowest_engines(spans).items()
+    heads = ("phase", "engine", "its seconds", "median", "engine-seconds the others waited")
+    rows = (
+        (phase, one.engine_id, f"{one.elapsed_s:.2f}", f"{one.median_s:.2f}", f"{one.waited_s:.2f}")
+        for phase, one in slowest_engines(spans).items()
     )
-    return (
-        "<table><tr><th>phase<th>engine<th>its seconds<th>median<th>engine-seconds the others "
-        f"waited</tr>{rows}</table>"
-    )
+    return _table(heads, rows)
 
 
 def _memory(spans: list[Span]) -> str:
@@ -229,22 +232,16 @@ def _memory(spans: list[Span]) -> str:
     }
     if not last:
         return "<p>None was released.</p>"
-    rows = "".join(
-        f"<tr><td>{escape(source)}<td>{escape(engine_id)}<td>{_memory_cells(span)}"
-        for (source, engine_id), span in last.items()
-    )
-    return (
-        "<table><tr><th>source<th>engine<th>measured on<th>before<th>after<th>freed</tr>"
-        f"{rows}</table>"
-    )
+    heads = ("source", "engine", "measured on", "before", "after", "freed")
+    return _table(heads, ((*engine, *_memory_cells(span)) for engine, span in last.items()))
 
 
-def _memory_cells(span: Span) -> str:
+def _memory_cells(span: Span) -> tuple[str, ...]:
     before, after, freed = span.memory_before_bytes, span.memory_after_bytes, span.freed_bytes
     if before is None or after is None or freed is None:
-        return "not measured<td><td><td>"
+        return ("not measured", "", "", "")
     where = f"{span.num_gpus} GPUs" if span.num_gpus else "host"
-    return f"{where}<td>{size_text(before)}<td>{size_text(after)}<td>{size_text(freed)}"
+    return (where, size_text(before), size_text(after), size_text(freed))
 
 
 def _failures(spans: list[Span]) -> list[Span]:
@@ -261,12 +258,13 @@ def _failure_table(spans: list[Span]) -> str:
     shown = sorted([*_failures(spans), *events], key=lambda span: span.start_s)
     if not shown:
         return "<p>None.</p>"
-    rows = "".join(
-        f"<tr><td>{time.strftime('%H:%M:%S', time.gmtime(span.start_s))}<td>{escape(span.source)}"
-        f"<td>{escape(span.engine_id)}<td>{escape(span.name)}<td>{escape(span.said[:400])}"
+    rows = (
+        (
+            time.strftime("%H:%M:%S", time.gmtime(span.start_s)),
+            *(span.source, span.engine_id, span.name, span.said[:400]),
+        )
         for span in shown[:_MAX_FAILURES]
     )
-    more = (
-        f"<p>... and {len(shown) - _MAX_FAILURES} more.</p>" if len(shown) > _MAX_FAILURES else ""
-    )
-    return f"<table><tr><th>UTC<th>source<th>engine<th>name<th>message</tr>{rows}</table>{more}"
+    num_more = len(shown) - _MAX_FAILURES
+    more = f"<p>... and {num_more} more.</p>" if num_more > 0 else ""
+    return _table(("UTC", "source", "engine", "name", "message"), rows) + more
