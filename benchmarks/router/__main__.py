@@ -5,7 +5,8 @@ depends least on other work on the machine.  Added latency is a percentile throu
 the same percentile straight to the engines, at the same steady rate.  ``cached_share`` is the share
 of prompt tokens that embedded engines found in their prefix caches, by policy.  ``choice_ns`` is
 CPU per request for choosing an engine, by policy and number of engines.  ``ray_call`` is a call to
-the router's actor, idle and under load.
+the router's actor, idle and under load.  ``turns`` are turns of sessions, one after the other, with
+2 KB of new text.
 
 ``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.
 """
@@ -37,6 +38,7 @@ from benchmarks.router import load, peers
 from benchmarks.router.affinity import measure_affinity
 from benchmarks.router.calls import measure_calls
 from benchmarks.router.choice import measure_choice
+from tests.support.chat_models import write_chat_model
 
 Runs = dict[str, dict[str, list[dict[str, float]]]]
 """Figures of each round, by target and kind of request."""
@@ -123,8 +125,8 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
 
 
 @contextmanager
-def stub_engines() -> Iterator[list[int]]:
-    command = [sys.executable, "-m", "benchmarks.router.stub", str(NUM_ENGINES)]
+def stub_engines(*folder: str) -> Iterator[list[int]]:
+    command = [sys.executable, "-m", "benchmarks.router.stub", str(NUM_ENGINES), *folder]
     with started(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         with process.stdout:
@@ -274,6 +276,37 @@ def measure(plan: Plan) -> dict[str, Any]:
     return result
 
 
+def measure_turns(repeats: int, for_s: float) -> dict[str, dict[str, float]]:
+    """Turns of sessions, one after the other: time and CPU of the router for each; medians."""
+    runs: dict[str, list[dict[str, float]]] = {"turn": [], "turn_sse": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stub_engines(str(write_chat_model(Path(folder)))) as engines,
+    ):
+        for _, kind in product(range(repeats), runs):
+            with running("ours", engines) as target:
+                runs[kind].append(_turns_of(target, kind, for_s))
+    return {
+        kind: {
+            name: round(statistics.median(one[name] for one in of_kind), 2) for name in of_kind[0]
+        }
+        for kind, of_kind in runs.items()
+    }
+
+
+def _turns_of(target: Target, kind: str, for_s: float) -> dict[str, float]:
+    (port,) = target.ports
+    uvloop.run(load.closed_loop(port, kind, 1, min(0.5, for_s)))  # warm up
+    used_s = target.cpu_s()
+    outcome = uvloop.run(load.closed_loop(port, kind, 1, for_s))
+    used_s = target.cpu_s() - used_s
+    return {
+        "p50_ms": percentile(sorted(outcome.latencies_s), 0.5) * 1e3,
+        "cpu_ms_per_1k": used_s * 1e6 / max(1, len(outcome.latencies_s)),
+        "errors": float(outcome.num_errors),
+    }
+
+
 def summary(runs: Runs, name: str, kind: str) -> dict[str, float]:
     """Medians; latency is the difference to the direct latency of the same round."""
     through, direct = runs[name][kind], runs["direct"][kind]
@@ -302,6 +335,7 @@ def main() -> None:
     num_requests = arguments.by_size(smoke=4, quick=40, full=200)
     result = measure(plan)
     result["choice_ns"] = measure_choice(plan.repeats)
+    result["turns"] = measure_turns(plan.repeats, plan.for_s)
     result["cached_share"] = asyncio.run(measure_affinity(num_requests))
     with stub_engines() as engines:
         result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))

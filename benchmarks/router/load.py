@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 IDS = list(range(1000, 1340))
+CHAT = [{"role": "user", "content": "a word of a prompt " * 108}]  # 2 KB, of which no turn is known
 LEAST_BYTES = {
     "small": 2 << 10,
     "fresh": 2 << 10,
@@ -18,6 +19,8 @@ LEAST_BYTES = {
     "sse": 1 << 9,  # a router that can fail over may merge events
     "long": 2 << 10,
     "many": 2 << 10,
+    "turn": 1 << 9,
+    "turn_sse": 1 << 9,
 }
 """Least bytes of a right reply, so that a fast wrong reply counts as an error."""
 
@@ -25,8 +28,11 @@ LEAST_BYTES = {
 def requests(kind: str) -> Iterator[bytes]:
     """Requests of 2 KB with token ids, as in training; a stop string names the kind of reply.
 
-    All are the same, except in ``fresh``, where each head has a header of its own.
+    All are the same, except in ``fresh``, where each head has a header of its own.  ``turn`` and
+    ``turn_sse`` are turns of sessions, with a text of this length.
     """
+    if kind.startswith("turn"):
+        return itertools.repeat(_turn(kind))
     sampling = {"max_new_tokens": 128, "temperature": 1.0, "stop": [f"kind={kind}"]}
     payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
     body = json.dumps(payload).encode()
@@ -35,6 +41,15 @@ def requests(kind: str) -> Iterator[bytes]:
     if kind != "fresh":
         return itertools.repeat(head + rest)
     return (b"%sx-request-id: %d\r\n%s" % (head, number, rest) for number in itertools.count())
+
+
+def _turn(kind: str) -> bytes:
+    stop, is_streamed = [f"kind={kind}"], kind == "turn_sse"
+    payload = {"messages": CHAT, "max_tokens": 128, "stop": stop, "stream": is_streamed}
+    body = json.dumps(payload).encode()
+    return b"POST /sessions/s/v1/chat/completions HTTP/1.1\r\nhost: router\r\n" + (
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    )
 
 
 @dataclass

@@ -1,8 +1,11 @@
 """Stub engines: ``python -m benchmarks.router.stub NUM`` prints their ports as one JSON line.
 
+A further argument is the folder that they name as their model's.
+
 A stop string of the request names the reply, because routers rewrite other fields: ``kind=small``
 (2 KB), ``fresh`` (2 KB, each head with a header of its own), ``medium`` (64 KB), ``large`` (1 MB),
-``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds).
+``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds);
+``turn`` and ``turn_sse`` are as short as ``small`` and ``sse`` in tokens, and have log-probs.
 """
 
 from __future__ import annotations
@@ -26,32 +29,35 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
-_PADDING = {"small": 2 << 10, "medium": 64 << 10, "large": 1 << 20}
+_PADDING = {"small": 2 << 10, "medium": 64 << 10, "large": 1 << 20, "turn": 0}
 _DELAY_S = {"long": 0.5, "many": 4.0}
+_MODEL = sys.argv[2] if len(sys.argv) > 2 else "stub"
 _INFO = {
-    "model_path": "stub",
+    "model_path": _MODEL,
     "served_model_name": "stub",
     "is_generation": True,
     "status": "ok",
-    "data": [{"id": "stub", "object": "model"}],
+    "data": [{"id": "stub", "object": "model", "root": _MODEL}],
 }
 
 
-def _reply(num_tokens: int, num_bytes: int, *, is_over: bool = True) -> dict[str, object]:
+def _reply(
+    num_tokens: int, num_bytes: int, *, is_over: bool = True, has_logprobs: bool = False
+) -> dict[str, object]:
     ids = list(range(100, 100 + num_tokens))
-    payload: dict[str, object] = {
-        "text": "",
-        "output_ids": ids,
-        "meta_info": {
-            "id": "stub",
-            "finish_reason": {"type": "length", "length": num_tokens} if is_over else None,
-            "prompt_tokens": 340,
-            "completion_tokens": num_tokens,
-            "cached_tokens": 0,
-            "weight_version": "1",
-        },
+    meta: dict[str, object] = {
+        "id": "stub",
+        "finish_reason": {"type": "length", "length": num_tokens} if is_over else None,
+        "prompt_tokens": 340,
+        "completion_tokens": num_tokens,
+        "cached_tokens": 0,
+        "weight_version": "1",
     }
-    payload["text"] = "x" * max(1, num_bytes - len(json.dumps(payload)))
+    if has_logprobs:
+        meta["output_token_logprobs"] = [[-0.5, one, None] for one in ids]
+    payload: dict[str, object] = {"text": "", "output_ids": ids, "meta_info": meta}
+    missing = max(1, num_bytes - len(json.dumps(payload)))
+    payload["text"] = "x" * (4 * num_tokens if has_logprobs else missing)
     return payload
 
 
@@ -60,18 +66,26 @@ def _event(payload: object) -> bytes:
     return b"%x\r\n%s\n\n\r\n" % (len(event) + 2, event)
 
 
+_PAYLOADS = {
+    kind: _reply(NUM_TOKENS, size, has_logprobs=kind == "turn") for kind, size in _PADDING.items()
+}
 WHOLE = {
     kind: _JSON % (len(body), body)
-    for kind, size in _PADDING.items()
-    for body in [json.dumps(_reply(NUM_TOKENS, size)).encode()]
+    for kind, payload in _PAYLOADS.items()
+    for body in [json.dumps(payload).encode()]
 }
-EVENTS = [
-    *(_event(_reply(n + 1, 300, is_over=n + 1 == NUM_EVENTS)) for n in range(NUM_EVENTS)),
-    _event(b"[DONE]") + b"0\r\n\r\n",
-]
-STREAMED = {
-    kind: _EVENTS + _event(_reply(NUM_TOKENS, size)) + EVENTS[-1] for kind, size in _PADDING.items()
+_END = _event(b"[DONE]") + b"0\r\n\r\n"
+EVENTS = {
+    kind: [
+        *(
+            _event(_reply(num, 300, is_over=num == NUM_EVENTS, has_logprobs=kind == "turn_sse"))
+            for num in range(1, NUM_EVENTS + 1)
+        ),
+        _END,
+    ]
+    for kind in ("sse", "turn_sse")
 }
+STREAMED = {kind: _EVENTS + _event(payload) + _END for kind, payload in _PAYLOADS.items()}
 
 
 class Engine(asyncio.Protocol):
@@ -101,9 +115,9 @@ class Engine(asyncio.Protocol):
             self._write(_JSON % (len(body), body))
             return
         name = kind[1].decode()
-        if name == "sse":
-            self._write(_EVENTS + EVENTS[0])
-            self._next_event(1)
+        if (events := EVENTS.get(name)) is not None:
+            self._write(_EVENTS + events[0])
+            self._next_event(events, 1)
             return
         whole = STREAMED if _STREAM.search(request) else WHOLE
         if name == "fresh":
@@ -116,10 +130,10 @@ class Engine(asyncio.Protocol):
         else:
             asyncio.get_running_loop().call_later(delay_s, self._write, whole["small"])
 
-    def _next_event(self, number: int) -> None:
-        self._write(EVENTS[number])
-        if number + 1 < len(EVENTS):
-            asyncio.get_running_loop().call_soon(self._next_event, number + 1)
+    def _next_event(self, events: list[bytes], number: int) -> None:
+        self._write(events[number])
+        if number + 1 < len(events):
+            asyncio.get_running_loop().call_soon(self._next_event, events, number + 1)
 
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():

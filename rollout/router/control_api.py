@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -23,6 +24,7 @@ from rollout.router.engine_queries import (
 )
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.metrics import metrics_text
+from rollout.router.proxy.turn_reply import generate
 from rollout.router.sessions.api import add_sessions
 from rollout.router.sessions.chat_sessions import ChatSessions, failure
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer
@@ -46,11 +48,10 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         proxy.open()
         await client.open()
-        chats.open()
         try:
             yield
         finally:
-            await chats.aclose()
+            chats.close()
             await client.aclose()
             proxy.close()
 
@@ -80,8 +81,7 @@ def _chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
     return ChatSessions(
         proxy.sessions,
         find_folder,
-        key=config.client_key,
-        timeout_s=config.request_timeout_s,
+        partial(generate, proxy),
         now_s=lambda: proxy.now_s(),
         on_tokenizer=keep_decode,
         tool_call_parser=config.tool_call_parser,

@@ -237,7 +237,6 @@ class FastReply(Reply):
     _has_gap = False
     # An event of the current engine was not parsed when it came.
     _has_put_off = False
-    _written: list[Data] | None = None
 
     def of_request(self, parts: BodyParts) -> FastReply:
         """A new one for another request, which has these parts and the same other fields."""
@@ -290,7 +289,7 @@ class FastReply(Reply):
             return False
         span = {"version": meta.get("weight_version"), "start": 0, "end": num}
         spans = [span] if num else []
-        self._written = parts.with_meta(
+        self.passed_on = parts.with_meta(
             {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0}
         )
         self.finish = reason
@@ -324,13 +323,8 @@ class FastReply(Reply):
             self.read_all()
         why = super().lose_engine()
         self._is_cumulative = self._has_gap = self._has_put_off = False
-        self._unread, self._written = (), None
+        self._unread, self.passed_on = (), None
         return why
-
-    # -- to the client ----------------------------------------------------------------------
-
-    def written(self) -> list[Data]:
-        return super().written() if self._written is None else self._written
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -20,11 +20,13 @@ class Reply(Continuation):
         route: of the request.
         engine: how the current engine is spoken to.
         wants_whole_reply: the engine must send one complete reply instead of events.
+        passed_on: the complete reply in parts, if it is the engine's own.
     """
 
     route: Route
     engine: EngineDialect
     wants_whole_reply = False
+    passed_on: list[Data] | None = None
 
     def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
         """The body for the next engine, which holds weight ``version`` and has this dialect."""
@@ -74,7 +76,7 @@ class Reply(Continuation):
 
     def written(self) -> list[Data]:
         """The response as it is written, in parts."""
-        return [dumps(self.payload())]
+        return [dumps(self.payload())] if self.passed_on is None else self.passed_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from rollout.router.http.head_cache import RequestHead, head_key
 from rollout.router.http.head_rules import MAX_HEAD_BYTES, RefusedHead, check_head, check_size
 from rollout.router.http.headers import header_lines
 from rollout.router.http.routes import COMPLETION_PATHS, Route, is_session_chat, route_of
+from rollout.router.proxy.client_response import ClientResponse
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.exchange import Exchange
 from rollout.router.proxy.local_request import (
@@ -98,7 +99,7 @@ class ClientConnection(HttpToolsProtocol):
                 if head is None:
                     self._key = key
                 elif len(data) - end == int(length):
-                    exchange = Exchange(self._proxy, self, head)
+                    exchange = Exchange(self._proxy, ClientResponse(self, head), head)
                     self._pipeline.append(exchange)
                     self._is_started = True
                     exchange.start_whole(data[end:])
@@ -248,14 +249,14 @@ class ClientConnection(HttpToolsProtocol):
                 is_http_1_0=version == "1.0",
                 expects_continue=self.expect_100_continue,
             )
-            request = Exchange(self._proxy, self, head)
+            request = Exchange(self._proxy, ClientResponse(self, head), head)
             if key and refusal is None:  # without a key there is no room in the cache
                 self._proxy.head_cache.add(key, head)
         else:
             max_bytes, within_s = MAX_CONTROL_BYTES, REPLY_WITHIN_S
             if is_session_chat(route.path):
                 max_bytes = self._proxy.config.max_read_bytes
-                within_s = self._proxy.config.request_timeout_s
+                within_s += self._proxy.config.request_timeout_s
             cycle = self._cycle(route, is_last=is_last)
             request = ControlRequest(self, self._proxy, cycle, max_bytes, within_s)
         self._parsing = request

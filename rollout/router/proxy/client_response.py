@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, reply_head, status_line
 from rollout.router.http.responses import RouterResponse
+from rollout.router.proxy.token_reader import AS_BYTES, Form
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
@@ -47,15 +48,71 @@ class ClientWriter(Protocol):
         ...
 
 
+class Response(Protocol):
+    """Where the reply to a request goes: to a connection, or to what waits for it in this process.
+
+    Attributes:
+        has_begun: the client has a part of it, so it cannot be replaced by another one.
+    """
+
+    has_begun: bool
+
+    @property
+    def form(self) -> Form:
+        """Of the events and complete replies that it takes."""
+        ...
+
+    @property
+    def is_write_paused(self) -> bool:
+        """The client does not take more now."""
+        ...
+
+    def send_whole(
+        self, status: int, content_type: bytes, body: Sequence[Any], signed: bytes
+    ) -> None:
+        """A complete reply; ``finish`` has to follow.
+
+        Args:
+            body: in ``form``, or an error as bytes.
+            signed: lines that name the engine and its weights.
+        """
+        ...
+
+    def send_events(self, events: Any, signed: bytes, *, is_end: bool = False) -> None:
+        """Events of a stream, in ``form``; ``finish`` follows the end."""
+        ...
+
+    def finish(self) -> None:
+        """Everything was sent."""
+        ...
+
+    def send(self, response: RouterResponse, *, is_unread: bool) -> None:
+        """A complete response of the router.
+
+        Args:
+            is_unread: close the connection, because the request has not ended.
+        """
+        ...
+
+    def break_off(self, response: RouterResponse) -> None:
+        """The response has begun and cannot be completed; ``response`` says why."""
+        ...
+
+    def cut(self, *, is_now: bool = False) -> None:
+        """End it so that no client takes what it has got for complete."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class ClientResponse:
-    """The response to a request with this head.
+    """The response to a request over HTTP with this head.
 
     Attributes:
         client: the connection it is written to.
-        has_begun: bytes of it were written, so it cannot be replaced by another one.
         is_last: the connection closes after it.
     """
+
+    form = AS_BYTES
 
     client: ClientWriter
     _head: RequestHead
@@ -69,6 +126,10 @@ class ClientResponse:
 
     def __post_init__(self) -> None:
         self.is_last = self._head.is_last
+
+    @property
+    def is_write_paused(self) -> bool:
+        return self.client.is_write_paused
 
     def send_continue(self) -> None:
         self.client.write(_CONTINUE)
@@ -113,11 +174,6 @@ class ClientResponse:
     def send_whole(
         self, status: int, content_type: bytes, body: Sequence[Data], signed: bytes
     ) -> None:
-        """Write a complete response, whose body is in parts; ``finish`` has to follow.
-
-        Args:
-            signed: lines that name the engine and its weights.
-        """
         lines = (status_line(status), content_type, sum(map(len, body)), signed)
         close = _CLOSE if self.is_last else b""
         head = b"%scontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n" % (*lines, close)
@@ -125,7 +181,7 @@ class ClientResponse:
         self.has_begun = True
 
     def send_events(self, events: bytes, signed: bytes, *, is_end: bool = False) -> None:
-        """Write events of a stream, with its head before the first; ``finish`` follows the end."""
+        """Write the events, with the stream's head before the first."""
         if self._head.is_http_1_0:
             self._is_close_delimited = self.is_last = True
             data = events
@@ -141,15 +197,9 @@ class ClientResponse:
     # -- how it ends ------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Everything was written."""
         self.client.finish(is_closing=self.is_last)
 
     def send(self, response: RouterResponse, *, is_unread: bool) -> None:
-        """Write a complete response of the router.
-
-        Args:
-            is_unread: close the connection, because the request has not ended.
-        """
         is_last = self.is_last or is_unread
         is_head = self._head.method == b"HEAD"
         self.client.write(response.to_bytes(is_head=is_head, is_last=is_last))
@@ -172,9 +222,9 @@ class ClientResponse:
         else:
             self.cut()
 
-    def cut(self) -> None:
-        """Close the connection, so that no client takes what it has got for complete."""
-        self.client.cut(is_flushed=not self._is_close_delimited)
+    def cut(self, *, is_now: bool = False) -> None:
+        """Close the connection, after what was written or now."""
+        self.client.cut(is_flushed=not (is_now or self._is_close_delimited))
 
 
 def chunk(data: bytes) -> bytes:

@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVarTuple
 
 from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
@@ -34,7 +34,7 @@ from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.request import Request, read_request
 from rollout.router.http.routes import COMPLETION_PATHS
-from rollout.router.proxy.client_response import ClientResponse, ClientWriter
+from rollout.router.proxy.client_response import ClientResponse, Response
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.engine_errors import (
     first_error,
@@ -53,7 +53,7 @@ from rollout.router.proxy.prefill_decode import (
     Prompt,
     bootstrap_fields,
 )
-from rollout.router.proxy.reader_choice import read_for_base, read_tokens
+from rollout.router.proxy.reader_choice import read_for_base, read_forwarded, read_tokens
 from rollout.router.proxy.token_reader import (
     FINAL,
     OPEN,
@@ -76,12 +76,12 @@ _WITH_BODY = (b"POST", b"PUT")
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """A request of ``client`` on its way through ``proxy``.
+    """A request on its way through ``proxy``.
 
     An engine's reply is passed on as it is, unless a ``TokenReader`` reads its tokens.
 
     Attributes:
-        response: what goes to the client.
+        response: what goes to the client; a client in this process takes what a reader has read.
         admission: the request's place on an engine, while it has one.
         engine_id: of the last engine it was sent to.
         upstream: the request on its connection to an engine.
@@ -90,9 +90,8 @@ class Exchange:
     """
 
     _proxy: Proxy
-    client: InitVar[ClientWriter]
+    response: Response
     _head: RequestHead
-    response: ClientResponse = field(init=False)
     is_decoding: bool = False
     began_s: float = 0.0
     admission: Admission | None = None
@@ -116,9 +115,10 @@ class Exchange:
     _status: int = 0  # of a reply that says nothing of its engine so far
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
+    _http: ClientResponse | None = field(init=False)  # ``response``, where it takes plain bytes
 
-    def __post_init__(self, client: ClientWriter) -> None:
-        self.response = ClientResponse(client, self._head)
+    def __post_init__(self) -> None:
+        self._http = self.response if isinstance(self.response, ClientResponse) else None
         self.is_decoding = self._head.is_http_1_0
 
     # -- the client's side ------------------------------------------------------------------
@@ -152,8 +152,8 @@ class Exchange:
             self._refuse(self._too_large())
         elif self._is_whole:
             self._begin()
-        elif self._head.expects_continue:
-            self.response.send_continue()
+        elif self._http is not None and self._head.expects_continue:
+            self._http.send_continue()
 
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
@@ -194,7 +194,8 @@ class Exchange:
         self._end()
 
     def close_after(self) -> None:
-        self.response.is_last = True
+        if self._http is not None:
+            self._http.is_last = True
 
     def write_paused(self) -> None:
         if self.upstream is not None:
@@ -231,11 +232,14 @@ class Exchange:
         if isinstance(tokens, responses.RouterResponse):
             self._end_with(tokens)
             return
-        self._tokens = tokens
         if self._named.has_base:
-            self._tokens = read_for_base(self._tokens, body, self._named)
-        if self._tokens is not None:
+            tokens = read_for_base(tokens, body, self._named)
+        elif tokens is None and self._http is None:
+            tokens = read_forwarded(body)
+        if tokens is not None:
+            tokens.form = self.response.form
             self.is_decoding = True
+        self._tokens = tokens
         self._request = read_request(head, body)
         self._enter("")
 
@@ -305,12 +309,13 @@ class Exchange:
         return {FIELD: admission.adapter} if is_added else {}
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
-        admission, response, tokens = self.admission, self.response, self._tokens
+        admission, response, tokens = self.admission, self._http, self._tokens
         assert admission is not None
         if tokens is not None:
             tokens.begin(head)
             self._status = head.status
         else:
+            assert response is not None
             response.begin(head, length, self.engine_id, admission.weight_version)
             if self._head.route.path in COMPLETION_PATHS:
                 self._status = head.status
@@ -318,7 +323,7 @@ class Exchange:
             if is_alone and (head.is_chunked or head.is_until_close):
                 response.pass_on(b"", is_end=False)
                 return
-        if response.client.is_write_paused and self.upstream is not None:
+        if self.response.is_write_paused and self.upstream is not None:
             self.upstream.pause()
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:
@@ -329,7 +334,8 @@ class Exchange:
             status, self._status = self._status, 0
             if self._is_lost_by_beginning(status, data):
                 return
-        self.response.pass_on(data, is_end=is_end)
+        assert self._http is not None
+        self._http.pass_on(data, is_end=is_end)
         if is_end:
             self.finish()
 
@@ -392,7 +398,7 @@ class Exchange:
 
     def _send_end(self, end: Finish) -> None:
         if end.content_type is None:
-            self.response.send_events(bytes(end.body[0]), self._signed(), is_end=True)
+            self.response.send_events(end.body[0], self._signed(), is_end=True)
         else:
             self.response.send_whole(end.status, end.content_type, end.body, self._signed())
         self.finish()
@@ -536,7 +542,8 @@ class Exchange:
         if not self._may_go_on():
             self._end_with(responses.engine_failed(failure))
         else:
-            self.response.discard_head()
+            if self._http is not None:
+                self._http.discard_head()
             self._enter(excluded_engine)
 
     def _may_go_on(self) -> bool:
@@ -575,7 +582,7 @@ class Exchange:
         if self.response.has_begun:
             self._end()
             self._is_over = True
-            self.response.client.cut(is_flushed=False)
+            self.response.cut(is_now=True)
         else:
             stopping = Refusal("the router is stopping", GateState.CLOSED)
             self._end_with(responses.refused(stopping))

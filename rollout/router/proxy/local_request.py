@@ -23,7 +23,7 @@ MAX_CONTROL_BYTES = 1 << 20
 """For all but chats of sessions, which have ``router.max_read_bytes``."""
 READ_WITHIN_S = 10.0
 REPLY_WITHIN_S = 600.0
-"""For all but chats of sessions, which have as long as other generation requests."""
+"""Chats of sessions have also as long as other generation requests, and then their error."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

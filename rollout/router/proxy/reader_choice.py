@@ -6,6 +6,7 @@ from rollout.router.continuation.dialects.table import served
 from rollout.router.continuation.forwarded_reply import ForwardedReply
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.http import responses
+from rollout.router.http.fast_json import loads
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.request import may_want_prompt_logprobs
 from rollout.router.proxy.context import Proxy
@@ -49,6 +50,12 @@ def read_tokens(
         return None
     reply.decode = proxy.decode
     return TokenReader(reply)
+
+
+def read_forwarded(body: bytes) -> TokenReader:
+    """The reader of replies that are not continued, for a client in this process."""
+    is_streamed = bool(loads(body).get("stream"))
+    return TokenReader(ForwardedReply(body, is_streamed=is_streamed))
 
 
 def read_for_base(tokens: TokenReader | None, body: bytes, named: NamedWeights) -> TokenReader:

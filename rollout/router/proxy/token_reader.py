@@ -13,10 +13,10 @@ ends its request.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from engines.protocol.plain_text import describe
-from rollout.router.continuation.core import UNUSABLE
+from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import END, Reply
@@ -46,21 +46,51 @@ OPEN, FINAL = Context(may_continue=True), Context(may_continue=False)
 """With an open gate, and where an abort is the end."""
 
 
-class Write(NamedTuple):
-    """More events of a stream go to the client."""
+class Form(Protocol):
+    """What the client of a reply gets.  Where it cannot be made, that raises as ``UNUSABLE`` has.
 
-    events: bytes
+    A client in this process takes other things than bytes, and ``Exchange`` only hands them over.
+    """
+
+    def events(self, payloads: list[Payload], *, is_end: bool) -> Any:
+        """Of a stream; with ``is_end`` they are its last."""
+        ...
+
+    def whole(self, reply: Reply) -> list[Any]:
+        """A complete reply, in parts."""
+        ...
+
+
+class AsBytes:
+    """The form of clients over HTTP."""
+
+    def events(self, payloads: list[Payload], *, is_end: bool) -> bytes:
+        events = b"".join(b"data: " + dumps(payload) + b"\n\n" for payload in payloads)
+        return events + _DONE if is_end else events
+
+    def whole(self, reply: Reply) -> list[Data]:
+        return reply.written()
+
+
+AS_BYTES = AsBytes()
+
+
+class Write(NamedTuple):
+    """More events of a stream go to the client, in its form."""
+
+    events: Any
 
 
 class Finish(NamedTuple):
     """The response ends: with the last events of a stream, or as a whole.
 
     Attributes:
+        body: in the client's form; an error that is no event, as JSON in bytes.
         content_type: None for a stream.
         why_not_continued: why an abort could not continue on another engine, if it could not.
     """
 
-    body: list[Data]
+    body: list[Any]
     status: int = 200
     content_type: bytes | None = b"application/json"
     why_not_continued: str = ""
@@ -105,12 +135,14 @@ class TokenReader:
     Attributes:
         reply: so far, over all engines.
         named: the weights that the request names, if the base is one of them.
+        form: of what the client gets.
         has_answered: the current engine has begun to answer, and not with an error.
         waits_for_prompt: its reply has ended, and the prefill engine's has not.
     """
 
     reply: Reply
     named: NamedWeights | None = None
+    form: Form = AS_BYTES
     has_answered: bool = False
     waits_for_prompt: bool = False
     _base_version: int | None = None
@@ -219,8 +251,8 @@ class TokenReader:
         reply = self.reply
         if not reply.is_streamed or not reply.is_safe or reply.awaits_prompt_logprobs:
             return None
-        events = _as_events(reply.new_payloads())
-        return Write(events) if events else None
+        payloads = reply.new_payloads()
+        return Write(self.form.events(payloads, is_end=False)) if payloads else None
 
     def _take_whole(self, context: Context) -> Action | None:
         self.reply.absorb(self._stamped(loads(b"".join(self._buffer))))
@@ -253,8 +285,8 @@ class TokenReader:
             if not why_not:
                 return Again("aborted it")
         if reply.is_streamed:
-            return _end_of_stream(reply.new_payloads(), why_not)
-        return Finish(reply.written(), why_not_continued=why_not)
+            return self._end_of_stream(reply.new_payloads(), why_not)
+        return Finish(self.form.whole(reply), why_not_continued=why_not)
 
     def _refusal(self, context: Context) -> Action:
         """A refusal or an unexpected kind of reply, which is final."""
@@ -267,13 +299,9 @@ class TokenReader:
         """The same for an error event."""
         status = status_of(payload)
         if self.reply.is_streamed:
-            return Refused(status, payload, _end_of_stream([payload]))
+            return Refused(status, payload, self._end_of_stream([payload]))
         return Refused(status, payload, Finish([dumps(payload)], status))
 
-
-def _end_of_stream(payloads: list[dict[str, Any]], why_not_continued: str = "") -> Finish:
-    return Finish([_as_events(payloads) + _DONE], 200, None, why_not_continued)
-
-
-def _as_events(payloads: list[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + dumps(payload) + b"\n\n" for payload in payloads)
+    def _end_of_stream(self, payloads: list[Payload], why_not_continued: str = "") -> Finish:
+        events = self.form.events(payloads, is_end=True)
+        return Finish([events], 200, None, why_not_continued)

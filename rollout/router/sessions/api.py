@@ -9,7 +9,6 @@ from typing import TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from engines.protocol import Endpoint
 from rollout.core.errors import ConfigError
 from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
@@ -36,8 +35,7 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
             if len(session_id) > _MAX_ID_CHARACTERS or not session_id.isprintable():
                 raise BadChat(_BAD_ID)
             chat = await chats.read(await request.body())
-            router = Endpoint(*request.scope["server"])
-            pieces = await _unless_left(request, chats.answer(session_id, chat, router))
+            pieces = await _unless_left(request, chats.answer(session_id, chat))
             if chat.is_streamed:
                 return StreamingResponse(pieces, media_type="text/event-stream")
             body = b"".join([piece async for piece in pieces])

@@ -15,16 +15,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
-import aiohttp
-
-from engines.http.sglang_json import DONE, read_generate, sse_payloads
-from engines.protocol import Endpoint, GenerateReply
-from engines.protocol.plain_text import describe
-from rollout.router.continuation.core import UNUSABLE
-from rollout.router.http.fast_json import dumps, loads
+from engines.protocol import GenerateReply
+from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.alignment import compared, continuation, drift_of, tokenised
 from rollout.router.sessions.answers import ChatAnswer, as_events
 from rollout.router.sessions.chat_request import ChatRequest, read_chat
@@ -83,7 +77,8 @@ class ChatSessions:
 
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
-        key: of the router for generation; empty for none.
+        generate: takes a session's id and a body of ``/generate``, and gives the replies so far,
+            the last one finished; raises ``ChatFailure``.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
         on_tokenizer: gets the tokenizer when it is loaded.
     """
@@ -92,47 +87,31 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
+        generate: Callable[[str, dict[str, Any]], AsyncGenerator[GenerateReply, None]],
         *,
-        key: str,
-        timeout_s: float,
         now_s: Callable[[], float],
         on_tokenizer: Callable[[ChatTokenizer], None],
         tool_call_parser: str = "auto",
     ) -> None:
         self.store = store
         self._find_folder = find_folder
-        self._headers = {"content-type": "application/json", "x-token-failover": "on"}
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._generate = generate
         self._now_s = now_s
         self._tool_call_parser = tool_call_parser
         self._on_tokenizer = on_tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
         self._tokenizer: ChatTokenizer | None = None
         self._loading = asyncio.Lock()
-        self._http: aiohttp.ClientSession | None = None
         self._num_running = 0
         self._num_bytes = 0
         self._unread_calls: set[str] = set()  # beginnings that were reported
 
-    def open(self) -> None:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-
-    async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+    def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- one turn ---------------------------------------------------------------------------
 
-    async def answer(
-        self, session_id: str, chat: ChatRequest, router: Endpoint
-    ) -> AsyncIterator[bytes]:
+    async def answer(self, session_id: str, chat: ChatRequest) -> AsyncIterator[bytes]:
         """The response's body in pieces: one, or the events of a stream.
 
         The first piece is there when the engine has replied.
@@ -141,7 +120,7 @@ class ChatSessions:
             BadChat: template or request do not fit.
             ChatFailure: there is no answer.
         """
-        pieces = self._run(session_id, chat, router)
+        pieces = self._run(session_id, chat)
         first = await anext(pieces)
 
         async def all_pieces() -> AsyncGenerator[bytes, None]:
@@ -152,9 +131,7 @@ class ChatSessions:
 
         return all_pieces()
 
-    async def _run(
-        self, session_id: str, chat: ChatRequest, router: Endpoint
-    ) -> AsyncGenerator[bytes, None]:
+    async def _run(self, session_id: str, chat: ChatRequest) -> AsyncGenerator[bytes, None]:
         if why := self.store.why_full(session_id, self._now_s()):
             raise failure(507, "sessions_full", why)
         if self._num_running >= _MOST_AT_ONCE:
@@ -169,7 +146,7 @@ class ChatSessions:
             plan = await self._planned(session, chat)
             has_marks = plan.reader is not None and plan.reader.needs_special_tokens
             body = chat.body(plan.ids, special_tokens=has_marks)
-            replies = self._generate(session_id, body, router)
+            replies = self._generate(session_id, body)
             written = self._written(session, chat, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
@@ -254,37 +231,6 @@ class ChatSessions:
                 form,
             )
 
-    async def _generate(
-        self, session_id: str, body: dict[str, Any], router: Endpoint
-    ) -> AsyncGenerator[GenerateReply, None]:
-        """The replies of ``/generate`` so far, the last one finished.
-
-        Through this router's own port: its gate holds the request, and its failover continues it.
-        """
-        assert self._http is not None, "an answer before open"
-        reply: GenerateReply | None = None
-        try:
-            async with self._http.post(
-                f"{router.url}/generate",
-                data=BytesIO(dumps(body)),  # aiohttp warns of bytes over 1 MiB
-                headers=self._headers | {"x-affinity": session_id},
-            ) as response:
-                if response.status != 200:
-                    after = response.headers.get("retry-after", "")
-                    raise ChatFailure(response.status, await response.read(), after)
-                if not body["stream"]:
-                    yield (reply := _read_reply(await response.read()))
-                    return
-                async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
-                    async for payload in payloads:
-                        if payload != DONE:
-                            yield (reply := _read_reply(payload))
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if reply is None or reply.finish_reason is None:
-                raise failure(502, "engine_failure", describe(error, with_type=True)) from None
-        if reply is None or reply.finish_reason is None:
-            raise failure(502, "engine_failure", "the reply ended before its last token")
-
 
 def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> Plan:
     """The prompt of a turn.
@@ -333,16 +279,6 @@ def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -
         return session.tree.add(plan.history, plan.prompt, made, answer)
     except ValueError as error:
         raise failure(502, "not_recorded", str(error)) from None
-
-
-def _read_reply(payload: bytes) -> GenerateReply:
-    try:
-        raw = loads(payload)
-        if "error" in raw:
-            raise ChatFailure(502, dumps({"error": raw["error"]}))
-        return read_generate(raw)
-    except UNUSABLE as error:
-        raise failure(502, "engine_failure", f"a reply cannot be used: {error!r:.200}") from None
 
 
 def _new_id() -> str:

@@ -12,7 +12,8 @@ PROMPT = {"input_token_logprobs": [[None, 1, None], [-1.0, 2, None]]}
 
 def event(*ids: int, finish: str = "") -> bytes:
     reason = {"type": finish, "length": 4} if finish else None
-    meta = {"completion_tokens": len(ids), "finish_reason": reason, "weight_version": "7"}
+    meta = {"id": "r", "completion_tokens": len(ids), "finish_reason": reason}
+    meta["weight_version"] = "7"
     text = "".join(chr(96 + one) for one in ids)
     payload = {"text": text, "output_ids": list(ids), "meta_info": meta}
     return b"data: " + json.dumps(payload).encode() + b"\n\n"

@@ -319,12 +319,11 @@ async def test_a_long_chat_is_read_beside_the_event_loop(
     chats = chat_sessions.ChatSessions(
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        key="",
-        timeout_s=1.0,
+        None,  # type: ignore[arg-type]
         now_s=time.monotonic,
         on_tokenizer=lambda tokenizer: None,
     )
     for num in (10, 1 << 20):
         await chats.read(b"x" * num)
     assert threads == [True, False]
-    await chats.aclose()
+    chats.close()

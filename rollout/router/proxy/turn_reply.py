@@ -1,0 +1,143 @@
+"""The reply to a turn of a session: ``/generate`` as an exchange within this process.
+
+The router's gate holds the request and its failover continues it, as for any client; replies come
+as objects.  Each has all tokens so far, so only the newest is kept for a client that reads slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from engines.http.sglang_json import read_generate
+from engines.protocol import GenerateReply
+from rollout.router.continuation.core import Payload
+from rollout.router.continuation.reply import Reply
+from rollout.router.http import responses
+from rollout.router.http.fast_json import dumps, loads
+from rollout.router.http.head_cache import RequestHead
+from rollout.router.http.responses import RouterResponse
+from rollout.router.http.routes import GENERATE_PATH, route_of
+from rollout.router.proxy.context import Proxy
+from rollout.router.proxy.exchange import Exchange
+from rollout.router.sessions.chat_sessions import ChatFailure, failure
+
+_ROUTE = route_of(GENERATE_PATH.encode())
+_HEADERS = [(b"content-type", b"application/json"), (b"x-token-failover", b"on")]
+
+
+async def generate(
+    proxy: Proxy, affinity: str, body: dict[str, Any]
+) -> AsyncGenerator[GenerateReply, None]:
+    """The replies so far, the last one finished.  When it is closed, the request ends.
+
+    Args:
+        affinity: of the session, whose turns prefer one engine.
+        body: as ``/generate`` takes it.
+
+    Raises:
+        ChatFailure: there is no complete reply.
+    """
+    head = RequestHead(b"POST", _ROUTE, [*_HEADERS, (b"x-affinity", affinity.encode())])
+    response = _TurnResponse()
+    exchange = Exchange(proxy, response, head)
+    exchange.start_whole(dumps(body))
+    reply: GenerateReply | None = None
+    try:
+        while True:
+            await response.has_news.wait()
+            if (newest := response.take()) is not None:
+                reply = newest
+                yield reply
+            elif response.failure is not None:
+                raise response.failure
+            elif response.is_over:
+                break
+    finally:
+        exchange.client_left()
+    if reply is None or reply.finish_reason is None:
+        raise failure(502, "engine_failure", "the reply ended before its last token")
+
+
+class _AsObjects:
+    """Replies as a turn takes them; an error event is the turn's failure."""
+
+    def events(
+        self, payloads: list[Payload], *, is_end: bool
+    ) -> GenerateReply | ChatFailure | None:
+        if not payloads:
+            return None
+        last = payloads[-1]
+        if "error" in last:
+            return ChatFailure(502, dumps({"error": last["error"]}))
+        return read_generate(last)
+
+    def whole(self, reply: Reply) -> list[GenerateReply]:
+        parts = reply.passed_on
+        return [read_generate(reply.payload() if parts is None else loads(b"".join(parts)))]
+
+
+class _TurnResponse:
+    """A response as the turn waits for it.
+
+    Attributes:
+        has_news: there is something to take, or its end.
+        failure: how it ended without a complete reply.
+    """
+
+    form = _AsObjects()
+    is_write_paused = False
+
+    def __init__(self) -> None:
+        self.has_news = asyncio.Event()
+        self.has_begun = False
+        self.is_over = False
+        self.failure: ChatFailure | None = None
+        self._newest: GenerateReply | None = None
+
+    def take(self) -> GenerateReply | None:
+        """The newest reply, if it was not taken."""
+        newest, self._newest = self._newest, None
+        if not self.is_over:
+            self.has_news.clear()
+        return newest
+
+    def send_whole(
+        self, status: int, content_type: bytes, body: Sequence[Any], signed: bytes
+    ) -> None:
+        if isinstance(body[0], GenerateReply):
+            self.send_events(body[0], signed)
+        elif status != 200:
+            self.failure = ChatFailure(status, b"".join(body))
+        else:
+            why = f"a reply cannot be used: {bytes(body[0])[:200]!r}"
+            self.failure = failure(502, "engine_failure", why)
+
+    def send_events(
+        self, events: GenerateReply | ChatFailure | None, signed: bytes, *, is_end: bool = False
+    ) -> None:
+        if isinstance(events, ChatFailure):
+            self.failure = events
+        elif events is not None:
+            self._newest = events
+            self.has_begun = True
+            self.has_news.set()
+
+    def finish(self) -> None:
+        self.is_over = True
+        self.has_news.set()
+
+    def send(self, response: RouterResponse, *, is_unread: bool) -> None:
+        after = next((value for name, value in response.headers if name == b"retry-after"), b"")
+        self._fail(response.status, response, after.decode())
+
+    def break_off(self, response: RouterResponse) -> None:
+        self._fail(502, response)
+
+    def cut(self, *, is_now: bool = False) -> None:
+        self.break_off(responses.error(502, "engine_failure", "the reply was cut off"))
+
+    def _fail(self, status: int, response: RouterResponse, retry_after: str = "") -> None:
+        self.failure = ChatFailure(status, dumps(response.payload), retry_after)
+        self.finish()
