@@ -87,11 +87,12 @@ class Pending(Generic[T]):
         except Exception as error:
             raise self._translate(error) from None
 
-    def then(self, act: Callable[[], None]) -> Pending[T]:
+    def then(self, act: Callable[[], None], change: Callable[[T], T] | None = None) -> Pending[T]:
         """The same call, followed by ``act``, which runs however the call ended.
 
         Args:
             act: without arguments; its own error is logged.
+            change: of the result, after ``act``; that of ``object_ref`` stays as it is.
 
         Raises:
             ConfigError: it is no function.
@@ -111,7 +112,8 @@ class Pending(Generic[T]):
             elif error := before.exception():
                 after.set_exception(error)
             else:
-                after.set_result(before.result())
+                result = before.result()
+                after.set_result(result if change is None else change(result))
 
         self._is_read = True
         self._future.add_done_callback(pass_on)

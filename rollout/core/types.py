@@ -171,7 +171,7 @@ class StepReport:
         phase_s: command -> seconds to its barrier (the slowest group).
         freed_bytes: memory that the engines released.
         weight_version: version of all serving engines.
-        push_stages: seconds and bytes of each rank of a push; empty without a ``Pusher``.
+        push_stages: seconds and bytes of each rank of a push; a single process is rank 0.
     """
 
     phase_s: Mapping[str, float] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from rollout.rules.lifecycle import Command
 from rollout.runtime.handle.offload_window import BeforeKv, check_before_kv, with_before_kv
 from rollout.runtime.handle.run_handle import RunHandle
 from rollout.runtime.handle.server_handle import ServerHandle, pushes_of
-from rollout.weights.push.push import Push, send_all
+from rollout.weights.push.push import Push, Stages, send_all
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.buffers import remove_leftovers
 
@@ -173,8 +174,15 @@ class DeploymentHandle(RunHandle):
     def _serve(
         self, pushes: Mapping[str, Push], before_kv: BeforeKv | None
     ) -> Pending[dict[str, StepReport]]:
+        def with_stages(reports: dict[str, StepReport], stages: Stages) -> dict[str, StepReport]:
+            pushed = {
+                name: replace(reports[name], push_stages=tuple(of_push))
+                for name, of_push in stages.items()
+            }
+            return reports | pushed
+
         def begin(until: Command) -> Pending[dict[str, StepReport]]:
-            return send_all(pushes, lambda weights: self._begin(weights, until))
+            return send_all(pushes, lambda weights: self._begin(weights, until), with_stages)
 
         return with_before_kv(
             begin,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rollout.config import WeightUpdate
 from rollout.core.errors import LifecycleError, RolloutError, WeightMismatch
 from rollout.core.pending import Pending
+from rollout.core.types import PushStage, StepReport
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush, default_contents
 
@@ -75,7 +76,7 @@ class Push:
 
     Args:
         resources: of this process; closed with the push, in any state.
-        after_success: called when the call that sent it has succeeded.
+        after_success: called when the call that sent it has succeeded; returns its stages.
 
     Attributes:
         weights: what the server gets.
@@ -85,7 +86,7 @@ class Push:
         self,
         weights: WeightPush,
         resources: ExitStack | None = None,
-        after_success: Callable[[], object] = lambda: None,
+        after_success: Callable[[], Sequence[PushStage]] = tuple,
     ) -> None:
         self.weights = weights
         self._after_success = after_success
@@ -109,8 +110,10 @@ class Push:
     def __reduce__(self) -> NoReturn:
         raise RolloutError(f"{self!r} belongs to the process that made it: send it there")
 
-    def send(self, begin: Callable[[WeightPush], Pending[T]]) -> Pending[T]:
+    def send(self, begin: Callable[[WeightPush], Pending[StepReport]]) -> Pending[StepReport]:
         """The call that ``begin`` begins with these weights; the push is closed when it ends.
+
+        The report gets the stages of the push, but not that of an ``object_ref``.
 
         Args:
             begin: of what the server gets; begins the call.
@@ -118,7 +121,11 @@ class Push:
         Raises:
             LifecycleError: it was closed, as a call that sent it does.
         """
-        return send_all({"": self}, lambda weights: begin(weights[""]))
+        return send_all(
+            {"": self},
+            lambda weights: begin(weights[""]),
+            lambda report, stages: replace(report, push_stages=tuple(stages[""])),
+        )
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -141,14 +148,25 @@ class Push:
         self.close()
 
 
+Stages = Mapping[str, Sequence[PushStage]]
+"""Of each push, by its name."""
+
+
 def send_all(
-    pushes: Mapping[str, Push], begin: Callable[[Mapping[str, WeightPush]], Pending[T]]
+    pushes: Mapping[str, Push],
+    begin: Callable[[Mapping[str, WeightPush]], Pending[T]],
+    with_stages: Callable[[T, Stages], T],
 ) -> Pending[T]:
     """The one call that ``begin`` begins with all pushes; they are closed when it ends.
+
+    Args:
+        with_stages: its result with the stages of all pushes.
 
     Raises:
         LifecycleError: one was closed, as a call that sent it does; nothing was sent.
     """
+
+    stages: dict[str, Sequence[PushStage]] = dict.fromkeys(pushes, ())
 
     def close() -> None:
         for push in pushes.values():
@@ -158,8 +176,8 @@ def send_all(
         close()
         with suppress(Exception):  # a failed push is not kept
             pending.result(0)
-            for push in pushes.values():
-                push._after_success()
+            for name, push in pushes.items():
+                stages[name] = push._after_success()
 
     try:
         for push in pushes.values():
@@ -168,4 +186,4 @@ def send_all(
     except BaseException:
         close()
         raise
-    return pending.then(end)
+    return pending.then(end, lambda result: with_stages(result, stages))

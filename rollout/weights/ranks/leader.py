@@ -22,12 +22,13 @@ from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.core.pending import Pending
-from rollout.core.types import ServerStatus
+from rollout.core.types import PushStage, ServerStatus
 from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.follower import Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
@@ -282,6 +283,11 @@ class Leader:
         return self._push(manifest, buckets=payloads)
 
     @property
+    def routes_text(self) -> str:
+        """The routes of the push, as its figures name them."""
+        return "+".join(sorted({one.transport for one in self.plan.routes}))
+
+    @property
     def _is_to_disk(self) -> bool:
         return any(one.transport == Transport.DISK for one in self.plan.routes)
 
@@ -433,8 +439,9 @@ def push_of_one_rank(
         follower.prepare(plan)
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
-        offer = partial(offer_copies, leader.copies, plan.terms.version, server)
-        return Push(made, follower.resources, offer)
+        figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
+        succeeded = partial(_succeeded, leader.copies, figures, version, routes, server)
+        return Push(made, follower.resources, succeeded)
     except BaseException:
         follower.resources.close()
         raise
@@ -458,6 +465,16 @@ def offer_copies(
     return None if push is None else server.offer_to_store(push)
 
 
+def _succeeded(
+    copies: CopiedPush | None, figures: PushFigures, version: int, routes: str, server: ServerPort
+) -> Sequence[PushStage]:
+    """After the push of one process: leave its copies to the store, and figures to the timeline."""
+    offer_copies(copies, version, server)
+    figures.wanted(time.monotonic())
+    server.record_push(figures.spans(version))
+    return figures.stages(routes)
+
+
 def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
     """The buckets of one process, each made when the stream asks for it; but the first of a
     generator here: where its tensors are is known with it, and an error of it is the caller's."""
@@ -477,7 +494,10 @@ def _made(leader: Leader, gpu: int | None) -> Iterator[OfferedBucket]:
         share, pairs = leader.follower.make(index)
         bucket = leader.join([share], pairs)
         del pairs
-        yield bucket
+        try:
+            yield bucket
+        finally:  # also of the last bucket, after which the stream closes this
+            leader.follower.figures.wanted(time.monotonic())
         del bucket
         if share.is_last:
             return

@@ -206,8 +206,7 @@ class RankPush:
         figures.wanted(self._queue.over_s)
         if self._verified is not None:
             report = self._verified.merged(report)
-        routes = "+".join(sorted({one.transport for one in self._led.plan.routes}))
-        return replace(report, push_stages=figures.stages(routes))
+        return replace(report, push_stages=figures.stages(self._led.routes_text))
 
     def _finish(self) -> None:
         """Resume what waited until all ranks had freed memory."""

@@ -16,12 +16,15 @@ import pytest
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config import RolloutConfig
+from rollout.control.server.server import RolloutServer
 from rollout.core.errors import LifecycleError, PhaseFailed, RolloutError, WeightMismatch
-from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.observability.timeline.span import Kind
+from rollout.runtime.handle import Caller, DeploymentHandle, ServerHandle
 from rollout.runtime.handle.server_handle import pushes_of
 from rollout.runtime.local import launch_local
 from rollout.weights.push.push import Push
 from tests.support.builders import write_checkpoint
+from tests.support.processes import wait_until
 
 torch = pytest.importorskip("torch")
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
@@ -62,6 +65,10 @@ def rank_of(policy: ServerHandle) -> TrainerRank:
     rank = pushes_of(policy)._rank
     assert rank is not None
     return rank
+
+
+def caller_of(policy: ServerHandle) -> Caller:
+    return pushes_of(policy).server.caller
 
 
 def is_free(policy: ServerHandle) -> bool:
@@ -122,6 +129,56 @@ def test_a_transaction_frees_all_its_pushes_also_with_expected_log_probs(
     assert made.is_closed
     assert is_free(policy)
     assert is_free(critic)
+
+
+@pytest.mark.parametrize("servers", [{"transport": "shared_memory", "stream": True}])
+@pytest.mark.parametrize("how", ["streamed", "window", "transaction", "all ranks"])
+def test_each_way_to_drive_a_push_has_the_same_figures(run: DeploymentHandle, how: str) -> None:
+    policy, tensors = run["policy"], weights()
+    if how == "all ranks":
+        with policy.pusher() as pusher:
+            report = pusher.push(tensors)
+    elif how == "window":
+        with policy.offloaded() as window:
+            window.push(tensors)
+        report = window.report
+    elif how == "transaction":
+        report = run.serve_weights({"policy": tensors}).result(TIMEOUT_S)["policy"]
+    else:
+        report = policy.serve_weights(tensors).result(TIMEOUT_S)
+    assert report.weight_version == 1
+    num_bytes = sum(one.nbytes for one in tensors.values())
+    shown = [(one.rank, one.stage, one.route, one.num_bytes) for one in report.push_stages]
+    assert shown == [
+        (0, "gather", "", num_bytes),
+        (0, "copy", "shared_memory", num_bytes),
+        (0, "engine", "shared_memory", num_bytes),
+    ]
+    assert all(one.elapsed_s > 0 for one in report.push_stages)
+
+    def recorded() -> list[tuple[str, int, int | None]]:
+        observed = caller_of(policy).call(RolloutServer.observe, {}).result(TIMEOUT_S)
+        spans = [span for one in observed.timelines.values() for span in one.spans]
+        return [
+            (span.name, span.num_bytes, span.weight_version)
+            for span in spans
+            if span.kind is Kind.RANK
+        ]
+
+    assert wait_until(lambda: bool(recorded()), 10)
+    for stage in ("gather", "copy", "engine"):
+        assert sum(size for name, size, _ in recorded() if name == stage) == num_bytes
+    assert {version for _, _, version in recorded()} == {1}
+
+
+def test_a_push_that_fails_has_no_figures_on_the_timeline(run: DeploymentHandle) -> None:
+    policy = run["policy"]
+    policy.checks.expect([[-1.0] * (len(one) - 1) for one in policy.checks.canary_prompts])
+    with pytest.raises(PhaseFailed, match="log-prob"):
+        policy.serve_weights(weights()).result(TIMEOUT_S)
+    observed = caller_of(policy).call(RolloutServer.observe, {}).result(TIMEOUT_S)
+    spans = [span for one in observed.timelines.values() for span in one.spans]
+    assert not [span for span in spans if span.kind is Kind.RANK]
 
 
 def test_a_transaction_of_which_one_push_does_not_fit_frees_the_others(
