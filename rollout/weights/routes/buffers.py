@@ -37,6 +37,8 @@ Pin = Callable[[int, int], Callable[[], object]]
 
 FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
+# Before the time when a process was started, in clock ticks since the machine was.
+_TICKS = "t"
 # Engines unmap removed files within a second; this allows for a busy host.
 UNMAP_S = 3.0
 MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
@@ -214,8 +216,9 @@ def remove_leftovers(root: Path) -> int:
     num_removed = 0
     for folder in root.glob(f"{_PREFIX}-*"):
         parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
+        # Another version of the library names its folders in another way, and removes them.
         with suppress(ValueError, IndexError):
-            if _started(int(parts[0])) != parts[1]:
+            if parts[1].startswith(_TICKS) and _started(int(parts[0])) != parts[1]:
                 logger.info("removing %s: its process has ended", folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 num_removed += 1
@@ -225,7 +228,7 @@ def remove_leftovers(root: Path) -> int:
 def _started(pid: int) -> str:
     """When a process of this host was started; empty if it has ended."""
     process = identify(pid)
-    return "" if process is None else str(process.started)
+    return "" if process is None else f"{_TICKS}{process.started}"
 
 
 class PushBuffers:

@@ -137,6 +137,15 @@ def test_what_a_killed_trainer_left_is_removed_and_a_living_ones_is_not(tmp_path
     pool.close()
 
 
+def test_files_of_another_version_of_the_library_are_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / f"rollout-push-{os.getpid()}-1732475000.12-0a1b2c3d"
+    reused = tmp_path / f"rollout-push-{os.getpid()}-t1-0a1b2c3d"
+    for folder in (other, reused):
+        folder.mkdir()
+    assert remove_leftovers(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == [other]
+
+
 def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
     module = "rollout.weights.routes.buffers"
     code = f"import sys; from {module} import ShmBufferPool\nShmBufferPool(sys.argv[1]).take(100)"
