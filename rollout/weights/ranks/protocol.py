@@ -218,7 +218,8 @@ class PushRound:
     def _offload(self) -> Steps[StepReport]:
         yield from self._collect(EnginesNotNeeded())
         yield Offload()
-        return (yield from self._ended())
+        report: StepReport = yield from self._await_engines(None)
+        return report
 
     def _push(self, ready: Ready) -> Steps[StepReport]:
         plan = yield from self._planned((yield from self._collect(ready)))
@@ -237,11 +238,11 @@ class PushRound:
             yield Offer(index, shares)
             is_last, made = shares[0].is_last, None
             index += 1
-        report = yield from self._ended()
+        report: StepReport = yield from self._await_engines(None)
         if plan.has_before_kv:
             yield from self._ask(FreeMemory(), "before_kv")
             yield Finish()
-            report = yield from self._ended()
+            report = yield from self._await_engines(None)
         return report
 
     def _planned(self, readies: Sequence[Ready]) -> Steps[PushPlan]:
@@ -305,10 +306,6 @@ class PushRound:
                 yield Broadcasted((yield from self._ask(event, "a broadcast")))
             else:
                 return event
-
-    def _ended(self) -> Steps[StepReport]:
-        report: StepReport = yield from self._await_engines(None)
-        return report
 
     def _send(self, order: Order) -> Steps[None]:
         stored = yield Claim(self._sent(self._num_sent), order)
