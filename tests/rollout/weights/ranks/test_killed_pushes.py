@@ -1,15 +1,19 @@
 """A push that is killed in any of its functions leaves nothing open.  Needs torch.
 
 An error is raised in one function after the other, in whichever thread runs it: the caller's, the
-stream's, or that of the event loop with the engines.  Only what frees memory is let run.
+stream's, or that of the event loop with the engines.  Only what frees memory is let run.  Two ranks
+are two threads, CUDA is a double.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,12 +34,15 @@ from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weight
 from rollout.weights.routes.route import EnginePlace
 from tests.support.processes import wait_until
 from tests.support.still_server import HERE, StillServer
+from tests.support.thread_ranks import Messages
 
 torch = pytest.importorskip("torch")
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from rollout.runtime.handle.pusher import Pusher  # noqa: E402
 from rollout.weights.ranks.link import LocalTexts, RankLink  # noqa: E402
+from rollout.weights.tensors import payload  # noqa: E402
+from tests.support.cuda_double import CudaDouble  # noqa: E402
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
 WEIGHTS = str(Path(rollout.__file__).parent / "weights")
@@ -129,7 +136,8 @@ class Server(StillServer):
         self.config = config
         self.loop = loop
         self.groups: dict[str, str] = {}
-        self.fakes = {one.engine_id: FakeEngine(one.engine_id) for one in places}
+        kind = TakesHandles if any(one.gpus for one in places) else FakeEngine
+        self.fakes = {one.engine_id: kind(one.engine_id) for one in places}
 
     def serve_weights(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
         return self.loop.submit(self._sent(push))
@@ -156,19 +164,30 @@ class Server(StillServer):
         return self.loop.submit(_nothing())
 
 
+class TakesHandles(FakeEngine):
+    """Opens no handle."""
+
+    async def update_weights_from_tensor(
+        self, serialized_named_tensors: Sequence[str], **more: Any
+    ) -> None:
+        assert serialized_named_tensors
+
+
 async def _nothing() -> None:
     """Nothing is recorded."""
 
 
 def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConfig:
-    weights = {
-        "transport": "auto" if route == "several" else route,
+    weights: dict[str, Any] = {
+        "transport": "auto" if route in ("several", "adapter") else route,
         "shared_memory_path": str(tmp_path),
         "disk_path": str(tmp_path / "disk-{version}"),
         "bucket_bytes": 512,
         "group_timeout_s": 20,
         "stream": streams,
     }
+    if route == "adapter":
+        weights["update"] = "lora"
     return ServerConfig.model_validate(
         {
             "model_path": str(tmp_path / "model"),
@@ -181,6 +200,8 @@ def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConf
 
 def places_of(route: str) -> list[EnginePlace]:
     near = EnginePlace("near", HERE)
+    if route == "cuda_ipc":
+        return [EnginePlace("near", HERE, gpus=(GPU,))]
     if route != "several":
         return [near]
     far = EnginePlace("far", "another host")
@@ -188,6 +209,14 @@ def places_of(route: str) -> list[EnginePlace]:
 
 
 TENSORS = {f"t{number}": torch.randn(64) for number in range(4)}
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+ADAPTER = {
+    f"{MODULE}.lora_A.weight": torch.randn(4, 64),
+    f"{MODULE}.lora_B.weight": torch.randn(64, 4),
+}
+GPU = "1"
+# A rank that is killed is silent; the other one waits so long.
+RANK_TIMEOUT_S = 2.0
 
 
 class Trainer:
@@ -200,24 +229,46 @@ class Trainer:
         server: Any = Server(loop, config, places_of(route))
         self.pushes = ServerPushes(config, server)
         self.pushes.server = server
-        link = RankLink(0, 1, LocalTexts())
+        self.route = route
+        self.num_ranks = 2 if how == "two ranks" else 1
+        texts = LocalTexts() if self.num_ranks == 1 else Messages()
+        timeout_s = 20 if self.num_ranks == 1 else RANK_TIMEOUT_S
         idle = self.pushes.idle_group
-        self.pusher = Pusher(server, link, timeout_s=20, idle_group=idle)
+
+        def pusher(rank: int) -> Pusher:
+            link = RankLink(rank, self.num_ranks, texts)
+            own = idle if rank == 0 else None
+            return Pusher(server, link, timeout_s=timeout_s, idle_group=own)
+
+        self.pushers = self._each(pusher)
+
+    def _each(self, do: Callable[[int], Any]) -> list[Any]:
+        """What it returns for each rank; a single one is this thread."""
+        if self.num_ranks == 1:
+            return [do(0)]
+        with ThreadPoolExecutor(self.num_ranks) as threads:
+            calls = [threads.submit(do, rank) for rank in range(self.num_ranks)]
+        return [call.result() for call in calls]
 
     def push(self) -> None:
-        if self.how == "all ranks":
-            self.pusher.push(TENSORS)
+        is_adapter = self.route == "adapter"
+        config = {"r": 4, "lora_alpha": 8} if is_adapter else None
+        tensors: Any = ADAPTER if is_adapter else TENSORS
+        if self.how in ("all ranks", "two ranks"):
+            self._each(lambda rank: self.pushers[rank].push(tensors, adapter=config))
         elif self.how == "a generator":
-            self.pusher.push(iter(TENSORS.items()))
+            self.pushers[0].push(iter(tensors.items()))
         else:
-            with self.pushes.make(PushRequest(TENSORS), may_stream=self.how == "streamed") as push:
+            request = PushRequest(tensors, adapter=config)
+            with self.pushes.make(request, may_stream=self.how == "streamed") as push:
                 server: Any = self.pushes.server
                 push.send(lambda made: server.serve_weights(server.shipped(made))).result(30)
 
     def check(self) -> None:
         """Nothing of a push is open, but the memory and the group that the next one takes."""
         assert not [one for one in self.pushes._open if not one.is_closed]
-        pools = [one.pool for one in (self.pushes._rank, self.pusher.rank) if one is not None]
+        ranks = (self.pushes._rank, *(one.rank for one in self.pushers))
+        pools = [one.pool for one in ranks if one is not None]
         assert not [buffer for pool in pools for buffer in pool._taken]
         assert wait_until(lambda: not stream_threads(), 10), stream_threads()
         assert not [one for one in self.tmp_path.glob(".*") if one.name.endswith(".writing")]
@@ -226,7 +277,8 @@ class Trainer:
         assert groups == ([idle] if idle else []), groups
 
     def close(self) -> None:
-        self.pusher.close()
+        for pusher in self.pushers:
+            pusher.close()
         self.pushes.close()
         assert not list(self.tmp_path.glob("rollout-push-*"))
         assert not distributed_c10d._world.pg_names
@@ -291,6 +343,52 @@ def test_a_push_that_is_killed_in_any_function_leaves_nothing_open(
     loop: LoopThread, tmp_path: Path, how: str, route: str
 ) -> None:
     killed_everywhere(lambda: Trainer(loop, tmp_path, how, route))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["copied", "all ranks"])
+def test_an_adapter_that_is_killed_in_any_function_leaves_nothing_open(
+    loop: LoopThread, tmp_path: Path, how: str
+) -> None:
+    killed_everywhere(lambda: Trainer(loop, tmp_path, how, "adapter"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["shared_memory", "distributed"])
+def test_two_ranks_of_which_one_is_killed_in_any_function_leave_nothing_open(
+    loop: LoopThread, tmp_path: Path, route: str
+) -> None:
+    killed_everywhere(lambda: Trainer(loop, tmp_path, "two ranks", route))
+
+
+@pytest.mark.slow
+def test_handles_that_are_killed_in_any_function_leave_no_memory(
+    loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = CudaDouble(["0", GPU])
+    cuda.install(monkeypatch.setattr)
+    cuda.use(1)
+    flat: list[weakref.ref[Any]] = []
+    make = payload.ipc_handle
+
+    def noted(pairs: Any, device: Any) -> Any:
+        made = make(pairs, device)
+        flat.append(weakref.ref(made.flat))
+        return made
+
+    monkeypatch.setattr(payload, "ipc_handle", noted)
+
+    class OnGpu(Trainer):
+        def check(self) -> None:
+            super().check()
+            assert flat
+            if any(one() is not None for one in flat):
+                gc.collect()  # an error may have a reference to itself
+            assert not [one for one in flat if one() is not None]
+            flat.clear()
+
+    killed_everywhere(lambda: OnGpu(loop, tmp_path, "a generator", "cuda_ipc"))
+    assert cuda.num_collects
 
 
 def test_a_push_whose_call_cannot_begin_is_freed(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from rollout.weights.ranks.link import RankLink
 from rollout.weights.tensors.payload import flattened_bucket
 from tests.support import cuda_double, served_fakes
 from tests.support.cuda_double import CudaDouble
+from tests.support.thread_ranks import Messages
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
 # As torch and NVML name the GPUs of the fakes: the engine's rank 0 is on GPU 0.
@@ -67,35 +67,6 @@ class TwoRanks(FakeEngine):
         self.devices.append(list(cuda_double.opened))
         by_value = base64.b64encode(flattened_bucket(list(found[0].items()))).decode()
         await super().update_weights_from_tensor([by_value], **more)
-
-
-class Messages:
-    """A store between threads."""
-
-    def __init__(self) -> None:
-        self._messages: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: str, message: str) -> None:
-        with self._changed:
-            self._messages[key] = message
-            self._changed.notify_all()
-
-    def claim(self, key: str, message: str) -> str:
-        with self._changed:
-            stored = self._messages.setdefault(key, message)
-            self._changed.notify_all()
-            return stored
-
-    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
-        with self._changed:
-            self._changed.wait_for(lambda: all(key in self._messages for key in keys), timeout_s)
-            return [self._messages.get(key) for key in keys]
-
-    def delete(self, keys: Sequence[str]) -> None:
-        with self._changed:
-            for key in keys:
-                self._messages.pop(key, None)
 
 
 @dataclass
