@@ -146,10 +146,14 @@ class Trainer:
         )
 
     def push_by(self, transport: str, seed: int, is_streamed: bool = False, **more: Any) -> Any:
-        config = self.pusher.rank.config
+        rank = self.pusher.rank
+        config = rank.config
         weights = config.weights.model_copy(update={"transport": Transport(transport), **more})
-        self.pusher.rank.config = config.model_copy(update={"weights": weights})
-        return self.streamed(seed) if is_streamed else self.push(seed)
+        rank.config = config.model_copy(update={"weights": weights})
+        try:
+            return self.streamed(seed) if is_streamed else self.push(seed)
+        finally:
+            rank.config = config
 
     def push_far(
         self,

@@ -30,9 +30,10 @@ def run(
         yield deployment
 
 
-@pytest.fixture
-def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
-    found = Ranks(run, tmp_path, 2)
+@pytest.fixture(scope="module")
+def ranks(run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks that outlive the faults of all tests; they are new after one was killed."""
+    found = Ranks(run, tmp_path_factory.mktemp("ranks"), 2)
     yield found
     found.end()
 
@@ -208,13 +209,9 @@ def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
     assert f"rank {rank} " in other["error"]
     assert other["seconds"] < 4 * RANK_TIMEOUT_S
     assert run["policy"].status().result(30).gate != "open"
-    (tmp_path / "new").mkdir()
-    others = Ranks(run, tmp_path / "new", 2)
-    try:
-        assert [one["version"] for one in others.do("push", seed=4)] == [before + 1] * 2
-        served_seed(run, 4)
-    finally:
-        others.end()
+    ranks.restart(tmp_path)
+    assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 1] * 2
+    served_seed(run, 4)
 
 
 @pytest.mark.slow

@@ -55,10 +55,15 @@ class Ranks:
 
     def __init__(self, world: RayWorld, run: DeploymentHandle, meet: Path) -> None:
         self.ray = world.ray
-        model_path = run.config.servers["policy"].model_path
+        self._config = run.config
+        self._start(meet)
+
+    def _start(self, meet: Path) -> None:
+        model_path = self._config.servers["policy"].model_path
         kind = self.ray.remote(num_cpus=1)(Rank)
         self.actors = [
-            kind.remote(run.config.run_id, model_path, str(meet), rank) for rank in range(NUM_RANKS)
+            kind.remote(self._config.run_id, model_path, str(meet), rank)
+            for rank in range(NUM_RANKS)
         ]
 
     def do(self, command: str, **arguments: Any) -> list[Any]:
@@ -71,6 +76,11 @@ class Ranks:
             return self.ray.get(call, timeout=90)
         except self.ray.exceptions.RayActorError:
             return None
+
+    def restart(self, meet: Path) -> None:
+        """The trainer begins again with new actors."""
+        self.end()
+        self._start(meet)
 
     def end(self) -> None:
         for actor in self.actors:
@@ -93,6 +103,16 @@ def run(
         yield deployment
 
 
+@pytest.fixture(scope="module")
+def ranks(
+    ray_cluster: RayWorld, run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    """Actors that are new after one was killed."""
+    found = Ranks(ray_cluster, run, tmp_path_factory.mktemp("ranks") / "meet")
+    yield found
+    found.end()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
@@ -101,16 +121,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
-    ray_cluster: RayWorld, run: DeploymentHandle, folder: Path, rank: int
+    run: DeploymentHandle, ranks: Ranks, folder: Path, rank: int
 ) -> None:
     policy = run["policy"]
     before = policy.weight_version
-    ranks = Ranks(ray_cluster, run, folder / "meet")
-    try:
-        assert [one[0] for one in ranks.do("push", seed=1)] == [before + 1] * NUM_RANKS
-        found = ranks.do("dies", rank=rank)
-    finally:
-        ranks.end()
+    assert [one[0] for one in ranks.do("push", seed=1)] == [before + 1] * NUM_RANKS
+    found = ranks.do("dies", rank=rank)
     assert found[rank] is None
     others = [one for one in found if one is not None]
     assert len(others) == NUM_RANKS - 1
@@ -120,9 +136,6 @@ def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
         assert seconds < 4 * RANK_TIMEOUT_S
     assert len({text for _, _, text, _ in others}) == 1, others
     assert policy.status().result(30).gate != "open"
-    again = Ranks(ray_cluster, run, folder / "meet-again")
-    try:
-        assert [one[0] for one in again.do("push", seed=4)] == [before + 2] * NUM_RANKS
-    finally:
-        again.end()
+    ranks.restart(folder / "meet")
+    assert [one[0] for one in ranks.do("push", seed=4)] == [before + 2] * NUM_RANKS
     assert policy.status().result(30).gate == "open"

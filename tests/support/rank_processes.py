@@ -51,8 +51,14 @@ class Ranks:
     """
 
     def __init__(self, run: Any, folder: Path, num_ranks: int) -> None:
-        model_path = run.config.servers["policy"].model_path
-        run_folder = Path(run.config.log_dir) / run.config.run_id
+        self._run = run
+        self._num_ranks = num_ranks
+        self._start(folder)
+
+    def _start(self, folder: Path) -> None:
+        config, num_ranks = self._run.config, self._num_ranks
+        model_path = config.servers["policy"].model_path
+        run_folder = Path(config.log_dir) / config.run_id
         self.processes = [
             subprocess.Popen(
                 [sys.executable, TRAINER, run_folder, model_path, folder / "meet", *numbers],
@@ -78,6 +84,11 @@ class Ranks:
     def read(self) -> list[dict[str, Any]]:
         lines = [process.stdout.readline() for process in self.processes if process.stdout]
         return [json.loads(line) if line else {} for line in lines]
+
+    def restart(self, folder: Path) -> None:
+        """The trainer begins again with new processes, which meet in this new folder."""
+        self.end()
+        self._start(folder)
 
     def end(self) -> None:
         for process in self.processes:
