@@ -20,7 +20,7 @@ from engines.vllm.server_report import (
 )
 
 T = TypeVar("T")
-_NOT_FOUND, _FORBIDDEN, NOT_SUPPORTED = 404, 403, 501
+_NOT_FOUND, _FORBIDDEN = 404, 403
 
 
 class VllmCalls(BaseClient):
@@ -73,11 +73,6 @@ class VllmCalls(BaseClient):
 
     async def _known_info(self) -> ServerInfo:
         return self._info or await self.server_info()
-
-    def _unsupported(self, operation: str, why: str) -> EngineRejected:
-        return self._call(operation, 0.0).rejected(
-            "is not supported", status=NOT_SUPPORTED, body=why
-        )
 
 
 def explained(error: EngineRejected, path: str) -> EngineRejected:

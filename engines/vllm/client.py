@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, Unpack
 
 from engines.protocol import GenerateReply, Loads, ModelInfo, SamplingParams
@@ -34,10 +35,9 @@ class VllmClient(VllmPushes):
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
     ) -> None:
-        raise self._unsupported(
-            "load_lora_adapter_from_tensors",
-            "vLLM loads adapters from a folder only; push full weights, or use SGLang",
-        )
+        why = "vLLM loads adapters from a folder only; push full weights, or use SGLang"
+        call = self._call("load_lora_adapter_from_tensors", 0.0)
+        raise call.rejected("is not supported", status=HTTPStatus.NOT_IMPLEMENTED, body=why)
 
     async def unload_lora_adapter(self, name: str) -> None:
         body = {"lora_name": name}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engines.embedded.core.errors import EngineRefusal
 from engines.embedded.generation.sampling_params import Params
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch, which this module does without
     from engines.embedded.weights.lora_adapters import Adapter
 
 StopFinder = Callable[[Sequence[int]], str | None]
