@@ -52,6 +52,21 @@ def with_ranks(run: DeploymentHandle, folder: Path) -> Iterator[Ranks]:
         ranks.end()
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
+    """One engine and no store, for tests that leave both as they were."""
+    with launched(tmp_path_factory.mktemp("run")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def plain_ranks(
+    plain: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    with with_ranks(plain, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
 def is_kept(run: DeploymentHandle) -> bool:
     status = run["policy"].status().result(30)
     return status.store is not None and status.store.version == status.weight_version
@@ -114,28 +129,28 @@ def test_a_killed_engine_has_what_all_ranks_pushed_while_they_are_stopped(
 
 @pytest.mark.slow
 def test_a_checkpoint_of_all_ranks_is_on_disk_and_an_error_there_is_everybodys(
-    tmp_path: Path,
+    plain: DeploymentHandle, plain_ranks: Ranks, tmp_path: Path
 ) -> None:
-    with launched(tmp_path) as run, with_ranks(run, tmp_path) as ranks:
-        saved = tmp_path / "saved" / "{version}"
-        said = ranks.do("push_by", transport="disk", seed=5, disk_path=str(saved))
-        assert [one.get("version") for one in said] == [1, 1], said
-        served_seed(run, 5)
-        folder = tmp_path / "saved" / "1"
-        assert (folder / "config.json").is_file()
-        found = read_checkpoint_manifest(folder)
-        wanted = read_checkpoint_manifest(run.config.servers["policy"].model_path)
-        assert found is not None
-        assert wanted is not None
-        assert found.tensors == wanted.tensors
-        (tmp_path / "file").touch()
-        wrong = str(tmp_path / "file" / "{version}")
-        said = ranks.do("push_by", transport="disk", seed=6, disk_path=wrong)
-        assert len(errors(said)) == 1, said
-        assert "weights.disk_path" in said[0]["error"]
-        said = ranks.do("push_by", transport="disk", seed=6, disk_path=str(saved), is_streamed=True)
-        assert [one.get("version") for one in said] == [2, 2], said
-        served_seed(run, 6)
+    before = plain["policy"].weight_version
+    saved = str(tmp_path / "saved" / "{version}")
+    said = plain_ranks.do("push_by", transport="disk", seed=5, disk_path=saved)
+    assert [one.get("version") for one in said] == [before + 1] * 2, said
+    served_seed(plain, 5)
+    folder = tmp_path / "saved" / str(before + 1)
+    assert (folder / "config.json").is_file()
+    found = read_checkpoint_manifest(folder)
+    wanted = read_checkpoint_manifest(plain.config.servers["policy"].model_path)
+    assert found is not None
+    assert wanted is not None
+    assert found.tensors == wanted.tensors
+    (tmp_path / "file").touch()
+    wrong = str(tmp_path / "file" / "{version}")
+    said = plain_ranks.do("push_by", transport="disk", seed=6, disk_path=wrong)
+    assert len(errors(said)) == 1, said
+    assert "weights.disk_path" in said[0]["error"]
+    said = plain_ranks.do("push_by", transport="disk", seed=6, disk_path=saved, is_streamed=True)
+    assert [one.get("version") for one in said] == [before + 2] * 2, said
+    served_seed(plain, 6)
 
 
 @pytest.mark.slow
@@ -152,21 +167,21 @@ def test_engines_that_pack_load_what_all_ranks_wrote_in_one_call(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_turn_that_fails_on_one_rank_leaves_weights_without_kv_and_all_ranks_know(
-    tmp_path: Path, rank: int
+    plain: DeploymentHandle, plain_ranks: Ranks, rank: int
 ) -> None:
-    with launched(tmp_path) as run, with_ranks(run, tmp_path) as ranks:
-        policy = run["policy"]
-        policy.give_memory().result(60)
-        said = ranks.do("turn", seed=5, fails_on=rank)
-        assert len(errors(said)) == 1, said
-        assert f"rank {rank}: ValueError: the optimizer does not fit" in said[0]["error"]
-        assert WITHOUT_KV in said[0]["error"]
-        status = policy.status().result(30)
-        assert (status.phase, status.gate) == ("verified", "holding")
-        policy.serve().result(60)
-        served_seed(run, 5)
-        policy.give_memory().result(60)
-        said = ranks.do("turn", seed=6)
-        assert [one.get("version") for one in said] == [2, 2], said
-        assert said[0]["phases"][-2:] == ["resume_kv", "continue"]
-        served_seed(run, 6)
+    policy = plain["policy"]
+    before = policy.weight_version
+    policy.give_memory().result(60)
+    said = plain_ranks.do("turn", seed=5, fails_on=rank)
+    assert len(errors(said)) == 1, said
+    assert f"rank {rank}: ValueError: the optimizer does not fit" in said[0]["error"]
+    assert WITHOUT_KV in said[0]["error"]
+    status = policy.status().result(30)
+    assert (status.phase, status.gate) == ("verified", "holding")
+    policy.serve().result(60)
+    served_seed(plain, 5)
+    policy.give_memory().result(60)
+    said = plain_ranks.do("turn", seed=6)
+    assert [one.get("version") for one in said] == [before + 2] * 2, said
+    assert said[0]["phases"][-2:] == ["resume_kv", "continue"]
+    served_seed(plain, 6)
