@@ -116,6 +116,7 @@ KEYS: dict[str, dict[str, Any]] = {
             "affinity": NUMS_OF_ENGINES,
             "prefix": NUMS_OF_ENGINES,
         },
+        "turns": {kind: {"p50_ms", "cpu_ms_per_1k", "errors"} for kind in ("turn", "turn_sse")},
         "cached_share": {"least_in_flight", "prefix"},
         "ray_call": {
             "idle_p50_ms",
