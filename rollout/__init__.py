@@ -162,15 +162,13 @@ def connect(
         ActorLost: the launching process has ended.
     """
     from rollout.config.run_dir import JOURNAL_FILE
-    from rollout.core.arguments import check_kind, wrong
+    from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
     from rollout.runtime.handle import RunHandle
 
-    if not isinstance(run, str | Path) or not str(run):
+    if not str(run):
         raise wrong("run", run, "the run's folder or its id")
-    for name, value in (("address", address), ("key", key), ("namespace", namespace)):
-        check_kind(name, value, str, "a text")
     if backend not in (None, "local", "ray"):
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
     if backend == "ray" and key:

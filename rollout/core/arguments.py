@@ -1,56 +1,147 @@
-"""Checks of arguments that users pass: each error names the argument, its value and what fits."""
+"""Arguments that users pass: pydantic checks their kinds and bounds, which are their annotations.
+
+Always true: an error is a ConfigError that names the argument, its value and what fits.  Whole
+numbers of numpy and torch are numbers; texts and booleans are none.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from os import PathLike
-from typing import Any
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypeVar, cast, dataclass_transform
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    validate_call,
+)
+from pydantic.dataclasses import dataclass
 
 from engines.protocol.plain_text import value_text
-from rollout.core.errors import ConfigError
+from rollout.core.errors import ConfigError, Mistake
+
+_WORDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "True or False",
+    "a valid string": "a text",
+    "a valid tuple": "a tuple or list",
+    "a valid dictionary": "a mapping",
+    "callable": "a function",
+}
+_SECRETS = ("key", "control_key")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-def check_number(name: str, value: Any, *, least: float, whole: bool = False) -> None:
-    """Raise ConfigError unless ``value`` is a finite number of at least ``least``."""
-    is_number = hasattr(value, "__index__") if whole else hasattr(value, "__float__")
-    bound = "finite" if least == -math.inf else f"at least {least:g}"
-    if not is_number or isinstance(value, bool):
-        raise wrong(name, value, f"{'a whole number' if whole else 'a number'}, {bound}")
-    if not least <= float(value) < math.inf:
-        raise wrong(name, value, bound)
+def _index_of(value: Any) -> Any:
+    is_foreign = not isinstance(value, int) and hasattr(value, "__index__")
+    return value.__index__() if is_foreign else value
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` is a finite number over 0."""
-    check_number(name, value, least=0)
-    if not value > 0:
-        raise wrong(name, value, "more than 0")
+Whole = Annotated[int, BeforeValidator(_index_of)]
+Count = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(ge=1)]
+AboveZero = Annotated[float, Field(gt=0)]
+Seconds = AboveZero
+RankTimeout = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(strict=False)]
 
 
-def check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    """Raise ConfigError unless ``value`` is of ``kind``; ``words`` say what that is."""
-    if not isinstance(value, kind):
-        raise wrong(name, value, f"{words}, not a {type(value).__name__}")
+@dataclass_transform(frozen_default=True)
+def options(kind: type[T]) -> type[T]:
+    """A frozen dataclass that checks its values when it is made."""
+    made: Any = dataclass(frozen=True, slots=True, config=STRICT)(kind)
+    init, signature = made.__init__, inspect.signature(made)
+
+    @wraps(init)
+    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
+        with _naming_mistakes(signature, args, kwargs):
+            init(self, *args, **kwargs)
+
+    made.__init__ = checked_init
+    return cast(type[T], made)
 
 
-def check_callable(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` is None or can be called."""
-    if value is not None and not callable(value):
-        raise wrong(name, value, f"a function or None, not a {type(value).__name__}")
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function, method or coroutine that checks its arguments when it is called."""
+    call: Callable[..., Any] = validate_call(config=STRICT)(function)
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked_call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with _naming_mistakes(signature, args, kwargs):
+            return call(*args, **kwargs)
+
+    @wraps(function)
+    async def checked_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with _naming_mistakes(signature, args, kwargs):
+            return await call(*args, **kwargs)
+
+    return checked_coroutine if inspect.iscoroutinefunction(function) else checked_call  # type: ignore[return-value]
 
 
-def check_path(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` is a path."""
-    if not isinstance(value, str | PathLike) or not str(value):
-        raise wrong(name, value, "a path, as a text or Path")
+@contextmanager
+def _naming_mistakes(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        # A wrong name or number of arguments is Python's own TypeError.
+        names = list(signature.bind(*args, **kwargs).arguments)
+        raise _mistakes(error, names) from None
 
 
-def check_ids(name: str, ids: Any) -> None:
-    """Raise ConfigError unless these are token ids."""
-    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
-    if not is_list or not all(type(one) is int for one in ids):
-        raise wrong(name, ids, "token ids, each an int")
+def checked_as(adapter: TypeAdapter[T], value: Any, *name: str) -> T:
+    """The value, checked by an adapter.
+
+    Args:
+        name: of the argument; none for a TypedDict, whose keys are the arguments.
+    """
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise _mistakes(error, within=name) from None
+
+
+def _mistakes(
+    error: ValidationError, positional: Sequence[str] = (), within: Sequence[str] = ()
+) -> ConfigError:
+    """What pydantic has found, in one error.
+
+    Args:
+        positional: the names of arguments that were given by position.
+    """
+    mistakes = []
+    for found in error.errors(include_url=False):
+        if isinstance(own := found.get("ctx", {}).get("error"), ConfigError):
+            return own
+        place: list[Any] = [*within, *(part for part in found["loc"] if part != "[key]")]
+        first, *path = place
+        name = str(positional[first] if isinstance(first, int) else first)
+        name += "".join(f"[{part!r}]" for part in path)
+        accepted = re.sub(r"^\w+ should", "must", found["msg"])
+        for theirs, ours in _WORDS.items():
+            accepted = accepted.replace(theirs, ours)
+        value = "(hidden)" if name in _SECRETS else found["input"]
+        shown = value if name in _SECRETS else value_text(value)
+        mistakes.append(Mistake(name, value, f"{name} = {shown}: {accepted}"))
+    return ConfigError.of(mistakes)
 
 
 def wrong(name: str, value: Any, accepted: str) -> ConfigError:

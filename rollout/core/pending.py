@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from engines.protocol.plain_text import describe
-from rollout.core.arguments import check_number, wrong
+from rollout.core.arguments import wrong
 from rollout.core.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,8 @@ class Pending(Generic[T]):
 
 
 def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None:
-        check_number("timeout_s", timeout_s, least=0)
+    if timeout_s is not None and not timeout_s >= 0:
+        raise wrong("timeout_s", timeout_s, "None, or at least 0")
 
 
 def _log_error(future: Future[Any]) -> None:

@@ -15,7 +15,6 @@ from enum import StrEnum
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
-from rollout.core.arguments import check_kind
 
 
 class SampleStatus(StrEnum):
@@ -148,12 +147,7 @@ class Sample:
         Args:
             error: why, for its ``error``.
             traceback: of the exception behind it.
-
-        Raises:
-            ConfigError: these are no texts.
         """
-        check_kind("error", error, str, "a text")
-        check_kind("traceback", traceback, str, "a text")
         self.status = SampleStatus.FAILED
         self.error = error
         self.traceback = traceback
@@ -165,11 +159,7 @@ def version_number(version: str) -> int | None:
 
     Args:
         version: as an engine reports it.
-
-    Raises:
-        ConfigError: it is no text.
     """
-    check_kind("version", version, str, "a text")
     return int(version) if version.isascii() and version.isdigit() else None
 
 
@@ -180,19 +170,11 @@ class SampleGroup:
     Attributes:
         prompt_index: index of the prompt in the given list, or since the start of the source.
         samples: a list.
-
-    Raises:
-        ConfigError: ``samples`` is another thing.
     """
 
     prompt_index: int
     samples: list[Sample]
     metadata: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_kind("samples", self.samples, list, "a list of Sample")
-        for index, sample in enumerate(self.samples):
-            check_kind(f"samples[{index}]", sample, Sample, "a Sample")
 
     @property
     def rewards(self) -> list[float]:
@@ -217,11 +199,5 @@ def all_samples(groups: Sequence[SampleGroup]) -> Iterator[Sample]:
 
     Args:
         groups: a list.
-
-    Raises:
-        ConfigError: these are no groups.
     """
-    check_kind("groups", groups, Sequence, "a list of SampleGroup")
-    for index, group in enumerate(groups):
-        check_kind(f"groups[{index}]", group, SampleGroup, "a SampleGroup")
     return (sample for group in groups for sample in group.samples)

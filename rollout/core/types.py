@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
-from rollout.core.arguments import check_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +184,7 @@ class StepReport:
 
         Args:
             later: the next one.
-
-        Raises:
-            ConfigError: it is no report.
         """
-        check_kind("later", later, StepReport, "a StepReport")
         seconds = dict(self.phase_s)
         for command, elapsed in later.phase_s.items():
             seconds[command] = seconds.get(command, 0.0) + elapsed

@@ -12,14 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from pydantic import SkipValidation
+
 from engines.protocol import SamplingParams
-from rollout.core.arguments import (
-    check_callable,
-    check_kind,
-    check_number,
-    check_positive,
-    wrong,
-)
+from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
 from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blocking, started
@@ -28,7 +24,7 @@ from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.limiter import Limiter, next_limit
 from rollout.driver.client.retry import RetryPolicy
-from rollout.driver.data.prompt import Prompt, PromptSource, check_prompt
+from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import LIMIT, LogprobReport, compare_logprobs
@@ -68,44 +64,33 @@ class RolloutDriver:
         clock: seconds for the use of slots; None: the event loop's.
     """
 
+    @checked
     def __init__(
         self,
         url: str,
         reward: Reward | None = None,
         *,
         hooks: Hooks | None = None,
-        max_in_flight: int = 512,
-        adapt_every_s: float | None = 2.0,
-        request_timeout_s: float = 600.0,
-        max_failed_share: float = 0.0,
-        max_prompt_tokens: int | None = None,
+        max_in_flight: Positive = 512,
+        adapt_every_s: Seconds | None = 2.0,
+        request_timeout_s: Seconds = 600.0,
+        max_failed_share: Share = 0.0,
+        max_prompt_tokens: Positive | None = None,
         lora_path: str | None = "",
         routed_experts: bool = False,
         key: str = "",
         control_key: str = "",
         retry_policy: RetryPolicy | None = None,
         on_metrics: OnMetrics | None = None,
-        client: GenerationClient | None = None,
+        client: SkipValidation[GenerationClient | None] = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        check_number("max_in_flight", max_in_flight, least=1, whole=True)
-        check_positive("request_timeout_s", request_timeout_s)
-        check_kind("routed_experts", routed_experts, bool, "True or False")
-        if adapt_every_s is not None:
-            check_positive("adapt_every_s", adapt_every_s)
-        if max_prompt_tokens is not None:
-            check_number("max_prompt_tokens", max_prompt_tokens, least=1, whole=True)
-        for name, function in (("reward", reward), ("on_metrics", on_metrics), ("clock", clock)):
-            check_callable(name, function)
         if client is None:
             _check_connection(url, key, control_key)
-        policy = RetryPolicy() if retry_policy is None else retry_policy
-        check_kind("retry_policy", policy, RetryPolicy, "a RetryPolicy")
         if clock is None:
             clock = _clock_of_loop()
-        given = Hooks() if hooks is None else hooks
-        check_kind("hooks", given, Hooks, "Hooks")
-        self._hooks = given if reward is None else replace(given, reward=reward)
+        hooks = hooks or Hooks()
+        self._hooks = hooks if reward is None else replace(hooks, reward=reward)
         self._options = RolloutOptions(max_failed_share=max_failed_share)
         self._max_in_flight = max_in_flight
         self._adapt_every_s = adapt_every_s
@@ -119,7 +104,9 @@ class RolloutDriver:
             key=key,
             control_key=control_key,
         )
-        self._engines = Completer(client, Limiter(max_in_flight, clock=clock), policy)
+        self._engines = Completer(
+            client, Limiter(max_in_flight, clock=clock), retry_policy or RetryPolicy()
+        )
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
@@ -147,16 +134,17 @@ class RolloutDriver:
 
     # -- rollouts ---------------------------------------------------------------------------
 
+    @checked
     async def rollout(
         self,
-        rollout_id: int,
-        prompts: Sequence[Prompt] | PromptSource,
+        rollout_id: Count,
+        prompts: SkipValidation[Sequence[Prompt] | PromptSource],
         *,
         group_size: int,
         sampling: SamplingParams,
         num_groups: int | None = None,
         options: RolloutOptions | None = None,
-        weight_version: int | None = None,
+        weight_version: Count | None = None,
         on_sample: OnSample | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[SampleGroup]:
@@ -181,7 +169,6 @@ class RolloutDriver:
         """
         self._check_open()
         options = self._options if options is None else options
-        _check_rollout(rollout_id, options, on_sample=on_sample, on_progress=on_progress)
         if weight_version is not None:
             self.set_weight_version(weight_version)
         stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
@@ -202,7 +189,8 @@ class RolloutDriver:
         self._publish(rollout_id, metrics, lengths=length_histogram(list(all_samples(groups))))
         return groups
 
-    async def evaluate(self, rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
+    @checked
+    async def evaluate(self, rollout_id: Count, datasets: Mapping[str, EvalDataset]) -> EvalResult:
         """Evaluate every data set; all tokens come from one weight version.
 
         Args:
@@ -214,10 +202,6 @@ class RolloutDriver:
             RolloutError: the weight version changed during every try, or the driver is closed.
         """
         self._check_open()
-        check_number("rollout_id", rollout_id, least=0, whole=True)
-        check_kind("datasets", datasets, Mapping, "EvalDataset by name")
-        for name, dataset in datasets.items():
-            check_kind(f"datasets[{name!r}]", dataset, EvalDataset, "an EvalDataset")
         self._start_following_load()
         await self._refresh()
         result = await evaluate_datasets(
@@ -226,6 +210,7 @@ class RolloutDriver:
         self._publish(rollout_id, result.metrics)
         return result
 
+    @checked
     async def check_logprobs(
         self,
         groups: Sequence[SampleGroup],
@@ -248,8 +233,6 @@ class RolloutDriver:
             RolloutError: the driver is closed.
         """
         self._check_open()
-        if on_mismatch not in ("warn", "raise"):
-            raise wrong("on_mismatch", on_mismatch, "'warn' or 'raise'")
         report = await asyncio.to_thread(
             compare_logprobs, groups, trainer_logprobs, temperature=temperature, limit=limit
         )
@@ -268,7 +251,8 @@ class RolloutDriver:
         """The newest version of the policy that the driver knows."""
         return self._engines.weight_version
 
-    def set_weight_version(self, version: int) -> None:
+    @checked
+    def set_weight_version(self, version: Count) -> None:
         """Set the policy's version; one that is older than the known version is ignored.
 
         Args:
@@ -277,7 +261,6 @@ class RolloutDriver:
         Raises:
             ConfigError: it is no such number.
         """
-        check_number("weight_version", version, least=0, whole=True)
         self._engines.note_version(version)
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
@@ -304,9 +287,10 @@ class RolloutDriver:
             raise ConfigError("nothing was rolled out from this source by this driver")
         return self._streams[id(source)]
 
+    @checked
     def restore(
         self,
-        source: PromptSource,
+        source: SkipValidation[PromptSource],
         state: Mapping[str, Any],
         *,
         num_groups: int,
@@ -328,7 +312,6 @@ class RolloutDriver:
         self._check_open()
         _check_source("source", source)
         options = self._options if options is None else options
-        check_kind("options", options, RolloutOptions, "RolloutOptions")
         batch = BatchPlan(num_groups, group_size, sampling)
         self._stream(source, batch, options).load_state_dict(state)
 
@@ -395,7 +378,8 @@ class RolloutDriver:
             raise ConfigError("rollout needs at least one prompt")
         most = self._max_prompt_tokens
         for index, prompt in enumerate(prompts):
-            check_prompt(f"prompts[{index}]", prompt)
+            if not isinstance(prompt, Prompt):
+                raise wrong(f"prompts[{index}]", prompt, "a Prompt(ids)")
             if most is not None and len(prompt.ids) > most:
                 raise ConfigError(
                     f"prompt {index} has {len(prompt.ids)} tokens, at most {most} fit",
@@ -411,13 +395,6 @@ class RolloutDriver:
         task.add_done_callback(self._reports.discard)
         if self._on_metrics is not None:
             self._on_metrics(rollout_id, metrics)
-
-
-def _check_rollout(rollout_id: Any, options: Any, **callbacks: Any) -> None:
-    check_kind("options", options, RolloutOptions, "RolloutOptions")
-    check_number("rollout_id", rollout_id, least=0, whole=True)
-    for name, function in callbacks.items():
-        check_callable(name, function)
 
 
 def _check_prompts(prompts: Any) -> None:
@@ -440,9 +417,9 @@ def _clock_of_loop() -> Callable[[], float]:
 
 
 def _check_connection(url: str, *keys: str) -> None:
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")):
         raise wrong("url", url, "the http://host:port of a router or an engine, as policy.url")
-    if not all(isinstance(key, str) and key.isascii() and key.isprintable() for key in keys):
+    if not all(key.isascii() and key.isprintable() for key in keys):
         raise ConfigError("key, control_key: must be printable ASCII text")
 
 

@@ -10,13 +10,16 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_callable, check_kind, check_number
+from rollout.core.arguments import Count, Positive, checked, options
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import Completer
-from rollout.driver.data.prompt import Prompt, check_prompt
+from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.stream.hooks import Hooks, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_rollout_sampling
@@ -26,7 +29,7 @@ from rollout.driver.stream.stream import Stream
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class EvalDataset:
     """A data set and how it is evaluated.
 
@@ -45,24 +48,14 @@ class EvalDataset:
 
     prompts: Sequence[Prompt]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
-    num_samples: int = 1
+    num_samples: Positive = 1
     reward: Reward | None = None
-    ks: tuple[int, ...] | None = None
+    ks: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
     right_from: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("num_samples", self.num_samples, least=1, whole=True)
         check_rollout_sampling(self.sampling)
-        check_callable("reward", self.reward)
-        check_number("right_from", self.right_from, least=-math.inf)
-        check_kind("prompts", self.prompts, Sequence, "a list of Prompt")
-        for index, prompt in enumerate(self.prompts):
-            check_prompt(f"prompts[{index}]", prompt)
-        ks = () if self.ks is None else self.ks
-        check_kind("ks", ks, Sequence, "a tuple of whole numbers")
-        for index, k in enumerate(ks):
-            check_number(f"ks[{index}]", k, least=1, whole=True)
-        wrong = [k for k in ks if k > self.num_samples]
+        wrong = [k for k in self.ks or () if k > self.num_samples]
         if wrong:
             raise ConfigError(
                 f"pass@{wrong[0]} needs as many samples; num_samples is {self.num_samples}",
@@ -85,7 +78,7 @@ class EvalResult:
         return f"[EVAL RESULT] eval {self.rollout_id}: {self.metrics}"
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class EvalPlan:
     """When to evaluate: before the first training step, and every ``every`` steps.
 
@@ -97,13 +90,11 @@ class EvalPlan:
         ConfigError: ``every`` is no whole number, at least 0.
     """
 
-    every: int
+    every: Count
     before_first: bool = True
 
-    def __post_init__(self) -> None:
-        check_number("every", self.every, least=0, whole=True)
-
-    def is_due(self, num_trained: int) -> bool:
+    @checked
+    def is_due(self, num_trained: Count) -> bool:
         """Whether to evaluate after ``num_trained`` training steps.
 
         Args:
@@ -112,7 +103,6 @@ class EvalPlan:
         Raises:
             ConfigError: it is no such number.
         """
-        check_number("num_trained", num_trained, least=0, whole=True)
         if num_trained == 0:
             return self.before_first
         return self.every > 0 and num_trained % self.every == 0

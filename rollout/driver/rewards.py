@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout.core.arguments import check_kind, check_number, wrong
+from rollout.core.arguments import Positive, checked, wrong
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import Sample
 from rollout.driver.stream.hooks import Reward
@@ -141,10 +141,10 @@ class RemoteReward:
         ConfigError: one of them is wrong.
     """
 
-    def __init__(self, url: str, *, max_at_once: int = 64) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    @checked
+    def __init__(self, url: str, *, max_at_once: Positive = 64) -> None:
+        if not url.startswith(("http://", "https://")):
             raise wrong("url", url, "an http or https address")
-        check_number("max_at_once", max_at_once, least=1, whole=True)
         self._url = url
         self._max_at_once = max_at_once
         self._session: aiohttp.ClientSession | None = None
@@ -156,20 +156,18 @@ class RemoteReward:
             sample: with its text.
 
         Raises:
-            ConfigError: it is no sample.
             ValueError: the response has no reward.
             aiohttp.ClientError: there is no response, or it is an HTTP error.
         """
-        check_kind("sample", sample, Sample, "a Sample")
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._max_at_once)
-            self._session = aiohttp.ClientSession(connector=connector)
         body = {
             "prompt_ids": sample.prompt_ids,
             "output_ids": sample.output_ids,
             "text": sample.text,
             "metadata": sample.metadata,
         }
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_at_once)
+            self._session = aiohttp.ClientSession(connector=connector)
         async with self._session.post(self._url, json=body) as response:
             response.raise_for_status()
             reply = await response.json()

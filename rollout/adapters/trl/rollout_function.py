@@ -11,13 +11,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import SkipValidation
+
 from rollout.adapters.trl.requests import check_complete, check_policy, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
-from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.arguments import RankTimeout, Seconds, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
+from rollout.runtime.handle import ServerHandle
 
 if TYPE_CHECKING:
-    from rollout.runtime.handle import ServerHandle
     from rollout.runtime.handle.pusher import Pusher
 
 
@@ -42,17 +44,16 @@ class RolloutFunction:
         ConfigError: ``policy`` is no handle of a server, or a timeout is no number over 0.
     """
 
+    @checked
     def __init__(
         self,
-        policy: ServerHandle,
+        policy: SkipValidation[ServerHandle],
         *,
         group: Any = None,
-        rank_timeout_s: float = 30.0,
-        request_timeout_s: float = 600.0,
+        rank_timeout_s: RankTimeout = 30.0,
+        request_timeout_s: Seconds = 600.0,
     ) -> None:
         check_policy(policy)
-        check_number("rank_timeout_s", rank_timeout_s, least=1)
-        check_positive("request_timeout_s", request_timeout_s)
         self._policy = policy
         self._group = group
         self._rank_timeout_s = rank_timeout_s

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.adapters.trl.judged_groups import GroupSampler
 from rollout.adapters.trl.requests import check_policy
-from rollout.core.arguments import check_number, check_positive, wrong
+from rollout.core.arguments import Count, Seconds, checked, wrong
 from rollout.core.errors import LifecycleError, RolloutError
 
 if TYPE_CHECKING:
@@ -56,18 +56,14 @@ class RolloutWorker:
         end_ids: Sequence[int] = (),
     ) -> None:
         check_policy(policy)
-        if not callable(reward_funcs) and not isinstance(reward_funcs, Sequence):
-            raise wrong("reward_funcs", reward_funcs, "a function or a list of functions")
-        for index, function in enumerate([] if callable(reward_funcs) else reward_funcs):
+        rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        for index, function in enumerate(rewards):
             if not callable(function):
                 raise wrong(f"reward_funcs[{index}]", function, "a function")
         if not hasattr(dataset, "__iter__"):
             raise wrong("dataset", dataset, "rows with a prompt")
-        if not hasattr(args, "max_inflight_tasks"):
-            raise wrong("args", args, "an AsyncGRPOConfig")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         self._sampler = GroupSampler(
             policy, rewards, processing_class, args, end_ids, self.metrics_queue
         )
@@ -106,7 +102,8 @@ class RolloutWorker:
                 break
         self._thread = None
 
-    def update_model_version(self, model_version: int) -> None:
+    @checked
+    def update_model_version(self, model_version: Count) -> None:
         """The trainer calls it after each push.
 
         Args:
@@ -115,10 +112,10 @@ class RolloutWorker:
         Raises:
             ConfigError: it is no such number.
         """
-        check_number("model_version", model_version, least=0, whole=True)
         self._sampler.set_model_version(model_version)
 
-    def check_health(self, stale_after_s: float) -> None:
+    @checked
+    def check_health(self, stale_after_s: Seconds) -> None:
         """Raise if the thread has failed, or was not active for so long.
 
         Args:
@@ -128,7 +125,6 @@ class RolloutWorker:
             RolloutError: it was not active.
             ConfigError: ``stale_after_s`` is not over 0.
         """
-        check_positive("stale_after_s", stale_after_s)
         if self._error is not None:
             raise self._error
         silent_s = time.monotonic() - self._alive_at

@@ -44,7 +44,7 @@ class AgentSession:
         control_key: str,
         submit: Callable[[Coroutine[Any, Any, Any]], Pending[Any]],
     ) -> None:
-        if not isinstance(session_id, str) or (session_id and not _ID.fullmatch(session_id)):
+        if session_id and not _ID.fullmatch(session_id):
             raise wrong("session_id", session_id, "1 to 256 letters, digits or ._-")
         self.session_id = session_id or os.urandom(8).hex()
         self._url = f"{url.rstrip('/')}/sessions/{self.session_id}"

@@ -7,15 +7,18 @@ are bounded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from rollout.core.arguments import check_number
+from pydantic import Field
+
+from rollout.core.arguments import Count, options
 from rollout.driver.client.generation_client import FailureKind, GenerationError
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class RetryPolicy:
     """How many failures one sample survives.
 
@@ -28,14 +31,9 @@ class RetryPolicy:
         ConfigError: a value is no number, or below 0.
     """
 
-    max_lost: int = 5
-    unavailable_s: float = 600.0
-    max_empty_aborts: int = 30
-
-    def __post_init__(self) -> None:
-        check_number("max_lost", self.max_lost, least=0, whole=True)
-        check_number("unavailable_s", self.unavailable_s, least=0)
-        check_number("max_empty_aborts", self.max_empty_aborts, least=0, whole=True)
+    max_lost: Count = 5
+    unavailable_s: Annotated[float, Field(ge=0)] = 600.0
+    max_empty_aborts: Count = 30
 
 
 @dataclass(slots=True)

@@ -11,10 +11,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2s
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
+
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_kind, check_number, check_positive, wrong
+from rollout.core.arguments import STRICT, Count, Seconds, TokenIds, checked_as, wrong
 from rollout.core.errors import ConfigError
 from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.sampling_check import check_sampling
@@ -27,6 +30,7 @@ _FLAGS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
+@with_config(STRICT)
 class SampleOptions(TypedDict, total=False):
     """What a request for samples may have besides prompt, sampling and id.
 
@@ -44,16 +48,20 @@ class SampleOptions(TypedDict, total=False):
 
     image_data: Any
     prompt_logprobs: bool
-    top_logprobs: int
+    top_logprobs: Count
     routed_experts: bool
     lora_path: str | None
     affinity: str
-    timeout_s: float
+    timeout_s: Seconds
+
+
+_OPTIONS = TypeAdapter(SampleOptions)
+_IDS: TypeAdapter[tuple[int, ...]] = TypeAdapter(TokenIds, config=STRICT)
 
 
 def rid_prefix(request_id: str) -> str:
     """The beginning of the ids of a call's requests, and of no other's."""
-    if not isinstance(request_id, str) or not request_id:
+    if not request_id:
         raise wrong("request_id", request_id, "a text that is not empty")
     return blake2s(request_id.encode(), digest_size=_PREFIX_BYTES).hexdigest()
 
@@ -90,12 +98,9 @@ def make_requests(
         )
     sampling = sampling or SamplingParams()
     check_sampling(sampling, least_tokens=0)
-    timeout_s = options.get("timeout_s", _TIMEOUT_S)
-    check_positive("timeout_s", timeout_s)
+    options = checked_as(_OPTIONS, options)
     prompts = _prompts(token_ids, sampling)
     prefix = rid_prefix(request_id or os.urandom(_PREFIX_BYTES).hex())
-    affinity = options.get("affinity", "")
-    check_kind("affinity", affinity, str, "a text")
     fields = _with_images(_fields(options), options, len(prompts), is_batch(token_ids))
     pairs = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.n)]
     return [
@@ -103,10 +108,10 @@ def make_requests(
             f"{prefix}{number:08x}",
             prompts[index],
             _copy_of(sampling, copy),
-            affinity,
+            options.get("affinity", ""),
             fields[index],
             fails_over=True,
-            timeout_s=timeout_s,
+            timeout_s=options.get("timeout_s", _TIMEOUT_S),
         )
         for number, (index, copy) in enumerate(pairs)
     ]
@@ -121,12 +126,10 @@ def _prompts(token_ids: Any, sampling: SamplingParams) -> list[list[int]]:
 
 
 def _checked_ids(name: str, ids: Any) -> list[int]:
-    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
-    if not is_list or not all(type(one) is int and one >= 0 for one in ids):
-        raise wrong(name, ids, "token ids, each an int of at least 0")
-    if not ids:
+    found = checked_as(_IDS, ids, name)
+    if not found:
         raise ConfigError(f"{name} has no tokens", setting=name, value=ids)
-    return list(ids)
+    return list(found)
 
 
 def _copy_of(sampling: SamplingParams, copy: int) -> SamplingParams:
@@ -139,12 +142,8 @@ def _copy_of(sampling: SamplingParams, copy: int) -> SamplingParams:
 def _fields(options: SampleOptions) -> dict[str, Any]:
     """What the body of every prompt has besides ids and sampling, with SGLang's names."""
     num_top = options.get("top_logprobs", 0)
-    check_number("top_logprobs", num_top, least=0, whole=True)
     fields: dict[str, Any] = {"top_logprobs_num": num_top} if num_top else {}
-    for name, field, value in _FLAGS:
-        check_kind(name, flag := options.get(name, False), bool, "True or False")
-        if flag:
-            fields[field] = value
+    fields |= {field: value for name, field, value in _FLAGS if options.get(name)}
     return fields | weights_field(options.get("lora_path", ""))
 
 
@@ -153,12 +152,7 @@ def weights_field(lora_path: str | None) -> dict[str, Any]:
 
     Args:
         lora_path: name of a LoRA adapter; None: the base; empty: what was pushed last.
-
-    Raises:
-        ConfigError: it is of another kind.
     """
-    if lora_path is not None:
-        check_kind("lora_path", lora_path, str, "a text or None")
     return {} if lora_path == "" else {"lora_path": lora_path}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_ids, check_kind
+from rollout.core.arguments import TokenId, checked
 from rollout.core.errors import GenerationAborted, RolloutError
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.sampling_check import check_sampling
@@ -64,7 +64,8 @@ class Session:
             raise RolloutError(f"turn failed: {self.sample.error}")
         return self.sample.output_ids[base:]
 
-    def observe(self, ids: Sequence[int], text: str = "") -> None:
+    @checked
+    def observe(self, ids: Sequence[TokenId], text: str = "") -> None:
         """Append tokens of the environment.
 
         Args:
@@ -74,8 +75,6 @@ class Session:
         Raises:
             ConfigError: these are no token ids, or no text.
         """
-        check_ids("ids", ids)
-        check_kind("text", text, str, "a text")
         self.sample.output_ids.extend(ids)
         self.sample.output_logprobs.extend([0.0] * len(ids))
         self.sample.mask.extend([0] * len(ids))

@@ -29,21 +29,21 @@ shape[:-1], num_layers, -1)`` separates both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.core.arguments import check_number
+from rollout.core.arguments import Positive, Whole, checked
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples, version_number
 
 Array = NDArray[Any]
 
 
+@checked
 def padded(
-    groups: Sequence[SampleGroup], *, pad_id: int = 0, pad_to_multiple: int = 1
+    groups: Sequence[SampleGroup], *, pad_id: Whole = 0, pad_to_multiple: Positive = 1
 ) -> dict[str, Array]:
     """Samples side by side, padded on the right.
 
@@ -57,8 +57,6 @@ def padded(
         ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
-    check_number("pad_id", pad_id, least=-math.inf, whole=True)
-    check_number("pad_to_multiple", pad_to_multiple, least=1, whole=True)
     lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
     width = -(-max(lengths) // pad_to_multiple) * pad_to_multiple
     shape = (len(samples), width)
@@ -80,7 +78,6 @@ def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
         groups: a list, as the driver returns it.
 
     Raises:
-        ConfigError: these are no groups.
         ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)
@@ -109,9 +106,6 @@ def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
 
     Args:
         groups: a list, as the driver returns it.
-
-    Raises:
-        ConfigError: these are no groups.
     """
     samples = list(all_samples(groups))
     return {

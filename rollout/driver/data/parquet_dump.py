@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
-from rollout.core.arguments import check_number, check_path
+from rollout.core.arguments import Count, checked
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus, all_samples
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 
 _READ_ROWS = 1024
 # Columns with the name and the value of a sample's field.
@@ -46,7 +46,8 @@ def from_arrow(table: Any) -> list[SampleGroup]:
     return list(_groups(iter(table.to_pylist())))
 
 
-def save_groups(path: Path | str, rollout_id: int, groups: Sequence[SampleGroup]) -> None:
+@checked
+def save_groups(path: Path | str, rollout_id: Count, groups: Sequence[SampleGroup]) -> None:
     """Write one rollout.
 
     Args:
@@ -58,9 +59,6 @@ def save_groups(path: Path | str, rollout_id: int, groups: Sequence[SampleGroup]
         ConfigError: an argument is wrong, metadata of a sample is not JSON, the file cannot be
             written, or pyarrow is missing.
     """
-    check_path("path", path)
-    check_number("rollout_id", rollout_id, least=0, whole=True)
-    all_samples(groups)  # which checks them
     table = to_arrow(rollout_id, groups)
     from pyarrow import parquet
 
@@ -79,7 +77,6 @@ def load_groups(path: Path | str) -> list[SampleGroup]:
     Raises:
         ConfigError: there is no such file, it is no dump, or pyarrow is missing.
     """
-    check_path("path", path)
     return list(_groups(_rows(path)))
 
 
@@ -97,7 +94,6 @@ class Replay:
     def __init__(self, *paths: Path | str) -> None:
         self._rollouts: dict[int, list[SampleGroup]] = {}
         for path in paths:
-            check_path("paths", path)
             for file in _files(Path(path)):
                 rows = _rows(file)
                 for rollout_id, part in groupby(rows, key=lambda row: int(row["rollout_id"])):

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import field
+from typing import Annotated, Any, Protocol
 
-from rollout.core.arguments import check_ids, check_kind
-from rollout.core.errors import ConfigError
+from pydantic import Field
+
+from rollout.core.arguments import TokenIds, options
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class Prompt:
     """One prompt.
 
     Attributes:
         ids: token ids, at least one.
         metadata: for the reward, by name; each sample has a copy.
-    """
-
-    ids: tuple[int, ...]
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-def check_prompt(name: str, prompt: Any) -> None:
-    """Check what a user gave as a prompt.
 
     Raises:
-        ConfigError: it is no ``Prompt`` with token ids.
+        ConfigError: these are no token ids, or there is none.
     """
-    check_kind(name, prompt, Prompt, "a Prompt(ids)")
-    check_ids(f"{name}.ids", prompt.ids)
-    if not prompt.ids:
-        raise ConfigError(f"{name} has no tokens", setting=name)
-    check_kind(f"{name}.metadata", prompt.metadata, dict, "a dict")
+
+    ids: Annotated[TokenIds, Field(min_length=1)]
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptSource(Protocol):

@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollout.core.arguments import check_callable, check_kind, check_number, wrong
+from pydantic import SkipValidation
+
+from rollout.core.arguments import Count, Whole, checked
 from rollout.core.errors import ConfigError
 from rollout.driver.data.prompt import Prompt
 
@@ -65,26 +67,18 @@ class PromptData:
         ConfigError: there are no rows, or a setting is wrong.
     """
 
+    @checked
     def __init__(
         self,
-        rows: PromptRows,
+        rows: SkipValidation[PromptRows],
         *,
         encode: Encode | None = None,
         prompt_key: str = "prompt",
-        seed: int | None = 0,
-        num_epochs: int | None = None,
-        max_prompt_tokens: int | None = None,
+        seed: Whole | None = 0,
+        num_epochs: Count | None = None,
+        max_prompt_tokens: Count | None = None,
         skip_too_long: bool = False,
     ) -> None:
-        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-            raise wrong(
-                "rows", rows, "a list of mappings, or a data set with len and rows by number"
-            )
-        check_callable("encode", encode)
-        check_kind("prompt_key", prompt_key, str, "a text")
-        for name, number in (("num_epochs", num_epochs), ("max_prompt_tokens", max_prompt_tokens)):
-            if number is not None:
-                check_number(name, number, least=0, whole=True)
         if len(rows) == 0:
             raise ConfigError("the data set has no rows", setting="rows")
         self.num_skipped = 0
@@ -149,15 +143,12 @@ class PromptData:
         Raises:
             ConfigError: it was written with other data, or is no such state.
         """
-        check_kind("state", state, Mapping, "what state_dict returned")
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ConfigError(
                 f"this is no state of a PromptData: it has no {', '.join(missing)}", setting="state"
             )
         _check_same("rows", state["num_rows"], len(self._rows))
         _check_same("seed", state["seed"], self._seed)
-        for name in ("epoch", "place"):
-            check_number(f"state[{name!r}]", state[name], least=0, whole=True)
         self._epoch, self._position = state["epoch"], state["place"]
         self._order = self._order_of(self._epoch)
 

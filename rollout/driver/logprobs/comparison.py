@@ -13,7 +13,9 @@ from itertools import pairwise
 from operator import sub
 from typing import Any, NamedTuple
 
-from rollout.core.arguments import check_kind, check_positive, wrong
+from pydantic import SkipValidation
+
+from rollout.core.arguments import AboveZero, checked
 from rollout.core.errors import ConfigError, LogprobMismatch
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_cause import LogprobRows, Mismatch, Place, find_mismatch
@@ -49,7 +51,8 @@ class LogprobReport:
     histograms: Mapping[str, Mapping[str, float]]
     mismatch: Mismatch | None
 
-    def truncated_weights(self, cap: float = TIS_CAP) -> list[list[float]]:
+    @checked
+    def truncated_weights(self, cap: AboveZero = TIS_CAP) -> list[list[float]]:
         """Truncated importance weights, shaped as ``gaps``: min(p_trainer / p_engine, cap).
 
         They correct a policy gradient for tokens that another policy than the trainer's has drawn:
@@ -63,7 +66,6 @@ class LogprobReport:
         Raises:
             ConfigError: ``cap`` is not over 0.
         """
-        check_positive("cap", cap)
         return [
             [0.0 if math.isnan(ratio) else min(ratio, cap) for ratio in ratios(row)]
             for row in self.gaps
@@ -110,12 +112,13 @@ class LogprobReport:
         )
 
 
+@checked
 def compare_logprobs(
-    samples: Sequence[Sample] | Sequence[SampleGroup],
+    samples: SkipValidation[Sequence[Sample] | Sequence[SampleGroup]],
     trainer_logprobs: Any,
     *,
-    temperature: float = 1.0,
-    limit: float = LIMIT,
+    temperature: AboveZero = 1.0,
+    limit: AboveZero = LIMIT,
 ) -> LogprobReport:
     """Compare the log-probs of the engines with those of the trainer.
 
@@ -130,8 +133,6 @@ def compare_logprobs(
     Raises:
         ConfigError: rows or tokens do not fit the samples, or a wrong setting.
     """
-    check_positive("temperature", temperature)
-    check_positive("limit", limit)
     flat = _flat(samples)
     rows = _rows(flat, trainer_logprobs)
     sums: dict[Cell, GapSums] = {}
@@ -218,22 +219,18 @@ def _report(
 
 def _flat(samples: Any) -> list[Sample]:
     """The samples themselves, checked."""
-    check_kind("samples", samples, Sequence, "a list of Sample or of SampleGroup")
     flat = [
         sample
         for one in samples
         for sample in (one.samples if isinstance(one, SampleGroup) else [one])
     ]
-    for index, sample in enumerate(flat):
-        check_kind(f"samples[{index}]", sample, Sample, "a Sample or a SampleGroup")
+    for sample in flat:
         sample.check()
     return flat
 
 
 def _rows(samples: Sequence[Sample], trainer_logprobs: Any) -> list[list[float]]:
     """The trainer's log-probs as lists, one for each output token of each sample."""
-    if not hasattr(trainer_logprobs, "__iter__"):
-        raise wrong("trainer_logprobs", trainer_logprobs, "a row of numbers for each sample")
     rows = [_floats(index, row) for index, row in enumerate(trainer_logprobs)]
     if len(rows) != len(samples):
         raise ConfigError(

@@ -13,12 +13,10 @@ logits.  A trainer has them, so it computes whichever is wanted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_kind, wrong
+from rollout.core.arguments import wrong
 from rollout.driver.client.sampling_check import check_sampling
 
 
@@ -63,9 +61,7 @@ def token_logprobs(
     return torch.where(is_kept, chosen - mass, -torch.inf)
 
 
-def _check_shapes(logits: Any, token_ids: Any) -> None:
-    check_kind("logits", logits, torch.Tensor, "a tensor")
-    check_kind("token_ids", token_ids, torch.Tensor, "a tensor")
+def _check_shapes(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
     if token_ids.dtype not in (torch.int32, torch.int64):
         raise wrong("token_ids.dtype", token_ids.dtype, "int64")
     if logits.shape[:-1] != token_ids.shape:

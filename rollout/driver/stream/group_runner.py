@@ -26,7 +26,7 @@ from rollout.driver.stream.hooks import (
     keeps_sample,
     why_dropped,
 )
-from rollout.driver.stream.options import BatchPlan, RolloutOptions, WhenStale, is_stale
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, is_stale
 from rollout.driver.stream.step_metrics import StepStats
 from rollout.driver.stream.work_queue import WorkItem
 
@@ -141,7 +141,7 @@ class GroupRunner:
         if not stale:
             return Staleness.FRESH
         options = self.options
-        if item.num_redone >= options.max_redone or options.when_stale is WhenStale.DROP:
+        if item.num_redone >= options.max_redone or options.when_stale == "drop":
             return Staleness.TOO_OLD
         item.num_redone += 1
         self.stats.num_redone += len(stale)

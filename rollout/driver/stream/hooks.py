@@ -12,10 +12,9 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from rollout.core.arguments import check_callable, check_kind, check_number, check_positive
+from rollout.core.arguments import Positive, Seconds, options
 from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.session import Session
@@ -29,7 +28,7 @@ PostProcess = Callable[[list[SampleGroup]], None]
 OnSample = Callable[[Sample], None]
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class Hooks:
     """The user's callables; all are optional.
 
@@ -50,28 +49,11 @@ class Hooks:
     generate: Generate | None = None
     reward: Reward | None = None
     group_reward: GroupReward | None = None
-    reward_timeout_s: float | None = None
-    reward_tries: int = 1
+    reward_timeout_s: Seconds | None = None
+    reward_tries: Positive = 1
     sample_filter: SampleFilter | None = None
     group_filter: GroupFilter | None = None
     post_process: PostProcess | None = None
-
-    def __post_init__(self) -> None:
-        for name in _FUNCTIONS:
-            check_callable(name, getattr(self, name))
-        check_number("reward_tries", self.reward_tries, least=1, whole=True)
-        if self.reward_timeout_s is not None:
-            check_positive("reward_timeout_s", self.reward_timeout_s)
-
-
-_FUNCTIONS = (
-    "generate",
-    "reward",
-    "group_reward",
-    "sample_filter",
-    "group_filter",
-    "post_process",
-)
 
 
 def drop_zero_std(group: SampleGroup) -> str:
@@ -79,11 +61,7 @@ def drop_zero_std(group: SampleGroup) -> str:
 
     Args:
         group: with its rewards.
-
-    Raises:
-        ConfigError: it is no group.
     """
-    check_kind("group", group, SampleGroup, "a SampleGroup")
     return "zero_std" if group.has_zero_std else ""
 
 

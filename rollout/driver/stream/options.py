@@ -6,41 +6,27 @@ Always true: the values of settings are checked when they are made.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import check_kind, check_number, check_positive, wrong
+from rollout.core.arguments import Count, Positive, Seconds, Share, options, wrong
 from rollout.core.samples import Sample
 from rollout.driver.client.sampling_check import check_sampling
 
-
-class Mode(StrEnum):
-    """When generation may run.
-
-    ``sync``: only during a call for a batch; what the batch does not need is aborted.
-    ``one_ahead``: up to one batch, also between calls.  ``async``: always, up to the number of
-    batches that staleness allows.
-    """
-
-    SYNC = "sync"
-    ONE_AHEAD = "one_ahead"
-    ASYNC = "async"
+Mode = Literal["sync", "one_ahead", "async"]
+WhenStale = Literal["redo", "drop"]
 
 
-class WhenStale(StrEnum):
-    """What happens to a group with a stale sample: generate it again, or drop it."""
-
-    REDO = "redo"
-    DROP = "drop"
-
-
-@dataclass(frozen=True, slots=True)
+@options
 class RolloutOptions:
     """Settings of a rollout from a source.
 
     Attributes:
-        mode: ``sync``, ``one_ahead`` or ``async``; see ``Mode``.
+        mode: when generation may run.  ``sync``: only during a call for a batch; what the batch
+            does not need is aborted.  ``one_ahead``: up to one batch, also between calls.
+            ``async``: always, up to the number of batches that staleness allows.
         over_sampling: groups to run per wanted group; ready groups beyond the batch go to the
             next batch.
         partial: samples that are unfinished when the batch is full keep their tokens and continue
@@ -59,33 +45,16 @@ class RolloutOptions:
         ConfigError: a value is not one of these; it is named.
     """
 
-    mode: Mode | str = Mode.SYNC
-    over_sampling: float = 1.0
+    mode: Mode = "sync"
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0
     partial: bool = True
-    max_version_lag: int | None = None
-    when_stale: WhenStale | str = WhenStale.REDO
-    max_redone: int = 3
-    max_rejected: int | None = None
-    max_failed_share: float = 0.0
-    abort_timeout_s: float = 30.0
-    pin: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("when_stale", WhenStale)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise wrong(name, value, f"one of {', '.join(kind)}")
-            object.__setattr__(self, name, kind(value))
-        check_kind("partial", self.partial, bool, "True or False")
-        check_number("over_sampling", self.over_sampling, least=1)
-        check_number("max_redone", self.max_redone, least=0, whole=True)
-        for name in ("max_version_lag", "max_rejected", "pin"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), least=0, whole=True)
-        check_number("max_failed_share", self.max_failed_share, least=0)
-        if self.max_failed_share > 1:
-            raise wrong("max_failed_share", self.max_failed_share, "a share between 0 and 1")
-        check_positive("abort_timeout_s", self.abort_timeout_s)
+    max_version_lag: Count | None = None
+    when_stale: WhenStale = "redo"
+    max_redone: Count = 3
+    max_rejected: Count | None = None
+    max_failed_share: Share = 0.0
+    abort_timeout_s: Seconds = 30.0
+    pin: Count | None = None
 
 
 def capacity(options: RolloutOptions, num_groups: int, *, is_requested: bool) -> int:
@@ -96,9 +65,9 @@ def capacity(options: RolloutOptions, num_groups: int, *, is_requested: bool) ->
         is_requested: a call waits for a batch now.
     """
     batch = math.ceil(num_groups * options.over_sampling)
-    if options.mode is Mode.SYNC:
+    if options.mode == "sync":
         return batch if is_requested else 0
-    if options.mode is Mode.ONE_AHEAD:
+    if options.mode == "one_ahead":
         return batch
     # A group that waits for more batches than this would be stale before its delivery.
     return batch + num_groups * max(1, options.max_version_lag or 1)
@@ -118,7 +87,7 @@ def is_stale(options: RolloutOptions, sample: Sample, current: int | None) -> bo
     return min(versions) < current - options.max_version_lag
 
 
-@dataclass(frozen=True, slots=True)
+@options
 class BatchPlan:
     """The size and sampling of a batch.
 
@@ -127,13 +96,11 @@ class BatchPlan:
         group_size: samples per prompt.
     """
 
-    num_groups: int
-    group_size: int
+    num_groups: Positive
+    group_size: Positive
     sampling: SamplingParams
 
     def __post_init__(self) -> None:
-        check_number("num_groups", self.num_groups, least=1, whole=True)
-        check_number("group_size", self.group_size, least=1, whole=True)
         check_rollout_sampling(self.sampling)
 
 

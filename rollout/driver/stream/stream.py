@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rollout.core.arguments import check_kind
+from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
-from rollout.driver.data.prompt import PromptSource, check_prompt
+from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.delivery import BatchTimer, check_failures, check_rejections
 from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
 from rollout.driver.stream.hooks import Hooks, OnSample, post_process
-from rollout.driver.stream.options import BatchPlan, Mode, RolloutOptions, capacity
+from rollout.driver.stream.options import BatchPlan, RolloutOptions, capacity
 from rollout.driver.stream.step_metrics import Progress, StepStats
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
@@ -99,7 +99,7 @@ class Stream:
                 self._timer.end(self.stats, self._scope)
             finally:
                 self._is_requested = False
-                if self._runner.options.mode is Mode.SYNC:
+                if self._runner.options.mode == "sync":
                     await self._stop(self._runner.options.abort_timeout_s)
             groups = self._deliver()
             self._top_up()
@@ -160,7 +160,6 @@ class Stream:
             ConfigError: it has groups larger than ``group_size``, it is no such state, or a batch
                 was already begun.
         """
-        check_kind("state", state, Mapping, "what state_of returned")
         if missing := sorted({"source", "works", "next_serial", "audit"} - state.keys()):
             raise ConfigError(
                 f"this is no state of a stream: it has no {', '.join(missing)}; give what state_of "
@@ -197,9 +196,10 @@ class Stream:
         if self._error is not None or self._is_exhausted:
             return None
         try:
-            prompt = self._source.take()
-            if prompt is not None:
-                check_prompt(f"prompt {self._queue.num_taken} of the source", prompt)
+            prompt: Any = self._source.take()
+            if not isinstance(prompt, Prompt | None):
+                name = f"prompt {self._queue.num_taken} of the source"
+                raise wrong(name, prompt, "a Prompt(ids)")
         except Exception as error:
             self._error = error
             self._changed.set()

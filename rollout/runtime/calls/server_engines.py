@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.control.server.server import RolloutServer
-from rollout.core.arguments import check_kind
+from rollout.core.arguments import checked
 from rollout.core.pending import Pending
 from rollout.core.types import EngineReport, EngineStatus
 from rollout.runtime.calls.caller import Caller
@@ -15,6 +15,7 @@ class ServerEngines:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
+    @checked
     def remove(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
         """Remove an engine while the others serve: drain, free and measure its memory, end it.
 
@@ -26,7 +27,6 @@ class ServerEngines:
             LifecycleError: from ``result()`` or ``await``: there is no such engine, or too few
                 would remain.
         """
-        check_kind("keep_process", keep_process, bool, "True or False")
         return self._caller.call(RolloutServer.remove_engine, engine_id, keep_process)
 
     def add(self, engine_id: str) -> Pending[EngineStatus]:

@@ -140,11 +140,6 @@ class DeploymentHandle(RunHandle):
             ConfigError: there is no server of that name; nothing was sent.
             WeightMismatch: tensors do not fit their model; nothing was sent.
         """
-        if not isinstance(weights, Mapping):
-            raise ConfigError(
-                f"serve_weights(weights) takes tensors by server name, not a "
-                f"{type(weights).__name__}"
-            )
         for name in weights:
             if name not in self._servers:
                 known = ", ".join(self._servers)

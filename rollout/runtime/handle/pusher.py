@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.core.arguments import check_kind, check_number
+from rollout.core.arguments import RankTimeout, checked, wrong
 from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
 from rollout.runtime.calls.server_port import ServerCalls
@@ -132,8 +132,8 @@ class Pusher:
         before_kv: BeforeKv | None = None,
         checks_path: bool = False,
     ) -> StepReport:
-        if request.dtype is not None:
-            check_kind("dtype", request.dtype, Dtype, "a torch.dtype such as torch.bfloat16")
+        if not isinstance(request.dtype, Dtype | None):
+            raise wrong("dtype", request.dtype, "a torch.dtype such as torch.bfloat16")
         link = self.link
         try:
             with RankPush(
@@ -151,7 +151,8 @@ class Pusher:
             self._forget(round_)
         return report
 
-    def give_memory(self, *, rank_timeout_s: float | None = None) -> StepReport:
+    @checked
+    def give_memory(self, *, rank_timeout_s: RankTimeout | None = None) -> StepReport:
         """Free the engines' memory for the trainer, as ``ServerHandle.give_memory``.
 
         Every rank calls it when it needs the engines no more.  Rank 0 offloads when all have, and
@@ -166,8 +167,6 @@ class Pusher:
             RankFailure: a rank is silent; nothing was offloaded, unless that is rank 0.
             RolloutError: the pusher is closed.
         """
-        if rank_timeout_s is not None:
-            check_number("rank_timeout_s", rank_timeout_s, least=1)
         link, round_ = self.link, self._round("offload", rank_timeout_s)
         work = RankOffload(self.server.give_memory)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
-from rollout.core.arguments import check_number
+from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
@@ -334,7 +334,8 @@ class ServerHandle:
         with needs_torch():
             from rollout.runtime.handle.pusher import Pusher
             from rollout.weights.ranks.link import link_ranks
-        check_number("rank_timeout_s", rank_timeout_s, least=1)
+        if not rank_timeout_s >= 1:
+            raise wrong("rank_timeout_s", rank_timeout_s, "at least 1")
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
         pushes = self._pushes

@@ -108,8 +108,8 @@ def test_weights_of_no_server_are_refused(
     deployment: DeploymentHandle,
 ) -> None:
     assert "polcy" not in deployment
-    with pytest.raises(ConfigError, match="tensors by server name, not a list"):
-        deployment.serve_weights([])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no server 'polcy'"):
+        deployment.serve_weights({"polcy": {}})
 
 
 @pytest.mark.torch
@@ -159,49 +159,42 @@ SETTINGS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"url": "localhost:8000"},
         "url = 'localhost:8000': must be the http://host:port",
     ),
-    (rollout.Driver, {"url": None}, "url = None"),
-    (rollout.Driver, {"url": 8000}, "url = 8000"),
-    (rollout.Driver, {"reward": 1.0}, "reward = 1.0: must be a function or None"),
+    (rollout.Driver, {"url": None}, "url = None: must be a text"),
+    (rollout.Driver, {"reward": 1.0}, "reward = 1.0: must be a function"),
     (rollout.Driver, {"hooks": {}, "reward": None}, "Hooks"),
     (rollout.Driver, {"max_in_flight": 0}, "max_in_flight = 0: must be at least 1"),
-    (rollout.Driver, {"max_in_flight": "8"}, "max_in_flight = '8'"),
-    (rollout.Driver, {"max_in_flight": 1.5}, "max_in_flight = 1.5"),
+    (rollout.Driver, {"max_in_flight": "8"}, "max_in_flight = '8': must be a whole number"),
+    (rollout.Driver, {"max_in_flight": True}, "max_in_flight = True: must be a whole number"),
     (rollout.Driver, {"request_timeout_s": 0}, "request_timeout_s = 0: must be more than 0"),
-    (rollout.Driver, {"request_timeout_s": None}, "request_timeout_s = None"),
     (rollout.Driver, {"adapt_every_s": -1}, "adapt_every_s = -1"),
-    (
-        rollout.Driver,
-        {"max_failed_share": 2},
-        "max_failed_share = 2: must be a share between 0 and 1",
-    ),
-    (rollout.Driver, {"max_failed_share": "x"}, "max_failed_share = 'x'"),
+    (rollout.Driver, {"max_failed_share": 2}, "max_failed_share = 2: must be at most 1"),
     (rollout.Driver, {"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
-    (rollout.Driver, {"routed_experts": 1}, "routed_experts = 1"),
+    (rollout.Driver, {"routed_experts": 1}, "routed_experts = 1: must be True or False"),
     (rollout.Driver, {"key": "a\nb"}, "printable ASCII text"),
-    (rollout.Driver, {"key": 5}, "printable ASCII text"),
-    (rollout.Driver, {"on_metrics": "x"}, "on_metrics = 'x'"),
+    (rollout.Driver, {"key": b"secret"}, r"key = \(hidden\): must be a text"),
+    (rollout.Driver, {"retry_policy": {}}, "retry_policy = {}: must be an instance of RetryPolicy"),
     (
         rollout.RolloutOptions,
         {"mode": "fast"},
-        "mode = 'fast': must be one of sync, one_ahead, async",
+        "mode = 'fast': must be 'sync', 'one_ahead' or 'async'",
     ),
-    (rollout.RolloutOptions, {"over_sampling": "2"}, "over_sampling = '2'"),
-    (rollout.RolloutOptions, {"over_sampling": 0.5}, "over_sampling = 0.5"),
+    (rollout.RolloutOptions, {"over_sampling": 0.5}, "over_sampling = 0.5: must be at least 1"),
     (rollout.RolloutOptions, {"over_sampling": float("nan")}, "over_sampling = nan"),
     (rollout.RolloutOptions, {"max_version_lag": -1}, "max_version_lag = -1"),
-    (rollout.RolloutOptions, {"max_version_lag": "1"}, "max_version_lag = '1'"),
     (rollout.RolloutOptions, {"when_stale": "keep"}, "when_stale = 'keep'"),
     (rollout.RolloutOptions, {"max_redone": None}, "max_redone = None"),
-    (rollout.RolloutOptions, {"max_failed_share": None}, "max_failed_share = None"),
     (rollout.RolloutOptions, {"abort_timeout_s": 0}, "abort_timeout_s = 0"),
-    (rollout.RolloutOptions, {"abort_timeout_s": "30"}, "abort_timeout_s = '30'"),
-    (rollout.RolloutOptions, {"pin": "v1"}, "pin = 'v1'"),
+    (rollout.RolloutOptions, {"mode": 1, "pin": "v1"}, "2 settings are wrong:\n  mode = 1"),
     (rollout.Hooks, {"generate": "x"}, "generate = 'x': must be a function"),
     (rollout.Hooks, {"reward_tries": 0}, "reward_tries = 0"),
-    (rollout.Hooks, {"reward_timeout_s": "1"}, "reward_timeout_s = '1'"),
-    (rollout.EvalDataset, {"num_samples": "2"}, "num_samples = '2'"),
-    (rollout.EvalDataset, {"prompts": ["text"]}, r"prompts\[0\] = 'text'"),
+    (
+        rollout.EvalDataset,
+        {"prompts": ["text"]},
+        r"prompts\[0\] = 'text': must be an instance",
+    ),
     (rollout.EvalDataset, {"sampling": {}}, "sampling = {}"),
+    (rollout.Prompt, {"ids": (1.5,)}, r"ids\[0\] = 1.5: must be a whole number"),
+    (rollout.Prompt, {"ids": ()}, r"ids = \(\): must have at least 1 item"),
 ]
 RIGHT_SETTINGS: dict[Any, dict[str, Any]] = {
     rollout.Driver: {"url": URL},
@@ -221,21 +214,12 @@ ROLLOUTS: list[tuple[dict[str, Any], str]] = [
     ({"rollout_id": "1"}, "rollout_id = '1': must be a whole number"),
     ({"prompts": "abc"}, "prompts = 'abc': must be a list of Prompt"),
     ({"prompts": 5}, "prompts = 5"),
-    ({"prompts": None}, "prompts = None"),
     ({"prompts": []}, "at least one prompt"),
     ({"prompts": [[1, 2]]}, r"prompts\[0\] = \[1, 2\]: must be a Prompt"),
-    ({"prompts": ["text"]}, r"prompts\[0\] = 'text'"),
-    ({"prompts": [rollout.Prompt("text")]}, r"prompts\[0\].ids = 'text'"),  # type: ignore
-    ({"prompts": [rollout.Prompt((1.5,))]}, r"each an int"),  # type: ignore
-    ({"prompts": [rollout.Prompt(())]}, r"prompts\[0\] has no tokens"),
     ({"group_size": 0}, "group_size = 0"),
-    ({"group_size": "8"}, "group_size = '8'"),
-    ({"sampling": {}}, "sampling = {}: must be SamplingParams, not a dict"),
-    ({"sampling": None}, "sampling = None"),
+    ({"sampling": {}}, "sampling = {}: must be an instance of SamplingParams"),
     ({"sampling": rollout.SamplingParams(max_new_tokens=0)}, "max_new_tokens = 0"),
     ({"sampling": rollout.SamplingParams(temperature=-1)}, "temperature = -1"),
-    ({"sampling": rollout.SamplingParams(temperature="hot")}, "temperature = 'hot'"),  # type: ignore
-    ({"sampling": rollout.SamplingParams(top_p=0)}, "top_p = 0"),
     ({"sampling": rollout.SamplingParams(top_p=1.5)}, "top_p = 1.5"),
     ({"sampling": rollout.SamplingParams(top_k=0)}, "top_k = 0"),
     ({"sampling": rollout.SamplingParams(n=2)}, "group_size sets the number"),
@@ -243,7 +227,6 @@ ROLLOUTS: list[tuple[dict[str, Any], str]] = [
     ({"options": {}}, "options = {}"),
     ({"weight_version": "3"}, "weight_version = '3'"),
     ({"on_sample": 5}, "on_sample = 5"),
-    ({"on_progress": 5}, "on_progress = 5"),
 ]
 RIGHT = {"rollout_id": 1, "prompts": [PROMPT], "group_size": 1, "sampling": S}
 
@@ -257,7 +240,7 @@ async def test_a_wrong_argument_of_a_rollout_is_named(change: dict[str, Any], sa
 
 async def test_a_wrong_data_set_is_named() -> None:
     async with RolloutDriver(URL) as driver:
-        with pytest.raises(ConfigError, match=r"datasets\['sums'\] = \[\]: must be an EvalDataset"):
+        with pytest.raises(ConfigError, match=r"datasets\['sums'\] = \[\]: must be an instance"):
             await driver.evaluate(1, {"sums": []})  # type: ignore[dict-item]
 
 

@@ -5,19 +5,19 @@ import pytest
 from engines.protocol import VersionSpan
 from rollout.core.samples import Sample
 from rollout.driver.stream.group_runner import seed_of
-from rollout.driver.stream.options import Mode, RolloutOptions, capacity, is_stale
+from rollout.driver.stream.options import RolloutOptions, capacity, is_stale
 
 
 @pytest.mark.parametrize(
     ("mode", "lag", "is_requested", "most"),
     [
-        (Mode.SYNC, None, True, 12),
-        (Mode.SYNC, None, False, 0),
-        (Mode.ONE_AHEAD, None, True, 12),
-        (Mode.ONE_AHEAD, 4, False, 12),
-        (Mode.ASYNC, None, False, 20),
-        (Mode.ASYNC, 0, True, 20),
-        (Mode.ASYNC, 3, False, 36),
+        ("sync", None, True, 12),
+        ("sync", None, False, 0),
+        ("one_ahead", None, True, 12),
+        ("one_ahead", 4, False, 12),
+        ("async", None, False, 20),
+        ("async", 0, True, 20),
+        ("async", 3, False, 36),
     ],
 )
 def test_capacity_is_bounded_in_every_mode(mode, lag, is_requested: bool, most: int) -> None:

@@ -446,7 +446,7 @@ def test_invalid_batch_settings_are_rejected(settings, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "fast"}, "mode = 'fast': must be one of sync, one_ahead, async"),
+        ({"mode": "fast"}, "mode = 'fast': must be 'sync', 'one_ahead' or 'async'"),
         ({"when_stale": "keep"}, "when_stale = 'keep'"),
         ({"over_sampling": 0.5}, "over_sampling = 0.5: must be at least 1"),
         ({"over_sampling": float("nan")}, "over_sampling = nan"),
@@ -466,8 +466,6 @@ async def test_prompts_that_do_not_fit_are_rejected_by_their_number() -> None:
         good, settings = prompts(1)[0], {"group_size": 1, "sampling": SAMPLING}
         with pytest.raises(ConfigError, match="at least one prompt"):
             await driver.rollout(0, [], **settings)
-        with pytest.raises(ConfigError, match=r"prompts\[1\] has no tokens"):
-            await driver.rollout(0, [good, type(good)(())], **settings)
         with pytest.raises(ConfigError, match="prompt 1 has 3 tokens, at most 2 fit"):
             await driver.rollout(0, [good, type(good)((1, 2, 3))], **settings)
     assert not client.requests
