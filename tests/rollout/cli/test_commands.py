@@ -285,7 +285,10 @@ def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("weights", "note"),
     [
-        ({"transport": "distributed"}, "so window.push cannot copy them; use offloaded(weights="),
+        (
+            {"transport": "distributed"},
+            "make_push and window.push cannot copy them; use offloaded(weights=",
+        ),
         ({"update": "frozen"}, "the server never takes new weights; leave the function out"),
         ({}, ""),
     ],
