@@ -92,17 +92,28 @@ class NodeLauncher(EngineLauncher, Protocol):
 
 
 class LocalEngine:
-    """A ``RunningEngine`` on this machine."""
+    """A ``RunningEngine`` on this machine.
+
+    Args:
+        used_before: bytes on its GPUs before it started; None if not measured.
+    """
 
     node_id = ""
     node_ids: Sequence[str] = ()
 
-    def __init__(self, endpoint: Endpoint, process: EngineProcess, spec: EngineSpec) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        process: EngineProcess,
+        spec: EngineSpec,
+        used_before: int | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self._process = process
         self._gpu_ids = spec.gpu_ids
         self._kill_s = spec.process_kill_s
         self._pids = process.pids()
+        self._used_before = used_before
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +128,10 @@ class LocalEngine:
         return self._process.resident_bytes()
 
     async def gpu_memory(self) -> Sequence[GpuMemory] | None:
-        return await asyncio.to_thread(gpu_memory, self._gpu_ids) if self._gpu_ids else ()
+        if not self._gpu_ids:
+            return ()
+        pids = self._process.pids()
+        return await asyncio.to_thread(gpu_memory, self._gpu_ids, pids)
 
     async def is_alive(self) -> bool:
         return self._process.is_alive()
@@ -138,7 +152,7 @@ class LocalEngine:
 
     async def _wait_for_gpus(self) -> None:
         if self._gpu_ids:
-            await wait_until_free(self._gpu_ids, self._pids, self._kill_s)
+            await wait_until_free(self._gpu_ids, self._pids, self._kill_s, self._used_before)
 
 
 class AttachedEngine:
@@ -264,6 +278,8 @@ class LocalLauncher:
         kind = kind_of(spec.kind)
         if cleared := await asyncio.to_thread(clear_crashed):
             logger.warning("removed the leftovers of a crashed run: %s", ", ".join(cleared))
+        gpus = await asyncio.to_thread(gpu_memory, spec.gpu_ids) if spec.gpu_ids else None
+        used_before = None if gpus is None else sum(gpu.used_bytes for gpu in gpus)
         log_path = Path(spec.log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
@@ -295,7 +311,7 @@ class LocalLauncher:
             raise
         finally:
             await client.aclose()
-        return LocalEngine(endpoint, process, spec)
+        return LocalEngine(endpoint, process, spec, used_before)
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:

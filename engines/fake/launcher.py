@@ -40,24 +40,28 @@ class FakeGpus:
     Attributes:
         others: bytes that other programs hold on each of them, such as the trainer.
         is_measured: this machine has NVML.
+        names_own: the driver names the engine's processes, as it does not in many containers.
     """
 
     gpu_ids: Sequence[GpuId]
     total_bytes: int
     others: int = 0
     is_measured: bool = True
+    names_own: bool = True
 
     def memory(self, engine_bytes: int) -> Sequence[GpuMemory] | None:
         """Their memory, of which the engine holds so many bytes in equal shares."""
         if self.gpu_ids and not self.is_measured:
             return None
+        own = engine_bytes // len(self.gpu_ids) if self.gpu_ids else 0
         holders = {"pid 77 (trainer)": self.others} if self.others else {}
         return [
             GpuMemory(
                 f"GPU-{gpu_id}",
-                self.others + engine_bytes // len(self.gpu_ids),
+                self.others + own,
                 self.total_bytes,
                 holders,
+                own_bytes=own if self.names_own else None,
             )
             for gpu_id in self.gpu_ids
         ]

@@ -23,45 +23,65 @@ from engines.protocol.errors import EngineHung
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+# A driver gives memory back in pieces, with pauses, and in a container it does not say whose it is.
+_STEADY_S = 3.0
+# A driver may keep a little of a process that has ended.
+_SLACK_BYTES = 256 << 20
 
 
-def gpu_memory(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...] | None:
+def gpu_memory(
+    gpu_ids: Sequence[GpuId], pids: Collection[int] = ()
+) -> tuple[GpuMemory, ...] | None:
     """Memory of these GPUs, in their order; None if one of them cannot be measured.
 
     Args:
         gpu_ids: of this machine; ``CUDA_VISIBLE_DEVICES`` does not matter.
+        pids: of the engine on them, for ``own_bytes``.
     """
-    nvml, _ = _nvml()
+    nvml, why_not = _nvml()
     if nvml is None:
+        _warn(why_not)
         return None
     try:
-        return tuple(_read(nvml, _find(nvml, gpu_id)) for gpu_id in gpu_ids)
+        return tuple(_read(nvml, _find(nvml, gpu_id), pids) for gpu_id in gpu_ids)
     except nvml.NVMLError as error:
         logger.warning("memory of GPUs %s is not measured: %s", list(gpu_ids), error)
         return None
 
 
 async def wait_until_free(
-    gpu_ids: Sequence[GpuId], pids: Collection[int], timeout_s: float
+    gpu_ids: Sequence[GpuId],
+    pids: Collection[int],
+    timeout_s: float,
+    used_before: int | None = None,
 ) -> None:
     """Returns when these GPUs have back what processes that have ended held on them.
 
-    That is when the driver names none of the processes any more, and the used memory falls no
-    longer.  At once if it is not measured.
+    That is when the driver names none of the processes any more, and no more is used than before
+    they started.  Programs beside them may have taken more since: then it is when the used memory
+    has not fallen for three seconds.  At once if it is not measured.
 
     Args:
         pids: processes of an engine, all of which have ended.
+        used_before: bytes on these GPUs together before they started; None if not measured.
 
     Raises:
         EngineHung: the driver still names one of them.
     """
     deadline = time.monotonic() + timeout_s
-    before: int | None = None
+    steady_s = 0.0 if used_before is None else _STEADY_S
+    least: int | None = None
+    fell_at = time.monotonic()
     while (found := await asyncio.to_thread(gpu_memory, gpu_ids)) is not None:
         used = sum(gpu.used_bytes for gpu in found)
         names = [name for gpu in found for name in gpu.holders if _pid_of(name) in pids]
-        if not names and before is not None and used >= before:
+        now = time.monotonic()
+        is_back = used_before is not None and used <= used_before + _SLACK_BYTES
+        is_steady = least is not None and used >= least and now - fell_at >= steady_s
+        if not names and (is_back or is_steady):
             return
+        if least is None or used < least:
+            least, fell_at = used, now
         if time.monotonic() >= deadline:
             if names:
                 raise EngineHung(
@@ -71,7 +91,6 @@ async def wait_until_free(
                     budget_s=timeout_s,
                 )
             return  # what others do there does not end
-        before = used
         await asyncio.sleep(_POLL_S)
 
 
@@ -83,6 +102,7 @@ def memory_of_all_gpus() -> tuple[Sequence[GpuMemory], str]:
     """Memory of all GPUs of this machine, and why it is not measured; empty if it is."""
     nvml, why_not = _nvml()
     if nvml is None:
+        _warn(why_not)
         return (), why_not
     try:
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
@@ -91,18 +111,28 @@ def memory_of_all_gpus() -> tuple[Sequence[GpuMemory], str]:
         return (), str(error)
 
 
+def number_of_gpus() -> int:
+    """GPUs of this machine; 0 if it has none, or no NVML."""
+    nvml, _ = _nvml()
+    try:
+        return int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
+    except nvml.NVMLError:
+        return 0
+
+
 def _find(nvml: Any, gpu_id: GpuId) -> Any:
     if isinstance(gpu_id, int):
         return nvml.nvmlDeviceGetHandleByIndex(gpu_id)
     return nvml.nvmlDeviceGetHandleByUUID(gpu_id)
 
 
-def _read(nvml: Any, handle: Any) -> GpuMemory:
+def _read(nvml: Any, handle: Any, pids: Collection[int] = ()) -> GpuMemory:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     uuid = nvml.nvmlDeviceGetUUID(handle)
-    return GpuMemory(
-        uuid, memory.used, memory.total, _holders(nvml, handle), _busy_percent(nvml, handle)
-    )
+    holders = _holders(nvml, handle)
+    own = [held for name, held in holders.items() if _pid_of(name) in pids]
+    busy = _busy_percent(nvml, handle)
+    return GpuMemory(uuid, memory.used, memory.total, holders, busy, sum(own) if own else None)
 
 
 def _busy_percent(nvml: Any, handle: Any) -> int | None:
@@ -131,14 +161,14 @@ def _nvml() -> tuple[Any, str]:
     try:
         import pynvml  # the package nvidia-ml-py
     except ImportError as error:
-        return _missing(f"{error} (pip install nvidia-ml-py)")
+        return None, f"{error} (pip install nvidia-ml-py)"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return _missing(str(error))
+        return None, str(error)
     return pynvml, ""
 
 
-def _missing(why: str) -> tuple[None, str]:
+@cache
+def _warn(why: str) -> None:
     logger.warning("GPU memory is not measured: %s", why)
-    return None, why

@@ -75,6 +75,8 @@ class GpuMemory:
         holders: programs that use it, as far as the driver names them, with their bytes.
         busy_percent: of the driver's last sample period, how long a kernel of any program ran;
             None if the driver does not measure it, as for MIG slices.
+        own_bytes: held by the engine that was asked; None if the driver does not name its
+            processes, as in many containers.
     """
 
     uuid: str
@@ -82,6 +84,7 @@ class GpuMemory:
     total_bytes: int
     holders: Mapping[str, int] = field(default_factory=dict)
     busy_percent: int | None = None
+    own_bytes: int | None = None
 
     @property
     def free_bytes(self) -> int:

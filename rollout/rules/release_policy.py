@@ -102,15 +102,39 @@ def least_freed_bytes(
     """Bytes that a release of ``tags`` must free at least.
 
     Args:
-        resident_bytes: bytes per tag, as the engine reported just before.
-        checkpoint_bytes: bytes of the weights on disk, for engines that report nothing.  Half of
-            it must be freed, because the engine may hold the weights in a smaller type.
+        resident_bytes: bytes per tag, as the engine reported just before.  What SGLang reports of
+            its weights includes what others took on the GPU while it loaded them.
+        checkpoint_bytes: bytes of the weights on disk, 0 if unknown.  Of an engine that reports
+            nothing half of it must be freed: it may hold the weights in a smaller type.
     """
     if resident_bytes:
-        expected = _SHARE_OF_REPORTED * sum(resident_bytes.get(tag, 0) for tag in tags)
+        reported = {tag: resident_bytes.get(tag, 0) for tag in tags}
+        if checkpoint_bytes and MemoryTag.WEIGHTS in reported:
+            reported[MemoryTag.WEIGHTS] = min(reported[MemoryTag.WEIGHTS], checkpoint_bytes)
+        expected = _SHARE_OF_REPORTED * sum(reported.values())
     else:
         expected = _SHARE_OF_CHECKPOINT * checkpoint_bytes if MemoryTag.WEIGHTS in tags else 0.0
     return max(0, int(expected) - _SLACK_BYTES)
+
+
+def bytes_to_resume(
+    held: Mapping[MemoryTag, int], freed_bytes: int | None, checkpoint_bytes: int
+) -> dict[MemoryTag, int]:
+    """Bytes that each released tag takes when it is resumed.
+
+    Where less was freed than the engine had reported, it had counted others' memory with its
+    weights; those take at least what the checkpoint has.
+
+    Args:
+        held: as the engine reported before the release.
+        freed_bytes: by the release of all these tags; None if not measured.
+    """
+    found = dict(held)
+    too_much = 0 if freed_bytes is None else sum(held.values()) - freed_bytes
+    if too_much > 0 and MemoryTag.WEIGHTS in found:
+        weights = found[MemoryTag.WEIGHTS]
+        found[MemoryTag.WEIGHTS] = max(weights - too_much, min(weights, checkpoint_bytes))
+    return found
 
 
 def group_traits(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from engines.launch import EngineLauncher, LocalLauncher
+from engines.process.gpu_memory import number_of_gpus
 from engines.protocol import GpuId, WorkerType, read_gpu_id
 from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
@@ -173,9 +174,10 @@ def lock_timeout_s(config: RolloutConfig) -> float:
 
 
 def visible_gpus() -> list[GpuId]:
-    """GPU ids of this machine that ``CUDA_VISIBLE_DEVICES`` allows, as NVIDIA's driver lists them.
+    """GPU ids of this machine that ``CUDA_VISIBLE_DEVICES`` allows.
 
-    Needs no CUDA library: the driver lists each GPU under ``/proc/driver/nvidia/gpus``.
+    Needs no CUDA library: NVML counts the GPUs.  Without it the driver's list is read, which some
+    containers do not have.
     """
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
@@ -183,6 +185,8 @@ def visible_gpus() -> list[GpuId]:
         with suppress(ValueError):  # CUDA too ignores what follows an invalid id, such as -1
             found.extend(map(read_gpu_id, allowed.split(",")))
         return found
+    if number := number_of_gpus():
+        return list(range(number))
     listed = Path("/proc/driver/nvidia/gpus")
     return list(range(len(list(listed.iterdir())))) if listed.is_dir() else []
 

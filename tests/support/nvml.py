@@ -53,11 +53,13 @@ def nvml_double(folder: Path) -> Iterator[NvmlDouble]:
         patch.setenv("PYTHONPATH", f"{DOUBLE}{os.pathsep}{inherited}".rstrip(os.pathsep))
         patch.setenv("NVML_DOUBLE", str(folder))
         gpu_memory._nvml.cache_clear()
+        gpu_memory._warn.cache_clear()
         try:
             yield NvmlDouble(folder)
         finally:
             sys.modules.pop("pynvml", None)
             gpu_memory._nvml.cache_clear()
+            gpu_memory._warn.cache_clear()
 
 
 def logical_gpu_environment(folder: Path) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 Always true:
 - nothing is released or resumed twice, because SGLang crashes on that;
-- a release counts only after the memory was measured to be free;
+- a release counts only after the memory was measured to be free, as far as the driver tells this
+  engine's memory from that of programs beside it.  A shortfall that others may have caused is a
+  warning;
 - after a lost reply, the outcome is checked, not guessed.  The engine's report of its released
   tags decides.  Without a report, the memory that was freed by the time of a later reply decides.
   If both are inconclusive, the group ends the engine.  A call is repeated only if the engine
@@ -23,7 +25,7 @@ from engines.protocol.plain_text import size_text
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError
 from rollout.observability.timeline.recorder import current_span, record_event
-from rollout.rules.release_policy import ReleasePolicy, least_freed_bytes
+from rollout.rules.release_policy import ReleasePolicy, bytes_to_resume, least_freed_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class EngineMemory:
         if not tags:
             return 0
         by_tag = await member.memory_by_tag()
-        before = await member.used_bytes()
+        before, own_before = await member.used_bytes(), await member.own_bytes()
         least = least_freed_bytes(tags, by_tag, self._checkpoint_bytes)
         try:
             await member.engine.release_memory_occupation(tags)
@@ -70,16 +72,23 @@ class EngineMemory:
         member.released.update(tags)
         if not self.policy.weights_cpu_backup and MemoryTag.WEIGHTS in tags:
             member.weight_version = None
-        member.released_bytes |= {tag: by_tag[tag] for tag in tags if tag in by_tag}
-        after = await member.used_bytes()
+        after, own_after = await member.used_bytes(), await member.own_bytes()
         _note(member, before, after)
-        freed = _freed(before, after)
+        own_freed = _freed(own_before, own_after)
+        freed = _freed(before, after) if own_freed is None else own_freed
+        held = {tag: by_tag[tag] for tag in tags if tag in by_tag}
+        member.released_bytes |= bytes_to_resume(held, freed, self._checkpoint_bytes)
         if freed is None:
             return 0
         if least and freed < least:  # without a least value, a page more is no failure
-            raise LifecycleError(
+            text = (
                 f"release of {', '.join(tags)} freed {size_text(freed)}, at least "
                 f"{size_text(least)} must be freed; {size_text(after or 0)} are still in use"
+            )
+            if own_freed is not None or await _is_held(member, tags):
+                raise LifecycleError(text)
+            logger.warning(
+                "engine %s: %s, by all programs on its GPUs together", member.engine_id, text
             )
         return max(0, freed)
 
@@ -190,6 +199,12 @@ def _outcome(done: Sequence[bool]) -> CallOutcome:
     if all(done):
         return CallOutcome.DONE
     return CallOutcome.UNCERTAIN if any(done) else CallOutcome.NOT_DONE
+
+
+async def _is_held(member: EngineState, tags: Sequence[MemoryTag]) -> bool:
+    """Whether the engine itself reports that some of these tags are not released."""
+    released = (await member.engine.server_info()).released
+    return released is not None and not released.issuperset(tags)
 
 
 async def _released_after(member: EngineState, error: EngineError) -> Collection[str] | None:

@@ -38,7 +38,8 @@ class EngineState:
         checker_refusal: why its checker cannot report these weights; empty if it can.
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
-        released_bytes: what each tag held when it was released, as far as it reported that.
+        released_bytes: what each tag held when it was released, as far as it reported that, and
+            at most what was freed.
         used_after: memory in use after its last release or resume; None if not measured.
         reports_groups: it reports its broadcast groups.
         tensors: its own list of weights; empty if it reports none.
@@ -164,6 +165,13 @@ class EngineState:
             return await self.process.resident_bytes()
         gpus = await self.gpu_memory()
         return sum(gpu.used_bytes for gpu in gpus) if gpus else None
+
+    async def own_bytes(self) -> int | None:
+        """The same, without programs beside it; None if the driver does not tell them apart."""
+        if not self.slot.gpu_ids:
+            return await self.process.resident_bytes()
+        own = [gpu.own_bytes for gpu in await self.gpu_memory()]
+        return None if None in own or not own else sum(num or 0 for num in own)
 
     async def memory_by_tag(self) -> Mapping[str, int]:
         """Its current memory in bytes by tag; empty if it does not report it."""

@@ -68,6 +68,12 @@ def test_holders_are_named(nvml: NvmlDouble) -> None:
     )
 
 
+def test_an_engines_own_memory_is_that_of_its_processes(nvml: NvmlDouble) -> None:
+    nvml.hold(0, 7 * GIB)
+    assert [gpu.own_bytes for gpu in gpu_memory([0, 1], {os.getpid(), 1}) or ()] == [7 * GIB, None]
+    assert [gpu.own_bytes for gpu in gpu_memory([0], {1}) or ()] == [None]
+
+
 def test_what_a_process_held_is_free_once_it_has_ended(nvml: NvmlDouble) -> None:
     process = subprocess.Popen(["sleep", "60"])
     nvml.hold(0, 7 * GIB, process.pid)
@@ -133,6 +139,44 @@ async def test_memory_that_the_driver_never_gives_back_is_an_error(nvml: NvmlDou
 async def test_what_others_hold_does_not_keep_a_kill_waiting(nvml: NvmlDouble) -> None:
     nvml.hold(0, 7 * GIB)
     await asyncio.wait_for(wait_until_free([0], {1}, 30), 10)
+
+
+async def test_a_driver_that_pauses_while_it_frees_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a container it names no process, and the next start needs the memory."""
+    readings = [80 * GIB, 80 * GIB, 80 * GIB, 30 * GIB, 30 * GIB, 10 * GIB]
+
+    def read(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...]:
+        return (GpuMemory("GPU-aaa", readings.pop(0), 80 * GIB),)
+
+    monkeypatch.setattr(measured, "gpu_memory", read)
+    await wait_until_free([0], {1}, 30, used_before=10 * GIB)
+    assert not readings
+
+
+async def test_what_a_trainer_took_since_the_start_does_not_keep_a_kill_waiting(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "_STEADY_S", 0.5)
+    nvml.hold(0, 7 * GIB)
+    await asyncio.wait_for(wait_until_free([0], {1}, 30, used_before=0), 10)
+
+
+async def test_a_launched_engine_is_gone_when_its_gpu_is_as_before_it_started(
+    nvml: NvmlDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml.hold(0, 7 * GIB)
+    spec = EngineSpec("main-0", "fake", "/nowhere", str(tmp_path / "log"), gpu_ids=(0,))
+    engine = await LocalLauncher().launch(spec)
+    readings = [9 * GIB, 9 * GIB, 9 * GIB, 7 * GIB]
+
+    def read(gpu_ids: Sequence[GpuId]) -> tuple[GpuMemory, ...]:
+        return (GpuMemory("GPU-aaa", readings.pop(0), 80 * GIB),)
+
+    monkeypatch.setattr(measured, "gpu_memory", read)
+    await engine.kill()
+    assert not readings
 
 
 async def test_without_nvml_a_kill_does_not_wait_for_memory(

@@ -85,6 +85,7 @@ SAID = {"weights": 500 * MIB, "kv_cache": 500 * MIB}
     [
         (("weights", "kv_cache"), SAID, 0, 768),
         (("kv_cache",), SAID, 900 * MIB, 368),
+        (("weights", "kv_cache"), SAID, 100 * MIB, 448),
         (("weights", "kv_cache"), {}, 400 * MIB, 168),
         (("kv_cache",), {}, 400 * MIB, 0),
         (("weights",), {}, 10 * MIB, 0),

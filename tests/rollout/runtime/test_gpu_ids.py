@@ -8,6 +8,7 @@ import pytest
 
 from engines.protocol import GpuId, read_gpu_id
 from rollout.runtime.local import launch_local, visible_gpus
+from tests.support.nvml import nvml_double
 from tests.support.ray_worlds import stub_world
 from tests.support.served_fakes import TIMEOUT_S, launched
 
@@ -29,6 +30,17 @@ def test_visible_gpus_are_those_that_cuda_would_use(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert visible_gpus() == found
+
+
+def test_gpus_are_counted_where_the_driver_lists_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in some containers, without ``/proc/driver/nvidia``."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with nvml_double(tmp_path / "gpus") as double:
+        double.add(0, "GPU-aaa", 80 << 30)
+        double.add(1, "GPU-bbb", 80 << 30)
+        assert visible_gpus() == [0, 1]
 
 
 def test_another_spelling_is_refused() -> None:

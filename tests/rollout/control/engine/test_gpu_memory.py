@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, MemoryTag
+from engines.protocol import Endpoint, MemoryTag, ServerInfo
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.rules.lifecycle import Command
@@ -136,3 +137,70 @@ async def test_the_kv_cache_without_room_is_refused_after_the_push(tmp_path: Pat
     await held.run(Command.RESUME_KV, Command.CONTINUE)
     (engine,) = (await held.group.status()).engines
     assert (engine.state, engine.weight_version) == ("serving", 1)
+
+
+OTHERS = 20 << 30
+
+
+class Inflated(FakeEngine):
+    """SGLang counts as weights what the free memory of the GPU fell by while it loaded them."""
+
+    async def server_info(self) -> ServerInfo:
+        info = await super().server_info()
+        said = {
+            tag: num + OTHERS * (tag == MemoryTag.WEIGHTS)
+            for tag, num in info.resident_bytes.items()
+        }
+        return replace(info, resident_bytes=said, released=None)
+
+
+@pytest.mark.parametrize("names_own", [True, False])
+async def test_what_others_took_while_it_loaded_neither_ends_an_engine_nor_keeps_it_asleep(
+    tmp_path: Path, names_own: bool
+) -> None:
+    held = await GpuGroup.start(tmp_path, Inflated)
+    held.launcher.processes["main-0"].gpus.names_own = names_own
+    assert await held.run(*TO_RELEASED) == 3 * PER_TAG
+    await held.run(Command.RESUME_WEIGHTS)
+    assert MemoryTag.WEIGHTS not in held.launcher["main-0"].released
+
+
+class Slow(FakeEngine):
+    """While it releases, the trainer beside it allocates."""
+
+    held: GpuGroup
+
+    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+        await super().release_memory_occupation(tags)
+        self.held.others(OTHERS)
+
+
+@pytest.mark.parametrize("names_own", [True, False])
+async def test_a_trainer_that_allocates_during_a_release_does_not_end_the_engine(
+    tmp_path: Path, names_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = await GpuGroup.start(tmp_path, Slow)
+    engine = held.launcher["main-0"]
+    assert isinstance(engine, Slow)
+    engine.held = held
+    held.launcher.processes["main-0"].gpus.names_own = names_own
+    freed = await held.run(*TO_RELEASED)
+    assert freed == (3 * PER_TAG if names_own else 0)
+    assert not engine.is_dead
+    assert ("by all programs on its GPUs together" in caplog.text) is not names_own
+
+
+class Liar(Hoarder):
+    """It replies to a release with success, and reports itself that it holds all."""
+
+    async def server_info(self) -> ServerInfo:
+        return replace(await super().server_info(), released=frozenset())
+
+
+async def test_what_the_engine_itself_reports_as_held_is_proof_without_the_drivers_word(
+    tmp_path: Path,
+) -> None:
+    held = await GpuGroup.start(tmp_path, Liar)
+    held.launcher.processes["main-0"].gpus.names_own = False
+    with pytest.raises(PhaseFailed, match="freed 0 B, at least 688 MiB must be freed"):
+        await held.run(*TO_RELEASED)
