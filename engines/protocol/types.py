@@ -75,7 +75,7 @@ class GpuMemory:
         holders: programs that use it, as far as the driver names them, with their bytes.
         busy_percent: of the driver's last sample period, how long a kernel of any program ran;
             None if the driver does not measure it, as for MIG slices.
-        own_bytes: held by the engine that was asked; None if the driver does not name its
+        own_bytes: held by the engine on it; None if the driver does not name its
             processes, as in many containers.
     """
 

@@ -13,7 +13,8 @@ rows) is seen; equal widths miss that.  Plain sums of a whole tensor, or xor, mi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +26,8 @@ from engines.tensors.fingerprint import head_of, host_fingerprint, sums_fingerpr
 # Two read as fast as memory can be read.
 _MOST_THREADS = 4
 _SHARE_BYTES = 16 << 20
+# Of sums that are copied to the host at once.
+_MOST_TOGETHER = 64 << 20
 WORD_BYTES = 8
 ROW_WORDS = 16384
 # Eight times a prime: words that swap unseen must lie a multiple of 4099 rows (512 MiB) apart.
@@ -73,31 +76,73 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def device_fingerprint(name: str, tensor: torch.Tensor) -> str:
     """``sums:...`` of a tensor, made on its device; at most 0.5 MiB + 1/16384 of it is copied."""
+    return device_fingerprints([(name, tensor)])[name]
+
+
+def device_fingerprints(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """``device_fingerprint`` of each, with one copy to the host for all, or for each 64 MiB.
+
+    A copy waits for the device.  One for each sum would cost more time than the sums.
+    """
+    found: dict[str, str] = {}
+    waiting: list[_Sums] = []
+    num_bytes = 0
+    for name, tensor in pairs:
+        sums = _Sums(name, tensor)
+        waiting.append(sums)
+        num_bytes += sum(part.numel() for _, part in sums.parts)
+        if num_bytes >= _MOST_TOGETHER:
+            found |= _fingerprinted(waiting)
+            waiting, num_bytes = [], 0
+    return found | _fingerprinted(waiting)
+
+
+class _Sums:
+    """The sums of one tensor, as bytes on its device."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.dtype = dtype_name(tensor.dtype)
+        self.shape = tuple(tensor.shape)
+        self.parts = [(part, as_bytes(value)) for part, value in _parts_of(tensor)]
+
+
+def _parts_of(tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
     content = as_bytes(tensor)
     num_words = content.numel() // WORD_BYTES
-    parts: list[tuple[str, torch.Tensor]]
     if num_words < COLUMN_WORDS:
-        parts = [("all", content)]
-    else:
-        whole = content[: num_words * WORD_BYTES]
-        if whole.data_ptr() % WORD_BYTES:  # a slice of something larger
-            whole = whole.clone()
-        words = whole.view(torch.int64)
-        rows, after_rows = _rows(words, ROW_WORDS)
-        columns, after_columns = _rows(words, COLUMN_WORDS)
-        parts = [
-            ("rows", rows.sum(1)),
-            ("after", after_rows),
-            ("columns", columns.sum(0)),
-            ("after", after_columns),
-            ("tail", content[num_words * WORD_BYTES :]),
-        ]
-    return sums_fingerprint(
-        name,
-        dtype_name(tensor.dtype),
-        tuple(tensor.shape),
-        [(part, _host_bytes(as_bytes(value))) for part, value in parts],
-    )
+        return [("all", content)]
+    whole = content[: num_words * WORD_BYTES]
+    if whole.data_ptr() % WORD_BYTES:  # a slice of something larger
+        whole = whole.clone()
+    words = whole.view(torch.int64)
+    rows, after_rows = _rows(words, ROW_WORDS)
+    columns, after_columns = _rows(words, COLUMN_WORDS)
+    return [
+        ("rows", rows.sum(1)),
+        ("after", after_rows),
+        ("columns", columns.sum(0)),
+        ("after", after_columns),
+        ("tail", content[num_words * WORD_BYTES :]),
+    ]
+
+
+def _fingerprinted(waiting: Sequence[_Sums]) -> dict[str, str]:
+    on_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for sums in waiting:
+        for _, part in sums.parts:
+            on_device[part.device].append(part)
+    host = {device: _host_bytes(torch.cat(parts)) for device, parts in on_device.items()}
+    read = dict.fromkeys(host, 0)
+    found = {}
+    for sums in waiting:
+        pieces = []
+        for part, content in sums.parts:
+            begin = read[content.device]
+            read[content.device] = end = begin + content.numel()
+            pieces.append((part, host[content.device][begin:end]))
+        found[sums.name] = sums_fingerprint(sums.name, sums.dtype, sums.shape, pieces)
+    return found
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

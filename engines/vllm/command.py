@@ -63,10 +63,16 @@ def build_command(
         "enable_sleep_mode": spec.memory_saver and not spec.is_on_cpu,
         "weight_transfer_config": {"backend": PLUGIN_BACKEND},
         "worker_extension_cls": "engines.vllm_plugin.worker.WorkerExtension",
+        **_worker(spec),
         **_sizes(options, len(spec.gpu_ids)),
     }
     program = [python or spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return program + as_flags(ours | default_options(cpu) | options)
+
+
+def _worker(spec: EngineSpec) -> dict[str, str]:
+    """On GPUs vLLM's worker with our checks; an engine on the CPU names its own."""
+    return {} if spec.is_on_cpu else {"worker_cls": "engines.vllm_plugin.gpu_worker.GpuWorker"}
 
 
 def default_options(cpu: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.tensors.fingerprint import BYTES
-from engines.tensors.torch_fingerprint import dtype_name, fingerprints
+from engines.tensors.fingerprint import BYTES, SUMS
+from engines.tensors.torch_fingerprint import device_fingerprints, dtype_name, fingerprints
 from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,13 @@ class WorkerExtension:
     """Reports the weights of a worker, under the names of the checkpoint where that is possible."""
 
     def rollout_fingerprints(self) -> dict[str, Any]:
-        """Fingerprints of the bytes that the model computes with, and their number."""
+        """Fingerprints of what the model computes with, and its bytes; made on a GPU they are sums,
+        so that the weights are not copied to the host."""
         tensors = {part.name: part.tensor for part in _parts(self)}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return {"checksums": fingerprints(tensors), "num_bytes": num_bytes}
+        is_on_gpu = _method(self) == SUMS
+        digests = device_fingerprints(tensors.items()) if is_on_gpu else fingerprints(tensors)
+        return {"checksums": digests, "num_bytes": num_bytes}
 
     def rollout_manifest(self) -> list[dict[str, Any]]:
         """Name, dtype and shape of each tensor of the checkpoint; empty where the names or shapes
@@ -60,7 +63,7 @@ class WorkerExtension:
         return {
             "released": sorted(getattr(self, "released_tags", ())),
             "resident_bytes": dict(getattr(self, "held_bytes", dict)()),
-            "fingerprints": BYTES if all(part.is_known for part in _parts(self)) else "",
+            "fingerprints": _method(self) if all(part.is_known for part in _parts(self)) else "",
             "opens_handles": _device(self).type == "cuda",
             "groups": _groups(self).names(),
         }
@@ -92,6 +95,10 @@ def _model(worker: Any) -> Any:
 
 def _device(worker: Any) -> Any:
     return worker.device
+
+
+def _method(worker: Any) -> str:
+    return SUMS if _device(worker).type == "cuda" else BYTES
 
 
 def _groups(worker: Any) -> Any:

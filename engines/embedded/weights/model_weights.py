@@ -19,7 +19,7 @@ from engines.protocol import MemoryTag
 from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
 from engines.tensors.stacked_experts import first_expert_of, split_experts
 from engines.tensors.torch_fingerprint import (
-    device_fingerprint,
+    device_fingerprints,
     dtype_name,
     fingerprints,
 )
@@ -139,7 +139,7 @@ class ModelWeights:
     def checksum(self) -> tuple[dict[str, str], str]:
         """The fingerprint of each tensor, adapters' included, and of them all together."""
         if self._is_on_gpu:
-            digests = {name: device_fingerprint(name, one) for name, one in self._tensors.items()}
+            digests = device_fingerprints(self._tensors.items())
         else:
             digests = fingerprints(self._tensors)
         digests |= self._adapter_fingerprints()

@@ -167,7 +167,7 @@ class EngineState:
         return sum(gpu.used_bytes for gpu in gpus) if gpus else None
 
     async def own_bytes(self) -> int | None:
-        """The same, without programs beside it; None if the driver does not tell them apart."""
+        """The same, without programs beside it; None if the driver does not separate them."""
         if not self.slot.gpu_ids:
             return await self.process.resident_bytes()
         own = [gpu.own_bytes for gpu in await self.gpu_memory()]

@@ -30,7 +30,7 @@ from engines.tensors.fingerprint import BYTES
 from engines.tensors.torch_fingerprint import (
     as_bytes,
     bytes_fingerprint,
-    device_fingerprint,
+    device_fingerprints,
     is_in_memory,
 )
 from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, lay_out, split_by_size
@@ -107,8 +107,9 @@ def fingerprints_of(pairs: Iterable[tuple[str, torch.Tensor]], method: str) -> d
     """Fingerprints of tensors on any device; none if ``method`` is empty."""
     if not method:
         return {}
-    fingerprint = bytes_fingerprint if method == BYTES else device_fingerprint
-    return {name: fingerprint(name, tensor) for name, tensor in pairs}
+    if method != BYTES:
+        return device_fingerprints(pairs)
+    return {name: bytes_fingerprint(name, tensor) for name, tensor in pairs}
 
 
 @dataclass(frozen=True, slots=True)

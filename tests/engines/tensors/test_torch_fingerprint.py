@@ -14,6 +14,7 @@ from engines.tensors.torch_fingerprint import (
     as_bytes,
     bytes_fingerprint,
     device_fingerprint,
+    device_fingerprints,
     fingerprints,
 )
 
@@ -207,3 +208,29 @@ def test_of_many_at_once_odd_ones_are_as_one_by_one() -> None:
     found = fingerprints(tensors)
     assert list(found) == list(tensors)
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+
+
+def test_all_sums_of_a_bucket_are_copied_to_the_host_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [(700, 900), (0,), (5,), (40_000,), (300, 1001)]
+    bucket = [
+        (f"{index} {dtype}", torch.randn(shape).to(dtype))
+        for index, shape in enumerate(shapes)
+        for dtype in DTYPES
+    ]
+    alone = {name: device_fingerprint(name, tensor) for name, tensor in bucket}
+    copies: list[int] = []
+    copy = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.nbytes)
+        return copy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    assert device_fingerprints(bucket) == alone
+    assert len(copies) == 1
+    monkeypatch.setattr(torch_fingerprint, "_MOST_TOGETHER", copies[0] // 4)
+    copies.clear()
+    assert device_fingerprints(bucket) == alone
+    assert 2 <= len(copies) <= 5

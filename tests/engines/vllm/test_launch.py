@@ -51,6 +51,13 @@ def test_the_command_opens_what_the_client_needs() -> None:
     assert build_environment(SPEC, {})["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_on_gpus_vllms_worker_has_our_checks() -> None:
+    name = "--worker-cls"
+    assert flags(SPEC)[name] == "engines.vllm_plugin.gpu_worker.GpuWorker"
+    assert flags(replace(SPEC, options={"worker-cls": "mine.Worker"}))[name] == "mine.Worker"
+    assert name not in flags(replace(SPEC, gpu_ids=()))
+
+
 def test_its_sockets_are_in_a_folder_that_ends_with_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n: > "$VLLM_RPC_BASE_PATH/it" && echo "$VLLM_RPC_BASE_PATH"\n')

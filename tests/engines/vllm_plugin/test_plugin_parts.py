@@ -82,6 +82,7 @@ def worker_with(model: Model, config: Any) -> WorkerExtension:
     worker: Any = WorkerExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.vllm_config = config
+    worker.device = torch.device("cpu")
     return worker  # type: ignore[no-any-return]
 
 
@@ -99,6 +100,31 @@ def test_a_worker_that_has_the_whole_model_lists_the_checkpoints_tensors() -> No
     assert listed["embed.weight"]["shape"] == [5, 4]
     assert listed["attention.k_proj.weight"]["shape"] == [2, 4]
     assert listed["head.weight"]["is_tied"]
+
+
+def test_a_worker_on_a_gpu_proves_by_sums_with_one_copy_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    model.large = torch.nn.Linear(4096, 1024)
+    worker = worker_with(model, ONE_RANK)
+    worker.device = torch.device("cuda", 0)
+    copies: list[int] = []
+    copy = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.nbytes)
+        return copy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    found = worker.rollout_fingerprints()
+    assert len(copies) == 1
+    assert copies[0] < found["num_bytes"] / 16
+    assert {text.partition(":")[0] for text in found["checksums"].values()} == {"sums"}
+    worker.weight_transfer_engine = SimpleNamespace(
+        broadcasts=SimpleNamespace(groups=SimpleNamespace(names=list))
+    )
+    assert worker.rollout_state()["fingerprints"] == "sums"
 
 
 def test_the_files_of_a_folder_are_one_bucket(tmp_path: Path) -> None:
