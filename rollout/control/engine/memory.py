@@ -3,8 +3,8 @@
 Always true:
 - nothing is released or resumed twice, because SGLang crashes on that;
 - a release counts only after the memory was measured to be free, as far as the driver separates
-  this engine's memory from that of programs beside it.  A shortfall that others may have caused is a
-  warning;
+  this engine's memory from that of programs beside it.  A shortfall that others may have caused
+  is a warning;
 - after a lost reply, the outcome is checked, not guessed.  The engine's report of its released
   tags decides.  Without a report, the memory that was freed by the time of a later reply decides.
   If both are inconclusive, the group ends the engine.  A call is repeated only if the engine
