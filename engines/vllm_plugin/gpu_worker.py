@@ -32,7 +32,7 @@ class WorkerBesideOthers(Worker):  # type: ignore[misc]
 class GpuWorker(CheckedWorker, WorkerExtension, WorkerBesideOthers):
     """One rank on a GPU."""
 
-    def held_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         """Bytes of each tag that are not released; none without vLLM's sleep mode."""
         allocator = CuMemAllocator.instance
         if allocator is None or not allocator.pointer_to_data:

@@ -62,7 +62,7 @@ class WorkerExtension:
         open CUDA IPC handles, and the broadcast groups that it is in."""
         return {
             "released": sorted(getattr(self, "released_tags", ())),
-            "resident_bytes": dict(getattr(self, "held_bytes", dict)()),
+            "resident_bytes": dict(getattr(self, "resident_bytes", dict)()),
             "fingerprints": _method(self) if all(part.is_known for part in _parts(self)) else "",
             "opens_handles": _device(self).type == "cuda",
             "groups": _groups(self).names(),

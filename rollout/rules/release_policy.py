@@ -118,7 +118,7 @@ def least_freed_bytes(
 
 
 def bytes_to_resume(
-    held: Mapping[MemoryTag, int], freed_bytes: int | None, checkpoint_bytes: int
+    reported: Mapping[MemoryTag, int], freed_bytes: int | None, checkpoint_bytes: int
 ) -> dict[MemoryTag, int]:
     """Bytes that each released tag takes when it is resumed.
 
@@ -126,11 +126,11 @@ def bytes_to_resume(
     weights; those take at least what the checkpoint has.
 
     Args:
-        held: as the engine reported before the release.
+        reported: as the engine reported before the release.
         freed_bytes: by the release of all these tags; None if not measured.
     """
-    found = dict(held)
-    too_much = 0 if freed_bytes is None else sum(held.values()) - freed_bytes
+    found = dict(reported)
+    too_much = 0 if freed_bytes is None else sum(reported.values()) - freed_bytes
     if too_much > 0 and MemoryTag.WEIGHTS in found:
         weights = found[MemoryTag.WEIGHTS]
         found[MemoryTag.WEIGHTS] = max(weights - too_much, min(weights, checkpoint_bytes))

@@ -54,7 +54,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "is_extended": WorkerExtension in GpuWorker.__bases__,
         "is_of_vllm": issubclass(GpuWorker, WorkerBase),
-        "without sleep mode": worker.held_bytes(),
+        "without sleep mode": worker.resident_bytes(),
     }
     CuMemAllocator.instance = SimpleNamespace(
         pointer_to_data=allocations(("weights", 5), ("kv_cache", 7), ("weights", 6), ("other", 9))
@@ -66,7 +66,7 @@ def main() -> None:
     found["update"] = said(worker.start_weight_update)
     worker.wake_up(["weights"])
     found["update after wake_up"] = said(worker.start_weight_update)
-    found["weights are back"] = worker.held_bytes()
+    found["weights are back"] = worker.resident_bytes()
     fails["with"] = "another assertion"
     found["other error"] = said(worker.sleep)
     found["calls"] = calls

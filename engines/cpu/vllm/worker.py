@@ -55,7 +55,7 @@ class HostWorker(CPUWorker):  # type: ignore[misc]
         for tag in tags:
             self._release(tag, has_backup=False)
 
-    def held_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         """Bytes of each tag that are not released."""
         return {
             tag: sum(block.held_bytes for block in self._memory.blocks(tag))

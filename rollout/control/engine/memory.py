@@ -85,7 +85,7 @@ class EngineMemory:
                 f"release of {', '.join(tags)} freed {size_text(freed)}, at least "
                 f"{size_text(least)} must be freed; {size_text(after or 0)} are still in use"
             )
-            if own_freed is not None or await _is_held(member, tags):
+            if own_freed is not None or await _is_resident(member, tags):
                 raise LifecycleError(text)
             logger.warning(
                 "engine %s: %s, by all programs on its GPUs together", member.engine_id, text
@@ -201,7 +201,7 @@ def _outcome(done: Sequence[bool]) -> CallOutcome:
     return CallOutcome.UNCERTAIN if any(done) else CallOutcome.NOT_DONE
 
 
-async def _is_held(member: EngineState, tags: Sequence[MemoryTag]) -> bool:
+async def _is_resident(member: EngineState, tags: Sequence[MemoryTag]) -> bool:
     """Whether the engine itself reports that some of these tags are not released."""
     released = (await member.engine.server_info()).released
     return released is not None and not released.issuperset(tags)
