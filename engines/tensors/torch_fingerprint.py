@@ -136,11 +136,11 @@ def _fingerprinted(waiting: Sequence[_Sums]) -> dict[str, str]:
     read = dict.fromkeys(host, 0)
     found = {}
     for sums in waiting:
-        pieces = []
-        for part, content in sums.parts:
+        pieces: list[tuple[str, Any]] = []
+        for name, content in sums.parts:
             begin = read[content.device]
             read[content.device] = end = begin + content.numel()
-            pieces.append((part, host[content.device][begin:end]))
+            pieces.append((name, host[content.device][begin:end]))
         found[sums.name] = sums_fingerprint(sums.name, sums.dtype, sums.shape, pieces)
     return found
 
