@@ -10,14 +10,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pydantic import SkipValidation
+from pydantic import SkipValidation, TypeAdapter
 
-from rollout.core.arguments import Count, Whole, checked
+from rollout.core.arguments import STRICT, Count, Whole, checked, checked_as
 from rollout.core.errors import ConfigError
 from rollout.driver.data.prompt import Prompt
 
 Encode = Callable[[Any], Sequence[int]]
 _ID_KEYS = ("prompt_ids", "input_ids")
+_COUNT = TypeAdapter(Count, config=STRICT)
 
 
 class PromptRows(Protocol):
@@ -149,7 +150,8 @@ class PromptData:
             )
         _check_same("rows", state["num_rows"], len(self._rows))
         _check_same("seed", state["seed"], self._seed)
-        self._epoch, self._position = state["epoch"], state["place"]
+        self._epoch = checked_as(_COUNT, state["epoch"], "state", "epoch")
+        self._position = checked_as(_COUNT, state["place"], "state", "place")
         self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> Sequence[int]:

@@ -59,6 +59,15 @@ def test_a_state_of_other_data_is_refused() -> None:
         PromptData(rows(5), seed=2).load_state_dict(state)
 
 
+def test_a_state_with_a_place_that_is_none_is_refused() -> None:
+    source = PromptData(rows(5), seed=1)
+    state = source.state_dict()
+    with pytest.raises(ConfigError, match=r"state\['epoch'\] = -1: must be at least 0"):
+        source.load_state_dict({**state, "epoch": -1})
+    with pytest.raises(ConfigError, match=r"state\['place'\] = '2': must be a whole number"):
+        source.load_state_dict({**state, "place": "2"})
+
+
 def test_the_metadata_of_a_prompt_is_the_rest_of_its_row() -> None:
     source = PromptData([{"prompt": "2+2=", "answer": "4"}], encode=lambda text: text.encode())
     assert source.take() == Prompt(tuple(b"2+2="), {"prompt": "2+2=", "answer": "4"})
