@@ -31,9 +31,9 @@ def test_shared_memory_is_pinned_for_the_gpu(gpu: Gpu, tmp_path: Path) -> None:
     if not gpu.is_real:
         pytest.skip("there is no GPU to pin memory for")
     import torch
-    from rollout.weights.ranks.own_gpu import pinned
 
     from rollout.weights.routes.buffers import ShmBufferPool
+    from rollout.weights.routes.cuda_ipc import pinned
 
     weight = torch.arange(1 << 20, device=gpu.device)
     pool = ShmBufferPool("/dev/shm", pinned)
