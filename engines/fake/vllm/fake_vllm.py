@@ -48,7 +48,10 @@ class FakeVllm(FakeVllmWeights):
     Attributes:
         level: of the last sleep that did anything.
         has_core: its engine core lives.
+        num_ranks: tensor-parallel ranks that it reports.
     """
+
+    num_ranks = 1
 
     def __init__(
         self,
@@ -265,7 +268,10 @@ def _config(engine: FakeVllm, arguments: Arguments) -> Json:
                 "model": engine._model_path,
                 "enable_sleep_mode": engine.settings.memory_saver,
             },
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+            "parallel_config": {
+                "tensor_parallel_size": engine.num_ranks,
+                "pipeline_parallel_size": 1,
+            },
             "weight_transfer_config": {
                 "backend": routes.PLUGIN_BACKEND if engine.has_plugin else "nccl"
             },

@@ -254,12 +254,8 @@ class VllmWithWorkers(FakeVllm):
     """
 
     is_on_gpus = True
+    num_ranks = 2
     opened: list[list[tuple[int, dict[str, torch.Tensor]]]]
-
-    async def _server_info(self, arguments: Any) -> Any:
-        info = await super()._server_info(arguments)
-        info["vllm_config"]["parallel_config"]["tensor_parallel_size"] = 2
-        return info
 
     def _tell_state(self) -> Any:
         return {**super()._tell_state(), "opens_handles": self.is_on_gpus}
