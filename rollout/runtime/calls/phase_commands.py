@@ -88,7 +88,7 @@ class PhaseCommands:
             WeightMismatch: they do not fit the model, or no engine honours a field of ``adapter``.
         """
         return self._pushes.make(
-            PushRequest(named_tensors, version, name_map, None, adapter, is_base)
+            PushRequest(named_tensors, version, name_map, adapter=adapter, is_base=is_base)
         )
 
     def update_weights(

@@ -115,7 +115,7 @@ class OffloadWindow:
         """
         chosen = self._version_of_first(version)
         self._push = self._pushes.make(
-            PushRequest(named_tensors, chosen, name_map, None, adapter, is_base)
+            PushRequest(named_tensors, chosen, name_map, adapter=adapter, is_base=is_base)
         )
 
     def _version_of_first(self, version: int | None) -> int | None:
