@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def test_it(server):
     threading.Event().wait()
 """
 AS_MAKE = "import os, sys; os.execvp('make', ['make', '-f', *sys.argv[1:]])"
+
+
+@pytest.fixture(autouse=True)
+def ends_of_a_hangup() -> Iterator[None]:
+    """Under nohup every process that we start ignores the hangup; this run itself goes on to."""
+    was = signal.getsignal(signal.SIGHUP)
+    if was is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)  # a program does not inherit it
+    yield
+    signal.signal(signal.SIGHUP, was)
 
 
 @pytest.mark.parametrize(
