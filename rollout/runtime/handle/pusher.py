@@ -22,6 +22,8 @@ from rollout.weights.tensors import Dtype, NamedTensors, NameMap
 # Messages of so many pushes and offloads stay for ranks that are late.
 _ROUNDS_REMEMBERED = 4
 
+_SHARE_OF_ENGINES = 0.9
+
 
 class Pusher:
     """Pushes a trainer's weights from all of its ranks; ``ServerHandle.pusher`` makes it.
@@ -30,7 +32,8 @@ class Pusher:
 
     Args:
         server: the calls of a push to its server, which the handle makes, too.
-        timeout_s: for a rank that is silent, see ``ranks.protocol``.
+        timeout_s: for a rank that is silent, see ``ranks.protocol``; less if the engines wait less
+            for a bucket, so that the error names the rank.
         idle_group: of all pushes of the handle.
     """
 
@@ -47,7 +50,7 @@ class Pusher:
         self.server = server
         hosts = link.hosts(config.weights.shared_memory_path)
         self.rank = TrainerRank(config, link.rank, hosts, idle_group)
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, _SHARE_OF_ENGINES * config.lifecycle.update_timeout_s)
         self._is_closed = False
         self._num_rounds = 0
         self._keys_left: list[tuple[str, ...]] = []

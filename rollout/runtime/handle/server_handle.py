@@ -326,7 +326,8 @@ class ServerHandle:
         Args:
             group: a process group of torch.distributed; None for all ranks, or for a single
                 process without torch.distributed.
-            rank_timeout_s: a push fails on all ranks if one is silent for so many seconds.
+            rank_timeout_s: a push fails on all ranks if one is silent for so many seconds, or for
+                nine tenths of ``lifecycle.update_timeout_s`` where that is less.
 
         Raises:
             ConfigError: an argument is wrong, or torch is not installed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ import pytest
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from rollout.core.errors import ConfigError, RankFailure, RolloutError
+from rollout.core.types import StepReport
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import LocalCaller, launch_local
 from rollout.weights.push.weight_push import WITHOUT_KV
 from rollout.weights.routes import buffers as shm_buffers
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
+from tests.support.thread_ranks import Messages
 
 torch = pytest.importorskip("torch")
+from rollout.runtime.handle.pusher import Pusher  # noqa: E402
 from rollout.weights.ranks import leader  # noqa: E402
+from rollout.weights.ranks.link import RankLink  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -50,6 +55,35 @@ def loads(engine: FakeEngine) -> list[Path]:
         for call in engine.calls
         if call.operation == "update_weights_from_disk"
     ]
+
+
+def test_a_silent_rank_is_named_before_the_engines_give_up(tmp_path: Path) -> None:
+    """The engines wait less for a bucket than the ranks would for each other."""
+    goes_on = threading.Event()
+    made = tensors()
+
+    def of_rank_1() -> Iterator[tuple[str, Any]]:
+        pairs = iter(made.items())
+        yield next(pairs)
+        goes_on.wait(60)
+        yield from pairs
+
+    lifecycle = {"update_timeout_s": 4}
+    with launched(tmp_path, lifecycle=lifecycle) as (deployment, _), ThreadPoolExecutor(2) as ranks:
+        messages, server = Messages(), deployment["policy"]._pushes.server
+
+        def push(rank: int) -> StepReport:
+            with Pusher(server, RankLink(rank, 2, messages), timeout_s=60) as pusher:
+                return pusher.push(of_rank_1() if rank else iter(made.items()))
+
+        pushes = [ranks.submit(push, rank) for rank in range(2)]
+        try:
+            with pytest.raises(RankFailure, match=r"rank 1 did not report bucket 0 within 3\.6 s"):
+                pushes[0].result(30)
+        finally:
+            goes_on.set()
+        with pytest.raises(RankFailure, match="rank 1 did not report bucket 0"):
+            pushes[1].result(30)
 
 
 class EveryLoadCosts:
