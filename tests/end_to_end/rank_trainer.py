@@ -34,7 +34,7 @@ from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.ranks.trainer_rank import LoadCosts
-from rollout.weights.routes.broadcast import BroadcastTask
+from rollout.weights.routes.route import BroadcastTask
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from tests.support.lora import drawn_adapter
 from tests.support.megatron_shards import MegatronShards, Sizes

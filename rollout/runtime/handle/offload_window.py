@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout.core.errors import ConfigError, LifecycleError
 from rollout.core.pending import Pending, PendingWithCallback
@@ -16,7 +16,6 @@ from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 
 if TYPE_CHECKING:
-    from rollout.runtime.handle.server_handle import ServerHandle
     from rollout.weights.tensors import NamedTensors, NameMap
 
 T = TypeVar("T")
@@ -64,6 +63,21 @@ def with_before_kv(
     return PendingWithCallback(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
 
 
+class Transitions(Protocol):
+    """The calls of ``ServerHandle`` that a window makes."""
+
+    def status(self) -> Pending[ServerStatus]: ...
+    def give_memory(self) -> Pending[StepReport]: ...
+    def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]: ...
+    def serve_weights(
+        self,
+        named_tensors: NamedTensors | Push,
+        version: int | None = None,
+        *,
+        before_kv: BeforeKv | None = None,
+    ) -> Pending[StepReport]: ...
+
+
 class OffloadWindow:
     """The time in which the trainer has the memory, as a context manager, sync and async.
 
@@ -77,7 +91,7 @@ class OffloadWindow:
 
     def __init__(
         self,
-        server: ServerHandle,
+        server: Transitions,
         pushes: ServerPushes,
         weights: Callable[[], NamedTensors] | None,
         version: int | None,

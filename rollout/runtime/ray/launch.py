@@ -71,11 +71,6 @@ def launch_ray(
     undo = _Undo(RunLock(RunFolder.of(config)))
     try:
         undo.started_ray = _connect(config)
-    except BaseException:
-        undo()
-        raise
-    loop = LoopThread("deployment")
-    try:
         plan, timeout_s = plan_of(config), config.cluster.placement_timeout_s
         if existing is not None:
             group: Any = existing.group
@@ -84,17 +79,13 @@ def launch_ray(
             group, granted = reserve(plan, timeout_s=timeout_s)
             undo.placement_group = group
         slots = assign_slots(plan, granted)
-        placement = EnginePlacement(
-            group,
-            # The share of an engine in its bundle is set when it is placed.
-            ray.remote(EngineActor),
-            launcher or LocalLauncher(),
-        )
+        # The share of an engine in its bundle is set when it is placed.
+        engine_class = ray.remote(EngineActor)
+        placement = EnginePlacement(group, engine_class, launcher or LocalLauncher())
         actors = {
             name: _make_server(config, name, slots, placement, undo) for name in config.servers
         }
     except BaseException:
-        loop.close()
         undo()
         raise
     names = {name: _full_name(config, name) for name in config.servers}
@@ -111,7 +102,7 @@ def launch_ray(
             lock_timeout_s=lock_timeout_s(config),
             stacked=plan.stacked,
         ),
-        loop,
+        LoopThread("deployment"),
         on_close=undo,
         placement_group=group,
         trainer_slots=trainer_slots(plan, granted),

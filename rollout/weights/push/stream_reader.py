@@ -28,8 +28,7 @@ from engines.protocol.plain_text import describe
 from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.pending import in_own_thread
-from rollout.weights.routes.broadcast import BroadcastMember, to_json
-from rollout.weights.routes.route import Payload
+from rollout.weights.routes.route import BroadcastMember, Payload, to_json
 
 T = TypeVar("T")
 

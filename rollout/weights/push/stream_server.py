@@ -17,8 +17,7 @@ from typing import Any
 from engines.protocol.plain_text import describe
 from rollout.core import wire
 from rollout.weights.push.stream_reader import PushStreamAddress, split_payload
-from rollout.weights.routes.broadcast import BroadcastMember, from_json
-from rollout.weights.routes.route import BUCKETS_AHEAD, StreamedBucket
+from rollout.weights.routes.route import BUCKETS_AHEAD, BroadcastMember, StreamedBucket, from_json
 
 logger = logging.getLogger(__name__)
 

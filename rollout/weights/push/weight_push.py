@@ -27,10 +27,16 @@ from rollout.weights.push.stream_reader import (
     StaticBuckets,
 )
 from rollout.weights.routes.adapter import AsAdapter
-from rollout.weights.routes.broadcast import BroadcastMember
 from rollout.weights.routes.by_value import ByValue
 from rollout.weights.routes.choice import ENCODINGS
-from rollout.weights.routes.route import EngineRoute, Payload, PushTarget, Route, Stage
+from rollout.weights.routes.route import (
+    BroadcastMember,
+    EngineRoute,
+    Payload,
+    PushTarget,
+    Route,
+    Stage,
+)
 
 WITHOUT_KV = (
     "before_kv failed: the engines hold verified weights, have no KV cache and get no requests; "

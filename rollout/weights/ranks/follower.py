@@ -21,7 +21,8 @@ from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
 from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.route import Chosen, RankEnd, ShareBuilder
+from rollout.weights.routes.rank_end import RankEnd, ShareBuilder
+from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource

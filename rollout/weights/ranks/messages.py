@@ -23,8 +23,7 @@ from rollout.config import Transport, WeightUpdate
 from rollout.core import VERSION, errors
 from rollout.core.errors import RankFailure, RolloutError
 from rollout.core.types import StepReport
-from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.route import Chosen, PushTerms
+from rollout.weights.routes.route import BroadcastTask, Chosen, PushTerms
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.messages import BroadcastDone, Share
-from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.route import Payload, StreamedBucket
+from rollout.weights.routes.route import BroadcastTask, Payload, StreamedBucket
 from rollout.weights.routes.shared_memory import ByPath
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.sources import Pairs

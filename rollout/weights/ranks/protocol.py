@@ -57,7 +57,7 @@ from rollout.weights.ranks.messages import (
     Stop,
     Wait,
 )
-from rollout.weights.routes.broadcast import BroadcastTask
+from rollout.weights.routes.route import BroadcastTask
 
 T = TypeVar("T")
 

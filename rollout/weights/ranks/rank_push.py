@@ -40,7 +40,7 @@ from rollout.weights.ranks.protocol import (
     gather_timeout_s,
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
-from rollout.weights.routes.broadcast import BroadcastTask
+from rollout.weights.routes.route import BroadcastTask
 from rollout.weights.tensors.sources import Pairs
 
 T = TypeVar("T")

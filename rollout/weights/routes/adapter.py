@@ -12,15 +12,13 @@ import orjson
 from engines.protocol.errors import EngineRejected
 from rollout.core.errors import WeightMismatch
 from rollout.weights.routes.by_value import ValueBuilder, join
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
     Payload,
-    Places,
     PushTarget,
-    RankEnd,
     Route,
-    RouteRow,
     Stage,
     encoded,
 )

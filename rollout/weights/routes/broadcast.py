@@ -7,24 +7,15 @@ engines, every engine reports that it is a member, and the push that created it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engines.protocol import Engine, ProcessIdentity
 from engines.protocol.errors import EngineRejected
 from rollout.config import Transport
-from rollout.weights.routes.route import (
-    Chosen,
-    EnginePlace,
-    Places,
-    PushTarget,
-    RankEnd,
-    Route,
-    RouteRow,
-    ShareBuilder,
-    Stage,
-)
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, ShareBuilder
+from rollout.weights.routes.route import Chosen, EnginePlace, PushTarget, Route, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +27,6 @@ def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
     if not engine.is_reached:
         return "it cannot join a broadcast of this trainer"
     return Chosen(Transport.DISTRIBUTED)
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastTask:
-    """Join a group with the engines, or send in it.
-
-    Attributes:
-        terms: of the group to join; None to send.
-        sender: the rank that sends.
-        part: of its bucket, by number.
-    """
-
-    terms: Mapping[str, Any] | None = None
-    sender: int = 0
-    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,48 +90,6 @@ async def leave_group(engine: Engine, group_name: str) -> None:
         logger.debug("group %s: %s", group_name, error)
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastMember:
-    """One engine in a broadcast group.
-
-    Attributes:
-        process: identifies its processes; empty if unknown.  An attached engine's is unknown:
-            its owner may have restarted it behind the same address.
-        groups: the groups that it is a member of, as the terms named them; empty for none.
-    """
-
-    engine_id: str
-    num_ranks: int = 1
-    process: str = ""
-    groups: str = ""
-
-    @property
-    def rank_of(self) -> tuple[str, str, int]:
-        """Equal in two pushes if the ranks are the same processes."""
-        return self.engine_id, self.process, self.num_ranks
-
-
-def to_json(members: Iterable[BroadcastMember]) -> list[dict[str, Any]]:
-    return [asdict(member) for member in members]
-
-
-def from_json(values: Iterable[dict[str, Any]]) -> tuple[BroadcastMember, ...]:
-    return tuple(BroadcastMember(**value) for value in values)
-
-
-def is_reusable(members: Sequence[BroadcastMember]) -> bool:
-    """Whether the next push can recognise a group of these engines."""
-    return bool(members) and all(member.process for member in members)
-
-
-def is_same_group(
-    group_name: str, before: Sequence[BroadcastMember], now: Sequence[BroadcastMember]
-) -> bool:
-    """Whether the group that ``before`` joined can send to the engines in ``now``."""
-    same = {member.rank_of for member in before} == {member.rank_of for member in now}
-    return same and is_reusable(now) and all(member.groups == group_name for member in now)
-
-
 def process_text(processes: Iterable[ProcessIdentity]) -> str:
     """Identifies an engine's processes, over all machines and boots."""
     return " ".join(f"{process.boot_id}/{process.pid}/{process.started}" for process in processes)
@@ -170,7 +104,8 @@ def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
         return None
     from rollout.weights.routes.trainer_groups import BroadcastSender
 
-    return BroadcastSender(end)
+    timeout_s = min(end.config.weights.group_timeout_s, end.timeout_s)
+    return BroadcastSender(end.rank, end.terms, end.idle_group, timeout_s)
 
 
 ROW = RouteRow(

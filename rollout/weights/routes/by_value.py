@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import Transport
 from rollout.weights.format.bucket_layout import split_by_size
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, Shares
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
     Payload,
-    Places,
     PushTarget,
-    RankEnd,
     Route,
-    RouteRow,
-    Shares,
     Stage,
     encoded,
 )

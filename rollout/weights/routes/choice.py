@@ -15,7 +15,8 @@ from rollout.config.compatibility import of_window, why_no_copy
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
-from rollout.weights.routes.route import Chosen, Encoding, EnginePlace, RankPlace, RouteRow, why_far
+from rollout.weights.routes.rank_end import RouteRow, why_far
+from rollout.weights.routes.route import Chosen, Encoding, EnginePlace, RankPlace
 
 ROUTES: dict[str, RouteRow] = {
     row.transport: row

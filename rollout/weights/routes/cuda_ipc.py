@@ -19,17 +19,14 @@ import pybase64
 from rollout.config import Transport
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.named import named_pairs
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, Shares
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
     EnginePlace,
     Payload,
-    Places,
     PushTarget,
-    RankEnd,
     Route,
-    RouteRow,
-    Shares,
     Stage,
 )
 

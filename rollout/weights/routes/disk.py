@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import ServerConfig, Transport
 from rollout.core.errors import ConfigError
-from rollout.weights.routes.route import Chosen, EnginePlace, Payload, Places, RankEnd, RouteRow
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow
+from rollout.weights.routes.route import Chosen, EnginePlace, Payload
 from rollout.weights.routes.shared_memory import ByPath
 
 if TYPE_CHECKING:

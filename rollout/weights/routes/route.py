@@ -1,4 +1,4 @@
-"""What a route is: one end where the engines are called, one in each rank of the trainer.
+"""What a route is where the engines are called; ``rank_end`` has its end in the trainer's ranks.
 
 Always true: a ``Route`` is a plain value, so that it can be sent to where the engines are; it
 imports no tensor library and handles one engine per call.
@@ -6,20 +6,17 @@ imports no tensor library and handles one engine per call.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pybase64
 
 from engines.protocol import Engine
-from rollout.config import ServerConfig, Transport
+from rollout.config import Transport
 from rollout.core.errors import WeightMismatch
 
 if TYPE_CHECKING:
-    from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
-    from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors.sources import Pairs
 
 # A bucket may be made while engines apply the one before it.
@@ -158,6 +155,35 @@ class StreamedBucket:
     then: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BroadcastMember:
+    """One engine in a broadcast group.
+
+    Attributes:
+        process: identifies its processes; empty if unknown.  An attached engine's is unknown:
+            its owner may have restarted it behind the same address.
+        groups: the groups that it is a member of, as the terms named them; empty for none.
+    """
+
+    engine_id: str
+    num_ranks: int = 1
+    process: str = ""
+    groups: str = ""
+
+    @property
+    def rank_of(self) -> tuple[str, str, int]:
+        """Equal in two pushes if the ranks are the same processes."""
+        return self.engine_id, self.process, self.num_ranks
+
+
+def to_json(members: Iterable[BroadcastMember]) -> list[dict[str, Any]]:
+    return [asdict(member) for member in members]
+
+
+def from_json(values: Iterable[dict[str, Any]]) -> tuple[BroadcastMember, ...]:
+    return tuple(BroadcastMember(**value) for value in values)
+
+
 def encoded(payload: Payload, expectation: str) -> str:
     """Bytes as base64.
 
@@ -169,7 +195,7 @@ def encoded(payload: Payload, expectation: str) -> str:
     return pybase64.b64encode_as_string(payload)
 
 
-# -- the trainer's end ------------------------------------------------------------------------
+# -- how it is chosen ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,87 +294,15 @@ class PushTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnd:
-    """What one rank's ends of the routes of a push are opened with.
+class BroadcastTask:
+    """Join a group with the engines, or send in it.
 
     Attributes:
-        writers: the ranks on this rank's host, the lowest first.
-        gpu: UUID of this rank's GPU, if its tensors are there.
-        buffers: of shared memory.
-        idle_group: what this rank has of a broadcast between two pushes.
-        timeout_s: for one bucket, and for all engines to join a group.
+        terms: of the group to join; None to send.
+        sender: the rank that sends.
+        part: of its bucket, by number.
     """
 
-    rank: int
-    writers: Sequence[int]
-    gpu: str
-    terms: PushTerms
-    buffers: ShmBufferPool | PushBuffers
-    idle_group: IdleGroup
-    config: ServerConfig
-    timeout_s: float
-
-    @property
-    def own_host(self) -> int:
-        return self.writers[0]
-
-
-Places = Sequence[RankPlace]
-"""Of the ranks of the trainer."""
-Shares = Mapping[int, Mapping[str, Any]]
-"""Rank -> what it has made of a bucket for one route."""
-
-
-class ShareBuilder(Protocol):
-    """One rank's end of a route in one push."""
-
-    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
-        """This rank's share of a bucket, as a message for rank 0; None if it has none.
-
-        ``fingerprints`` in it are of the tensors, if it took them.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what the push holds, in any state."""
-        ...
-
-
-def no_payload(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
-    """For a route whose engines get nothing with a bucket, but before or after it."""
-    return ()
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRow:
-    """One route, in the order of ``choice.ROUTES``.
-
-    Attributes:
-        reach: how it reaches an engine from these ranks, or why it does not.
-        route: the end where the engines are called.
-        open: this rank's end, or None if it has no part in it; it imports torch.
-        join: on rank 0, what the engines of one choice get of a bucket, one request after the
-            other, from the shares of the ranks, by rank.
-        is_copy: it sends what was copied before the engines were called.
-        is_automatic: it is chosen by ``auto``, not only by its name.
-        most_bytes: of tensors in one request; it splits a larger bucket.
-        is_encoded: it carries encodings other than whole tensors.
-    """
-
-    transport: str
-    reach: Callable[[Places, EnginePlace], Chosen | str]
-    route: Callable[[Chosen], Route]
-    open: Callable[[RankEnd, Chosen], ShareBuilder | None]
-    join: Callable[[Chosen, Shares, Places, Pairs], Sequence[Payload]] = no_payload
-    is_copy: bool = True
-    is_automatic: bool = True
-    most_bytes: int = sys.maxsize
-    is_encoded: bool = False
-
-
-def why_far(ranks: Places, engine: EnginePlace) -> str:
-    """Why an engine shares no host with a rank; empty if it does."""
-    if not engine.node:
-        return "it has several hosts"
-    is_near = any(rank.node == engine.node for rank in ranks)
-    return "" if is_near else "it runs on another host than all ranks"
+    terms: Mapping[str, Any] | None = None
+    sender: int = 0
+    part: int = 0

@@ -12,19 +12,15 @@ from rollout.config import Transport, WeightsConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.os_errors import naming_setting
 from rollout.weights.routes.buffers import MORE_ROOM, PushBuffers, ShmBuffer, ShmBufferPool
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, Shares, why_far
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
     EnginePlace,
     Payload,
-    Places,
     PushTarget,
-    RankEnd,
     Route,
-    RouteRow,
-    Shares,
     Stage,
-    why_far,
 )
 
 if TYPE_CHECKING:

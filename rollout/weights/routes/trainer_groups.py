@@ -34,13 +34,7 @@ from torch.distributed import distributed_c10d
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError, WeightsUnavailable
-from rollout.weights.routes.broadcast import (
-    BroadcastMember,
-    BroadcastTask,
-    is_reusable,
-    is_same_group,
-)
-from rollout.weights.routes.route import PushTerms, RankEnd, StreamedBucket
+from rollout.weights.routes.route import BroadcastMember, BroadcastTask, PushTerms, StreamedBucket
 from rollout.weights.tensors.bucket_bytes import (
     FlatLayoutCache,
     Flattener,
@@ -55,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_IDLE_S = 240.0
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
-# What a rank does in a broadcast of its own.
 
 
 class BroadcastRoot:
@@ -227,6 +220,19 @@ def group_name(first: str, sender: int) -> str:
     return f"{first}.{sender}" if sender else first
 
 
+def is_reusable(members: Sequence[BroadcastMember]) -> bool:
+    """Whether the next push can recognise a group of these engines."""
+    return bool(members) and all(member.process for member in members)
+
+
+def is_same_group(
+    group_name: str, before: Sequence[BroadcastMember], now: Sequence[BroadcastMember]
+) -> bool:
+    """Whether the group that ``before`` joined can send to the engines in ``now``."""
+    same = {member.rank_of for member in before} == {member.rank_of for member in now}
+    return same and is_reusable(now) and all(member.groups == group_name for member in now)
+
+
 class IdleGroup:
     """The group of a trainer's last push, for the next one, by whichever call. Thread-safe.
 
@@ -383,19 +389,20 @@ class BroadcastSender:
     """A rank other than 0 that broadcasts one bucket of as many as there are senders.
 
     Args:
-        end: what it has of the push; its number among the senders is not 0.
+        rank: its number among the senders is not 0.
+        timeout_s: for the engines to join, and for one bucket.
     """
 
-    def __init__(self, end: RankEnd) -> None:
-        self._rank = end.rank
-        self._push = end.terms
-        self._number = end.terms.senders.index(end.rank)
-        self._timeout_s = min(end.config.weights.group_timeout_s, end.timeout_s)
-        self._idle = end.idle_group
-        self._group = end.idle_group.take()
+    def __init__(self, rank: int, terms: PushTerms, idle: IdleGroup, timeout_s: float) -> None:
+        self._rank = rank
+        self._push = terms
+        self._number = terms.senders.index(rank)
+        self._timeout_s = timeout_s
+        self._idle = idle
+        self._group = idle.take()
         self._flatteners: list[Flattener] = []
         self._parts: list[StreamedBucket] = []
-        if self._group is not None and self._group.first != end.terms.group:
+        if self._group is not None and self._group.first != terms.group:
             self._leave()  # rank 0 has left it, or will
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ import pytest
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.push.stream_reader import PushStreamReader
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
-from rollout.weights.routes.broadcast import BroadcastMember
+from rollout.weights.routes.route import BroadcastMember
 from tests.support.processes import wait_until
 
 

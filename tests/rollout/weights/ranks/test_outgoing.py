@@ -15,9 +15,8 @@ from rollout.config import Transport
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.ranks.messages import BroadcastDone
 from rollout.weights.ranks.outgoing import BucketQueue, OfferedBucket, OutgoingStream
-from rollout.weights.routes.broadcast import BroadcastTask
 from rollout.weights.routes.choice import ROUTES
-from rollout.weights.routes.route import Chosen, RankPlace, StreamedBucket
+from rollout.weights.routes.route import BroadcastTask, Chosen, RankPlace, StreamedBucket
 from rollout.weights.tensors.sources import Pairs
 
 pytestmark = pytest.mark.embedded

@@ -46,8 +46,7 @@ from rollout.weights.ranks.protocol import (
     Steps,
     gather_timeout_s,
 )
-from rollout.weights.routes.broadcast import BroadcastTask
-from rollout.weights.routes.route import PushTerms
+from rollout.weights.routes.route import BroadcastTask, PushTerms
 
 TIMEOUT_S = 30.0
 NUM_BUCKETS = 3

@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engines.protocol import ProcessIdentity
-from rollout.weights.routes.broadcast import (
-    BroadcastMember,
-    from_json,
-    is_reusable,
-    is_same_group,
-    process_text,
-    to_json,
-)
+from rollout.weights.routes.broadcast import process_text
+from rollout.weights.routes.route import BroadcastMember, from_json, to_json
+from rollout.weights.routes.trainer_groups import is_reusable, is_same_group
 
 BEFORE = (BroadcastMember("a", 2, "pa"), BroadcastMember("b", 1, "pb"))
 NOW = tuple(replace(one, groups="g") for one in BEFORE)

@@ -12,7 +12,8 @@ import pytest
 from rollout.config import Transport
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.choice import ROUTES
-from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace, RouteRow
+from rollout.weights.routes.rank_end import RouteRow
+from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace
 
 ROWS = list(ROUTES.values())
 NEAR = EnginePlace("e", "n0", ("GPU-0",))

@@ -15,16 +15,14 @@ from engines.fake import FakeEngine
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
 from rollout.weights.routes.choice import ROUTES
+from rollout.weights.routes.rank_end import RankEnd, RouteRow, ShareBuilder
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
     Payload,
     PushTarget,
-    RankEnd,
     RankPlace,
     Route,
-    RouteRow,
-    ShareBuilder,
     Stage,
 )
 from tests.support.still_server import HERE, StillServer, server_config

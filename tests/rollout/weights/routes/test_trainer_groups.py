@@ -15,8 +15,7 @@ import pytest
 
 from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError
-from rollout.weights.routes.broadcast import BroadcastMember
-from rollout.weights.routes.route import PushTerms, StreamedBucket
+from rollout.weights.routes.route import BroadcastMember, PushTerms, StreamedBucket
 from tests.support.still_server import server_config
 
 torch = pytest.importorskip("torch")

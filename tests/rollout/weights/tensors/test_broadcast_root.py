@@ -16,7 +16,8 @@ from rollout.core.errors import WeightsUnavailable
 from rollout.core.fanout import EngineReply
 from rollout.weights.push.stream_server import PushStreamServer, StreamedBucket
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
-from rollout.weights.routes.broadcast import BroadcastMember, ByBroadcast
+from rollout.weights.routes.broadcast import ByBroadcast
+from rollout.weights.routes.route import BroadcastMember
 from tests.support.builders import manifest
 
 

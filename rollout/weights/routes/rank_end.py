@@ -1,0 +1,113 @@
+"""What a route is in the ranks of the trainer, and the row that has both ends of one.
+
+Always true: only ``open`` imports a tensor library; what it returns frees all that a push holds
+through it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.config import ServerConfig
+from rollout.weights.routes.route import (
+    Chosen,
+    EnginePlace,
+    Payload,
+    PushTerms,
+    RankPlace,
+    Route,
+)
+
+if TYPE_CHECKING:
+    from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
+    from rollout.weights.routes.trainer_groups import IdleGroup
+    from rollout.weights.tensors.sources import Pairs
+
+Places = Sequence[RankPlace]
+"""Of the ranks of the trainer."""
+Shares = Mapping[int, Mapping[str, Any]]
+"""Rank -> what it has made of a bucket for one route."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """What one rank's ends of the routes of a push are opened with.
+
+    Attributes:
+        writers: the ranks on this rank's host, the lowest first.
+        gpu: UUID of this rank's GPU, if its tensors are there.
+        buffers: of shared memory.
+        idle_group: what this rank has of a broadcast between two pushes.
+        timeout_s: for one bucket, and for all engines to join a group.
+    """
+
+    rank: int
+    writers: Sequence[int]
+    gpu: str
+    terms: PushTerms
+    buffers: ShmBufferPool | PushBuffers
+    idle_group: IdleGroup
+    config: ServerConfig
+    timeout_s: float
+
+    @property
+    def own_host(self) -> int:
+        return self.writers[0]
+
+
+class ShareBuilder(Protocol):
+    """One rank's end of a route in one push."""
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+        """This rank's share of a bucket, as a message for rank 0; None if it has none.
+
+        ``fingerprints`` in it are of the tensors, if it took them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the push holds, in any state."""
+        ...
+
+
+def no_payload(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
+    """For a route whose engines get nothing with a bucket, but before or after it."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRow:
+    """One route, in the order of ``choice.ROUTES``.
+
+    Attributes:
+        reach: how it reaches an engine from these ranks, or why it does not.
+        route: the end where the engines are called.
+        open: this rank's end, or None if it has no part in it; it imports torch.
+        join: on rank 0, what the engines of one choice get of a bucket, one request after the
+            other, from the shares of the ranks, by rank.
+        is_copy: it sends what was copied before the engines were called.
+        is_automatic: it is chosen by ``auto``, not only by its name.
+        most_bytes: of tensors in one request; it splits a larger bucket.
+        is_encoded: it carries encodings other than whole tensors.
+    """
+
+    transport: str
+    reach: Callable[[Places, EnginePlace], Chosen | str]
+    route: Callable[[Chosen], Route]
+    open: Callable[[RankEnd, Chosen], ShareBuilder | None]
+    join: Callable[[Chosen, Shares, Places, Pairs], Sequence[Payload]] = no_payload
+    is_copy: bool = True
+    is_automatic: bool = True
+    most_bytes: int = sys.maxsize
+    is_encoded: bool = False
+
+
+def why_far(ranks: Places, engine: EnginePlace) -> str:
+    """Why an engine shares no host with a rank; empty if it does."""
+    if not engine.node:
+        return "it has several hosts"
+    is_near = any(rank.node == engine.node for rank in ranks)
+    return "" if is_near else "it runs on another host than all ranks"
