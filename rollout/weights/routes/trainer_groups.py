@@ -324,10 +324,10 @@ class BroadcastPush:
 
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
         """Terms of the group for this push: the idle one if it fits, else a new one."""
-        before = self._idle.take()
+        self._group = before = self._idle.take()  # ``ended`` closes it, if this fails
         stays = is_reusable(members)
         if before is not None and self._fits(before, members):
-            self._group, self._must_join = before, False
+            self._must_join = False
             return {"group_name": before.names, "is_new": False, "keeps": stays, "over": ""}
         if before is not None:
             before.root.close()

@@ -1,0 +1,267 @@
+"""Kills a push in one of its functions, and checks that nothing is open afterwards.  Needs torch.
+
+An error is raised at the first call of a function, in whichever thread runs it.  Only what frees
+memory is let run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+import rollout
+from engines.fake import FakeEngine
+from rollout.config import ServerConfig
+from rollout.core.pending import LoopThread, Pending
+from rollout.core.types import StepReport
+from rollout.runtime.calls.server_pushes import ServerPushes
+from rollout.runtime.handle.pusher import Pusher
+from rollout.weights.push.push import PushRequest
+from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
+from rollout.weights.ranks.link import LocalTexts, RankLink
+from rollout.weights.routes.route import EnginePlace
+from tests.support.processes import wait_until
+from tests.support.still_server import HERE, StillServer
+
+WEIGHTS = str(Path(rollout.__file__).parent / "weights")
+# What frees memory, or is called while that is done.
+FREEING = {
+    "__del__",
+    "__exit__",
+    "_end",
+    "_free",
+    "_leave",
+    "abort",
+    "close",
+    "drop",
+    "end",
+    "ended",
+    "free",
+    "give",
+    "leave",
+    "put",
+    "release",
+    "remove",
+    "stay",
+    "trim",
+}
+
+
+# Where a thread begins, and a caller's ``with``: nothing can fail there yet.
+BEGINS = (
+    "Push.__enter__",
+    "PushStreamServer._make",
+    "PushStreamServer._serve",
+    "RankPush.__enter__",
+)
+
+
+class Killed(Exception):
+    """The push ends here."""
+
+
+class Killer:
+    """Raises at the first call of one function of ``rollout.weights``.
+
+    Attributes:
+        functions: that were called, in their order.
+    """
+
+    def __init__(self, victim: str = "") -> None:
+        self.functions: dict[str, None] = {}
+        self.has_killed = False
+        self._victim = victim
+
+    def __enter__(self) -> Killer:
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(WEIGHTS) or code.co_name.startswith("<"):
+            return
+        # A generator is entered once more when it is dropped, and no caller gets its error.
+        if code.co_qualname in BEGINS or code.co_flags & inspect.CO_GENERATOR:
+            return
+        name = f"{code.co_filename.removeprefix(WEIGHTS)} {code.co_qualname}"
+        if name in self.functions or _is_freeing(frame):
+            return
+        self.functions[name] = None
+        if name == self._victim:
+            self.has_killed = True
+            raise Killed(name)
+
+
+def _is_freeing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in FREEING and frame.f_code.co_filename.startswith(WEIGHTS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Server(StillServer):
+    """Sends each push to engines that do nothing, in an event loop of its own."""
+
+    def __init__(self, loop: LoopThread, config: ServerConfig, places: list[EnginePlace]) -> None:
+        super().__init__(engines=places)
+        self.config = config
+        self.loop = loop
+        self.groups: dict[str, str] = {}
+        kind = TakesHandles if any(one.gpus for one in places) else FakeEngine
+        self.fakes = {one.engine_id: kind(one.engine_id) for one in places}
+
+    def serve_weights(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
+        return self.loop.submit(self._sent(push))
+
+    async def _sent(self, push: WeightPush) -> StepReport:
+        # Groups of the trainer alone: these engines have no ranks in them.
+        joins = {
+            name: bool((one := push.route_of(name)) and one.route.joins) for name in self.fakes
+        }
+        targets = {
+            name: PushTarget(fake, 0 if joins[name] else 1, process=name)
+            for name, fake in self.fakes.items()
+        }
+        replies = await push_weights(push, targets, budget_s=30, groups=self.groups)
+        for reply in replies.values():
+            if reply.failure is not None:
+                raise reply.failure
+        return StepReport()
+
+    def shipped(self, push: WeightPush) -> WeightPush:
+        return push
+
+    def record_push(self, spans: Any) -> Pending[Any]:
+        return self.loop.submit(_nothing())
+
+
+class TakesHandles(FakeEngine):
+    """Opens no handle."""
+
+    async def update_weights_from_tensor(
+        self, serialized_named_tensors: Sequence[str], **more: Any
+    ) -> None:
+        assert serialized_named_tensors
+
+
+async def _nothing() -> None:
+    """Nothing is recorded."""
+
+
+def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConfig:
+    weights: dict[str, Any] = {
+        "transport": "auto" if route in ("several", "adapter") else route,
+        "shared_memory_path": str(tmp_path),
+        "disk_path": str(tmp_path / "disk-{version}"),
+        "bucket_bytes": 512,
+        "group_timeout_s": 20,
+        "stream": streams,
+    }
+    if route == "adapter":
+        weights["update"] = "lora"
+    return ServerConfig.model_validate(
+        {
+            "model_path": str(tmp_path / "model"),
+            "groups": {"main": {"engine": {"kind": "embedded"}}},
+            "lifecycle": {"update_timeout_s": 20},
+            "weights": weights,
+        }
+    )
+
+
+def places_of(route: str) -> list[EnginePlace]:
+    near = EnginePlace("near", HERE)
+    if route == "cuda_ipc":
+        return [EnginePlace("near", HERE, gpus=(GPU,))]
+    if route != "several":
+        return [near]
+    far = EnginePlace("far", "another host")
+    return [near, far, EnginePlace("alone", "another host", why_no_groups="it joins none")]
+
+
+TENSORS = {f"t{number}": torch.randn(64) for number in range(4)}
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+ADAPTER = {
+    f"{MODULE}.lora_A.weight": torch.randn(4, 64),
+    f"{MODULE}.lora_B.weight": torch.randn(64, 4),
+}
+GPU = "1"
+# Of all ranks of a trainer.
+DEFAULT_GROUP = "0"
+TIMEOUT_S = 20.0
+
+
+class Trainer:
+    """One process that pushes in one of its ways, alone or as one of several ranks."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        folder: Path,
+        how: str,
+        route: str,
+        link: RankLink | None = None,
+    ) -> None:
+        self.folder = folder
+        self.how = how
+        self.route = route
+        config = config_of(route, folder, streams=how != "copied")
+        server: Any = Server(loop, config, places_of(route))
+        self.pushes = ServerPushes(config, server)
+        self.pushes.server = server
+        self.pusher = Pusher(
+            server,
+            link or RankLink(0, 1, LocalTexts()),
+            timeout_s=TIMEOUT_S,
+            idle_group=self.pushes.idle_group,
+        )
+
+    def push(self) -> None:
+        is_adapter = self.route == "adapter"
+        config = {"r": 4, "lora_alpha": 8} if is_adapter else None
+        tensors: Any = ADAPTER if is_adapter else TENSORS
+        if self.how == "all ranks":
+            self.pusher.push(tensors, adapter=config)
+        elif self.how == "a generator":
+            self.pusher.push(iter(tensors.items()))
+        else:
+            request = PushRequest(tensors, adapter=config)
+            with self.pushes.make(request, may_stream=self.how == "streamed") as push:
+                server: Any = self.pushes.server
+                push.send(lambda made: server.serve_weights(server.shipped(made))).result(30)
+
+    def check(self) -> None:
+        """Nothing of a push is open, but the memory and the group that the next one takes."""
+        assert not [one for one in self.pushes._open if not one.is_closed]
+        ranks = (self.pushes._rank, self.pusher.rank)
+        pools = [one.pool for one in ranks if one is not None]
+        assert not [buffer for pool in pools for buffer in pool._taken]
+        assert wait_until(lambda: not stream_threads(), 10), stream_threads()
+        assert not [one for one in self.folder.glob(".*") if one.name.endswith(".writing")]
+        idle = self.pushes.idle_group.name
+        groups = list(distributed_c10d._world.pg_names.values())
+        groups = [name for name in groups if name != DEFAULT_GROUP]
+        assert groups == ([idle] if idle else []), groups
+
+    def close(self) -> None:
+        self.pusher.close()
+        self.pushes.close()
+
+
+def stream_threads() -> list[str]:
+    names = [one.name for one in threading.enumerate()]
+    return [name for name in names if name.startswith("push-stream")]
