@@ -27,7 +27,7 @@ from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
-from rollout.driver.logprobs.comparison import LIMIT, LogprobReport, compare_logprobs
+from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
@@ -217,14 +217,15 @@ class RolloutDriver:
         trainer_logprobs: Any,
         *,
         temperature: float = 1.0,
-        limit: float = LIMIT,
+        dtype: Dtype = "bfloat16",
+        limit: float | None = None,
         on_mismatch: Literal["warn", "raise"] = "warn",
     ) -> LogprobReport:
         """``rollout.compare_logprobs`` of one step, with its figures on page and metrics.
 
         Args:
             groups: what ``rollout`` returned.
-            trainer_logprobs, temperature, limit: see ``rollout.compare_logprobs``.
+            trainer_logprobs, temperature, dtype, limit: see ``rollout.compare_logprobs``.
             on_mismatch: ``warn`` logs it; ``raise`` raises it.
 
         Raises:
@@ -233,9 +234,8 @@ class RolloutDriver:
             RolloutError: the driver is closed.
         """
         self._check_open()
-        report = await asyncio.to_thread(
-            compare_logprobs, groups, trainer_logprobs, temperature=temperature, limit=limit
-        )
+        settings = {"temperature": temperature, "dtype": dtype, "limit": limit}
+        report = await asyncio.to_thread(compare_logprobs, groups, trainer_logprobs, **settings)
         steps = (sample.metadata.get("rollout_id", 0) for sample in all_samples(groups))
         self._publish(max(steps, default=0), report.metrics(), logprob_gaps=report.histograms)
         if report.mismatch is not None and on_mismatch == "warn":

@@ -11,18 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import SkipValidation
 
 from rollout.core.arguments import AboveZero, checked
 from rollout.core.errors import ConfigError, LogprobMismatch
 from rollout.core.samples import Sample, SampleGroup
-from rollout.driver.logprobs.gap_cause import LogprobRows, Mismatch, Place, find_mismatch
+from rollout.driver.logprobs.gap_cause import (
+    ROUNDING,
+    LogprobRows,
+    Mismatch,
+    Place,
+    find_mismatch,
+)
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
 
-LIMIT = 0.05
-"""Nats that an average gap may have: bfloat16 kernels differ by 0.01 to 0.03."""
+Dtype = Literal["bfloat16", "float16", "float32"]
 TIS_CAP = 2.0
 """The usual cap of truncated importance weights."""
 
@@ -118,7 +123,8 @@ def compare_logprobs(
     trainer_logprobs: Any,
     *,
     temperature: AboveZero = 1.0,
-    limit: AboveZero = LIMIT,
+    dtype: Dtype = "bfloat16",
+    limit: AboveZero | None = None,
 ) -> LogprobReport:
     """Compare the log-probs of the engines with those of the trainer.
 
@@ -128,7 +134,9 @@ def compare_logprobs(
             token under the trainer's model: lists, or one-dimensional arrays or tensors.
         temperature: at which the trainer's were computed.  It has to be the engine's: the one of
             the sampling parameters, or 1 if the engine reports them without a temperature.
-        limit: nats that the average gap of the tokens of one engine and weight version may have.
+        dtype: in which engine and trainer compute, the narrower of the two: sets the limit.
+        limit: nats that the average gap of the tokens of one engine and weight version may have; by
+            default what rounding costs: 0.05 for bfloat16, 0.01 for float16, 0.001 for float32.
 
     Raises:
         ConfigError: rows or tokens do not fit the samples, or a wrong setting.
@@ -144,6 +152,7 @@ def compare_logprobs(
             of_sample[start:end] = map(sub, row[start:end], sample.output_logprobs[start:end])
             for cell, first, last in _cells(piece):
                 sums.setdefault(cell, GapSums()).add(of_sample[first:last])
+    limit = ROUNDING[dtype] if limit is None else limit
     return _report(sums, gaps, _find(flat, rows, sums, temperature, limit))
 
 
@@ -196,8 +205,7 @@ def _find(
             if piece.place in places
         ]
 
-    by_place = summed(sums, lambda cell: (cell.engine_id, cell.weight_version))
-    return find_mismatch(by_place, rows_of, limit=limit, temperature=temperature)
+    return find_mismatch(sums, rows_of, limit=limit, temperature=temperature)
 
 
 def _report(

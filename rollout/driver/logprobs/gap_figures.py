@@ -81,6 +81,11 @@ class GapSums:
     ratio: float = 0.0
     buckets: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def mean(self) -> float:
+        """Average of the absolute gap, in nats; 0 for no tokens."""
+        return self.absolute / self.num if self.num else 0.0
+
     def add(self, gaps: Sequence[float]) -> None:
         """Add these tokens."""
         finite = list(filter(math.isfinite, gaps))
@@ -116,7 +121,7 @@ class GapSums:
         return GapFigures(
             num_tokens=self.num,
             num_not_finite=self.num_not_finite,
-            mean=self.absolute / self.num,
+            mean=self.mean,
             largest=self.largest,
             bias=bias,
             kl_k1=-bias,

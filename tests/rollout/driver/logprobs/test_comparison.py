@@ -3,8 +3,11 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rollout
 from engines.protocol import VersionSpan
@@ -144,6 +147,27 @@ def test_log_probs_that_are_shifted_by_a_token_are_found(by: int) -> None:
     assert mismatch.cause is GapCause.SHIFT
 
 
+@pytest.mark.parametrize("side", ["engine", "trainer", "both"])
+def test_a_log_prob_that_is_not_finite_names_its_side(side: str) -> None:
+    samples = sampled(("main-0", NEW), ("main-1", NEW))
+    theirs = rows(samples)
+    if side != "trainer":
+        samples[-1].output_logprobs[3] = math.nan
+    if side != "engine":
+        theirs[-1][5] = -math.inf
+    mismatch = compare_logprobs(samples, theirs).mismatch
+    assert mismatch is not None
+    assert mismatch.cause is GapCause.NOT_FINITE
+    sides = {
+        "engine": "1 log-probs are not finite: the engine's",
+        "trainer": "1 log-probs are not finite: the trainer's",
+        "both": "2 log-probs are not finite: the engine's and the trainer's",
+    }
+    assert mismatch.why.endswith(sides[side])
+    # No engine is to blame for what the trainer computes.
+    assert mismatch.engine_id == ("" if side == "trainer" else "main-1")
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_log_probs_that_are_not_finite_are_found_and_are_in_no_figure(value: float) -> None:
     samples = sampled(("main-0", NEW), ("main-1", NEW))
@@ -169,6 +193,127 @@ def test_samples_without_engines_and_versions_are_compared_too() -> None:
     mismatch = found_in(samples)
     assert (mismatch.cause, mismatch.engine_id) == (GapCause.EVERYWHERE, "")
     assert "engine unknown" in mismatch.why
+
+
+# -- an engine is named only if it stands out -----------------------------------------------------
+
+
+def with_gaps(
+    draw: random.Random, engine_id: str, gap: float, *, num: int, is_heavy: bool, version: str = "4"
+) -> tuple[Sample, list[float]]:
+    """A sample of an engine whose gaps are about ``gap`` on average, and the trainer's row."""
+    spread = gap * math.sqrt(math.pi / 2)
+    gaps = [draw.gauss(0, spread) for _ in range(num)]
+    if is_heavy:  # most are small and a few are large, with the same average
+        factor = math.exp(-(1.5**2) / 2)
+        gaps = [one * factor * math.exp(draw.gauss(0, 1.5)) for one in gaps]
+    sample = Sample([1], [5] * num, [-2.0] * num)
+    sample.engines = (EngineSpan(engine_id, 0, num),)
+    sample.weight_versions = (VersionSpan(version, 0, num),)
+    return sample, [-2.0 + one for one in gaps]
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_engines=st.integers(2, 12),
+    num_tokens=st.integers(32, 400),
+    share_of_limit=st.floats(0.02, 3.0),
+    is_heavy=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_engines_that_are_off_alike_are_never_named(
+    seed: int, num_engines: int, num_tokens: int, share_of_limit: float, is_heavy: bool
+) -> None:
+    draw, gap = random.Random(seed), share_of_limit * 0.05
+    pairs = [
+        with_gaps(draw, f"main-{index}", gap, num=num_tokens, is_heavy=is_heavy)
+        for index in range(num_engines)
+    ]
+    found = compare_logprobs([sample for sample, _ in pairs], [row for _, row in pairs]).mismatch
+    if found is not None:
+        assert found.cause is not GapCause.ENGINE
+        assert not found.engine_id
+    if share_of_limit > 2:
+        assert found is not None
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_engines=st.integers(2, 12),
+    gap=st.floats(1e-6, 0.03),
+    times=st.floats(8.0, 100.0),
+    is_heavy=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_an_engine_that_stands_out_is_named(
+    seed: int, num_engines: int, gap: float, times: float, is_heavy: bool
+) -> None:
+    draw = random.Random(seed)
+    gaps = [gap, gap * times, *[gap] * (num_engines - 2)]
+    pairs = [
+        with_gaps(draw, f"main-{index}", one, num=2000, is_heavy=is_heavy)
+        for index, one in enumerate(gaps)
+    ]
+    theirs = [row for _, row in pairs]
+    found = compare_logprobs([one for one, _ in pairs], theirs, limit=8 * gap).mismatch
+    assert found is not None
+    assert found.engine_id == "main-1"
+
+
+@pytest.mark.parametrize("is_heavy", [False, True])
+def test_versions_that_are_off_alike_are_not_blamed(is_heavy: bool) -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        pairs = [
+            with_gaps(draw, "main-0", 0.05, num=400, is_heavy=is_heavy, version=version)
+            for version in ("3", "4")
+        ]
+        found = compare_logprobs([one for one, _ in pairs], [row for _, row in pairs]).mismatch
+        assert found is None or found.cause is not GapCause.VERSION
+
+
+# -- types and positions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "is_found"),
+    [
+        ("float32", 0.034, True),
+        ("float32", 8e-7, False),
+        ("float16", 0.034, True),
+        ("float16", 0.003, False),
+        ("bfloat16", 0.034, False),
+    ],
+)
+def test_the_limit_is_what_rounding_costs_in_the_type(
+    dtype: Any, gap: float, is_found: bool
+) -> None:
+    sample, row = with_gaps(random.Random(1), "main-0", gap, num=500, is_heavy=False)
+    found = compare_logprobs([sample], [row], dtype=dtype).mismatch
+    assert (found is not None) is is_found
+    if found is not None:
+        assert found.cause is GapCause.DTYPE
+        assert "rounding" in found.why
+
+
+def test_a_gap_with_tokens_that_are_far_off_is_not_called_rounding() -> None:
+    sample, row = with_gaps(random.Random(1), "main-0", 0.02, num=500, is_heavy=False)
+    row[7] += 2.0
+    found = compare_logprobs([sample], [row], dtype="float32").mismatch
+    assert found is not None
+    assert found.cause is GapCause.EVERYWHERE
+
+
+def test_a_gap_that_grows_with_the_position_is_called_rope() -> None:
+    draw = random.Random(1)
+    samples = [NEW.sample(draw, 96, engine_id="main-0", version="4") for _ in range(8)]
+    theirs = [
+        [value + draw.gauss(0, 0.02 * place) for place, value in enumerate(NEW.logprobs(one), 1)]
+        for one in samples
+    ]
+    found = compare_logprobs(samples, theirs).mismatch
+    assert found is not None
+    assert found.cause is GapCause.ROPE
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -250,6 +395,7 @@ ONE = Sample([1], [5, 6], [-1.0, -1.0])
         ([ONE], [-1.0], {}, r"trainer_logprobs\[0\] is not a row of numbers"),
         ([ONE], [[-1.0, -1.0]], {"temperature": 0}, "temperature = 0"),
         ([ONE], [[-1.0, -1.0]], {"limit": -1}, "limit = -1"),
+        ([ONE], [[-1.0, -1.0]], {"dtype": "fp8"}, "dtype = 'fp8'"),
     ],
 )
 def test_what_does_not_fit_is_named(samples, given, settings, message) -> None:
