@@ -92,6 +92,7 @@ def launch(
     backend: Literal["local", "ray"] = "local",
     placement_group: Any = None,
     bundles: Sequence[int] | Mapping[int, int | str] | None = None,
+    expect_version: int = 0,
     wait: bool = True,
 ) -> DeploymentHandle:
     """Start the servers of ``config`` and return when they are serving.
@@ -106,6 +107,9 @@ def launch(
             one.  It is never removed.
         bundles: the indices of the only bundles to use in it; by default all with a GPU.  A
             mapping has the GPU id of each, which is needed if actors already hold whole GPUs.
+        expect_version: of a run that continues, the weight version at which it goes on.  Engines
+            start with ``model_path``, so the gate stays closed until a push of this version or a
+            newer one; only frozen servers serve at once.
         wait: until the servers serve.  False returns while they start: ``deployment.ready()`` is
             the rest of the launch, with its error.
 
@@ -117,6 +121,7 @@ def launch(
     After an error, nothing is running.
     """
     from rollout.config import RolloutConfig
+    from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
 
     if not isinstance(config, RolloutConfig):
@@ -124,17 +129,25 @@ def launch(
             f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
             "and from_file make one"
         )
+    if not isinstance(expect_version, int) or expect_version < 0:
+        raise wrong("expect_version", expect_version, "a weight version, from 0")
     if backend == "local":
         if placement_group is not None or bundles is not None:
             raise ConfigError("placement_group and bundles need backend='ray'")
         from rollout.runtime.local import launch_local
 
-        return launch_local(config, wait=wait)
+        return launch_local(config, expect_version=expect_version, wait=wait)
     if backend != "ray":
         raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
     with _needing_ray():
         from rollout.runtime.ray.launch import launch_ray
-    return launch_ray(config, placement_group=placement_group, bundles=bundles, wait=wait)
+    return launch_ray(
+        config,
+        placement_group=placement_group,
+        bundles=bundles,
+        expect_version=expect_version,
+        wait=wait,
+    )
 
 
 def connect(

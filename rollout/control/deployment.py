@@ -34,6 +34,7 @@ class Deployment:
         stop_budget_s: deadline for one server to stop; None if the server has its own.
         lock_timeout_s: how long a transaction waits for the previous one.
         stacked: the servers that share a GPU with an earlier server.
+        expect_version: see ``RolloutServer.start``.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Deployment:
         stop_budget_s: float | None = None,
         lock_timeout_s: float = 900.0,
         stacked: Collection[str] = (),
+        expect_version: int = 0,
     ) -> None:
         self._servers = dict(servers)
         self._stop_budget_s = stop_budget_s
         self._lock = CommandLock(lock_timeout_s)
+        self._expect_version = expect_version
         self._stacked = [name for name in self._servers if name in stacked]
 
     async def start(self) -> dict[str, ServerStatus]:
@@ -57,9 +60,13 @@ class Deployment:
         """
         try:
             for name in self._stacked:
-                await self._servers[name].start()
+                await self._servers[name].start(self._expect_version)
                 await self._servers[name].give_memory()
-            await barrier({name: self._servers[name].start() for name in self._not_stacked()})
+            starting = {
+                name: self._servers[name].start(self._expect_version)
+                for name in self._not_stacked()
+            }
+            await barrier(starting)
             return await self.status()
         except BaseException:
             await self.stop()

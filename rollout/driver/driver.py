@@ -30,7 +30,12 @@ from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
-from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
+from rollout.driver.stream.step_metrics import (
+    Progress,
+    StepStats,
+    length_histogram,
+    step_metrics,
+)
 from rollout.driver.stream.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -158,14 +163,16 @@ class RolloutDriver:
             sampling: for each sample.
             num_groups: groups to take from a source; not used with a list.
             options: see ``RolloutOptions``.
-            weight_version: the policy's, if the caller knows it; used to find stale samples.
+            weight_version: the policy's, if the caller knows it: a batch in which no token has it
+                raises, unless ``options`` allow older tokens.  Used to find stale samples, too.
             on_sample: called as each sample ends.
             on_progress: called while the batch fills, for a progress bar.
 
         Raises:
             ConfigError: no prompt, an empty prompt, or a wrong setting.
             RolloutError: too many samples failed, or filters dropped too many groups; finished
-                groups of a source stay for the next call.  Or the driver is closed.
+                groups of a source stay for the next call.  Or no token has the wanted weight
+                version.  Or the driver is closed.
         """
         self._check_open()
         options = self._options if options is None else options
@@ -182,7 +189,7 @@ class RolloutDriver:
                 await stream.close()
                 self._lists.discard(stream)
         if isinstance(prompts, Sequence) and not groups:
-            raise RolloutError(f"filters dropped all groups: {dict(stream.stats.rejected)}")
+            raise RolloutError(self._why_no_group(stream.stats))
         for sample in all_samples(groups):
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
@@ -234,8 +241,14 @@ class RolloutDriver:
             RolloutError: the driver is closed.
         """
         self._check_open()
-        settings = {"temperature": temperature, "dtype": dtype, "limit": limit}
-        report = await asyncio.to_thread(compare_logprobs, groups, trainer_logprobs, **settings)
+        report = await asyncio.to_thread(
+            compare_logprobs,
+            groups,
+            trainer_logprobs,
+            temperature=temperature,
+            dtype=dtype,
+            limit=limit,
+        )
         steps = (sample.metadata.get("rollout_id", 0) for sample in all_samples(groups))
         self._publish(max(steps, default=0), report.metrics(), logprob_gaps=report.histograms)
         if report.mismatch is not None and on_mismatch == "warn":
@@ -254,6 +267,8 @@ class RolloutDriver:
     @checked
     def set_weight_version(self, version: Count) -> None:
         """Set the policy's version; one that is older than the known version is ignored.
+
+        The next ``rollout`` raises if the engines serve an older one.
 
         Args:
             version: from 0.
@@ -314,6 +329,15 @@ class RolloutDriver:
         options = self._options if options is None else options
         batch = BatchPlan(num_groups, group_size, sampling)
         self._stream(source, batch, options).load_state_dict(state)
+
+    def _why_no_group(self, stats: StepStats) -> str:
+        if not (stale := stats.num_stale_dropped):
+            return f"filters dropped all groups: {dict(stats.rejected)}"
+        return (
+            f"no group is left: {stale} were stale, with tokens older than max_version_lag allows "
+            f"at the policy's weight version {self.weight_version}; filters dropped "
+            f"{stats.rejected.total()}"
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -196,12 +196,13 @@ def launch_local(
     *,
     launcher: EngineLauncher | None = None,
     connect: Connect | None = None,
+    expect_version: int = 0,
     wait: bool = True,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` in this process; returns when they serve.
 
     Args:
-        wait: see ``rollout.launch``.
+        expect_version, wait: see ``rollout.launch``.
         launcher: starts the engines; None starts them as child processes.
         connect: creates the client of an engine; tests inject their own.
 
@@ -244,7 +245,12 @@ def launch_local(
             )
             for name, server in servers.items()
         },
-        Deployment(servers, lock_timeout_s=lock_timeout_s(config), stacked=plan.stacked),
+        Deployment(
+            servers,
+            lock_timeout_s=lock_timeout_s(config),
+            stacked=plan.stacked,
+            expect_version=expect_version,
+        ),
         loop,
         on_close=close,
         trainer_slots=trainer_slots(plan, granted),

@@ -42,6 +42,7 @@ class PhaseRunner:
 
     Attributes:
         doing: the command that runs; empty for none.
+        expected_version: the gate stays closed until a push of this version or a newer one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PhaseRunner:
         update: WeightUpdate = WeightUpdate.FULL,
     ) -> None:
         self.doing = ""
+        self.expected_version = 0
         self._update = update
         self._margin_s = margin_s
         self._journal = journal
@@ -78,6 +80,17 @@ class PhaseRunner:
     def weight_version(self) -> int:
         """The version published last."""
         return self._last_push.version
+
+    @property
+    def why_expecting(self) -> str:
+        """Why the published weights must not serve; empty if they may."""
+        expected = self.expected_version
+        if self.weight_version >= expected:
+            return ""
+        return (
+            f"this launch expects weight version {expected} or a newer one, and the engines hold "
+            f"{self.weight_version}; push it: serve_weights(weights, version={expected})"
+        )
 
     def start_at(self, version: int) -> None:
         """The engines hold this version from the start."""
@@ -136,6 +149,8 @@ class PhaseRunner:
 
     async def why_not_newer(self, push: WeightPush) -> str:
         """Why this push cannot have its version; empty if it can."""
+        if push.version < self.expected_version:
+            return f"weight version {push.version} is too old: {self.why_expecting}"
         engines: list[EngineStatus] = []
         if push.version == self.weight_version:
             for status in (await self._registry.statuses()).values():
@@ -217,7 +232,9 @@ class PhaseRunner:
         return reports
 
     async def _check_can_serve(self) -> None:
-        """Before engines continue: one of them must hold the published weights."""
+        """Before engines continue: one of them must hold the published weights, which may serve."""
+        if why := self.why_expecting:
+            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
         if await self._gate.why_none_serves(self.weight_version):
             await self._recovery.readmit_stale(self.weight_version)
         if why := await self._gate.why_none_serves(self.weight_version):

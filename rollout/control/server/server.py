@@ -138,10 +138,14 @@ class RolloutServer:
 
     # -- start and stop ---------------------------------------------------------------------
 
-    async def start(self) -> ServerStatus:
+    async def start(self, expect_version: int = 0) -> ServerStatus:
         """Start engines and router; the gate opens when all engines are ready.
 
         If anything fails, everything that was started is stopped before the error is raised.
+
+        Args:
+            expect_version: the gate stays closed until a push of this version or a newer one.  A
+                frozen server, which gets no push, serves at once.
         """
         async with self._lock.held("start"):
             try:
@@ -169,11 +173,22 @@ class RolloutServer:
                         for name, status in statuses.items()
                     }
                 )
-                await self._phase_runner.open_gate()
+                await self._open_or_expect(expect_version)
             except BaseException:
                 await self.stop()
                 raise
         return await self.status()
+
+    async def _open_or_expect(self, version: int) -> None:
+        runner = self._phase_runner
+        if self._config.weights.update is not WeightUpdate.FROZEN:
+            runner.expected_version = version
+        if why := runner.why_expecting:
+            await self._gate.publish_members()
+            await self._gate.shut("closed", why, "start")
+            await runner.write_journal()
+        else:
+            await runner.open_gate()
 
     async def stop(self) -> None:
         """Stop router and engines within ``stop_timeout_s``, then kill the rest.

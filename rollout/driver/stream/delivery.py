@@ -1,4 +1,4 @@
-"""The end of a batch: its timing, and the limits on failed samples and dropped groups."""
+"""The end of a batch: its timing, its weight version, and the limits on failures and drops."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rollout.core.errors import RolloutError
 from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import AbortScope
 from rollout.driver.client.limiter import Limiter
+from rollout.driver.stream.options import RolloutOptions
 from rollout.driver.stream.step_metrics import StepStats
 
 _REJECTED_PER_GROUP = 10
@@ -59,6 +60,28 @@ def check_rejections(
             f"filters dropped {rejected.total()} groups, more than {most}, and kept "
             f"{num_accepted} of {num_wanted} wanted ({reasons})"
         )
+
+
+def why_wrong_version(newest: int, wanted: int, served: int | None, options: RolloutOptions) -> str:
+    """Why a batch is of weights older than the policy's, by mistake; empty if it is not.
+
+    Args:
+        newest: version of its newest token.
+        wanted: the policy's, when the batch began.
+        served: what the engines serve now; None if that is unknown.
+    """
+    lag = wanted - newest
+    # Only such a batch has no groups from before the call.
+    is_new = options.mode == "sync" and options.over_sampling == 1.0
+    is_behind = served is not None and served < wanted
+    if lag <= 0 or not (is_behind or (is_new and lag > (options.max_version_lag or 0))):
+        return ""
+    engines = f", and the engines serve {served}" if is_behind else ""
+    return (
+        f"weight version {wanted} is wanted, and no token has it: the newest has {newest}{engines}."
+        f" Push it first, with serve_weights(weights, version={wanted}). After a restart engines "
+        f"hold model_path: launch(config, expect_version={wanted}) lets none of it through"
+    )
 
 
 def check_failures(groups: Sequence[SampleGroup], max_failed_share: float) -> None:

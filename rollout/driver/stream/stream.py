@@ -24,7 +24,12 @@ from rollout.core.samples import SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.stream.audit import Auditor
-from rollout.driver.stream.delivery import BatchTimer, check_failures, check_rejections
+from rollout.driver.stream.delivery import (
+    BatchTimer,
+    check_failures,
+    check_rejections,
+    why_wrong_version,
+)
 from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
 from rollout.driver.stream.hooks import Hooks, OnSample, post_process
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, capacity
@@ -77,13 +82,15 @@ class Stream:
         """The next batch; it has fewer groups than wanted only at the end of the source.
 
         Raises:
-            RolloutError: too many samples failed, or filters dropped too much.
+            RolloutError: too many samples failed, filters dropped too much, or no token has the
+                policy's weight version; then its groups are generated again.
             Exception: from the source.
         """
         async with self._batch_lock:
             self._runner.on_sample = on_sample
             self._runner.stats = self._timer.begin(self._scope)
             self._is_requested = True
+            wanted = self._engines.weight_version
             self._scope.reopen()
             try:
                 self._restart_stale_groups(always=True)
@@ -101,6 +108,7 @@ class Stream:
                 self._is_requested = False
                 if self._runner.options.mode == "sync":
                     await self._stop(self._runner.options.abort_timeout_s)
+            await self._check_version(wanted)
             groups = self._deliver()
             self._top_up()
             return groups
@@ -298,6 +306,24 @@ class Stream:
             num_accepted=len(self._queue.ready),
             num_wanted=self._runner.batch.num_groups,
         )
+
+    async def _check_version(self, wanted: int | None) -> None:
+        """Refuse a batch of older weights than the policy's; all ready groups start over."""
+        ready = self._queue.ready
+        items = [ready[serial] for serial in sorted(ready)[: self._runner.batch.num_groups]]
+        samples = [sample for item in items for sample in item.samples]
+        versions = [version for sample in samples for version in sample.versions]
+        options = self._runner.options
+        if wanted is None or options.pin is not None or max(versions, default=wanted) >= wanted:
+            return
+        load = await self._engines.client.load()
+        served = None if load is None else load.weight_version
+        if why := why_wrong_version(max(versions), wanted, served, options):
+            for item in list(ready.values()):
+                del ready[item.serial]
+                item.restart(range(len(item.samples)))
+                self._queue.requeue(item)
+            raise RolloutError(why)
 
     def _deliver(self) -> list[SampleGroup]:
         items = self._queue.take_ready(self._runner.batch.num_groups)

@@ -113,9 +113,9 @@ class RolloutServerActor(RolloutServer):
         """
         return self._parts.host_engine(engine_id, shares, takes)
 
-    async def start(self) -> ServerStatus:
+    async def start(self, expect_version: int = 0) -> ServerStatus:
         keep_what_is_loaded()
-        return await super().start()
+        return await super().start(expect_version)
 
     async def end(self) -> None:
         """``stop``, then end the actors that it created."""

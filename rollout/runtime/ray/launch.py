@@ -55,12 +55,13 @@ def launch_ray(
     launcher: EngineLauncher | None = None,
     placement_group: Any = None,
     bundles: Sequence[int] | Mapping[int, GpuId] | None = None,
+    expect_version: int = 0,
     wait: bool = True,
 ) -> DeploymentHandle:
     """Start all servers of ``config`` as actors; returns when they serve.
 
     Args:
-        placement_group, bundles, wait: see ``rollout.launch``.
+        placement_group, bundles, expect_version, wait: see ``rollout.launch``.
 
     Raises:
         ConfigError, PlacementError: before any engine is started.
@@ -101,6 +102,7 @@ def launch_ray(
             stop_budget_s=max(map(_stop_budget_s, config.servers.values())),
             lock_timeout_s=lock_timeout_s(config),
             stacked=plan.stacked,
+            expect_version=expect_version,
         ),
         LoopThread("deployment"),
         on_close=undo,

@@ -46,6 +46,17 @@ async def test_different_versions_are_refused_with_the_way_out(tmp_path: Path) -
     assert all(process.is_stopped for process in bench.launcher.processes.values())
 
 
+@pytest.mark.parametrize(("version", "gate"), [(6, "open"), (7, "open"), (8, "closed")])
+async def test_attached_engines_may_hold_the_version_already(
+    tmp_path: Path, version: int, gate: str
+) -> None:
+    bench = make_server(tmp_path)
+    bench.launcher._make = versioned()
+    status = await bench.server.start(version)
+    assert (status.gate, status.weight_version) == (gate, 7)
+    await bench.server.stop()
+
+
 @pytest.mark.torch
 def test_a_handle_counts_on_from_the_adopted_version(tmp_path: Path) -> None:
     launcher = HttpFakeLauncher(versioned())

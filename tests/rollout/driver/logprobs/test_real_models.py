@@ -1,4 +1,4 @@
-"""What another type, or another rope, on one side looks like: log-probs of a model of transformers."""
+"""What another type, or another rope, on one side looks like, on a model of transformers."""
 
 from __future__ import annotations
 
