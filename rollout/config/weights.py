@@ -94,6 +94,8 @@ class WeightsConfig(ConfigSection):
     ones, such as float32 for a bfloat16 model, which the engine rounds. ``any``: also bfloat16 or
     float16 for a float32 model, whose lower bits were lost before. ``none``: no others. A float8
     tensor needs scales, so it is never cast."""
+    allow_nonfinite: bool = False
+    """Push tensors with NaN or infinite values. By default a push of them is refused, by name."""
     stream: bool = False
     """Prepare a bucket while the engines load the previous one: faster, and never needs a whole
     copy of the model, but the tensors must not change until the push has ended."""

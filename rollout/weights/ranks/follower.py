@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -27,6 +28,7 @@ from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import fingerprints_of
+from rollout.weights.tensors.finite_check import check_finite
 from rollout.weights.tensors.sources import (
     Pairs,
     PlannedSource,
@@ -116,6 +118,8 @@ class Follower:
             self.rank.tensors = plan.tensors
         if isinstance(self.source, StreamedSource) is not plan.is_streamed:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
+        if isinstance(self.source, PlannedSource) and not self.rank.config.weights.allow_nonfinite:
+            self.source.check_finite(self.rank.rank, self.rank.num_ranks)
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):
             self._open_builders(plan)
@@ -176,6 +180,9 @@ class Follower:
             self.check(pairs, is_last)
             # The push announces the model's dtypes, because these are known only now.
             pairs = cast_to(pairs, self._server.expected)
+            if not self.rank.config.weights.allow_nonfinite:
+                own = pairs[self.rank.rank :: self.rank.num_ranks]
+                check_finite((name, tensor, math.inf) for name, tensor in own)
         self.figures.gathered()
         made: dict[str, Mapping[str, Any]] = {}
         with naming_path(self.rank.config.weights):

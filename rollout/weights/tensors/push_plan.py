@@ -149,6 +149,8 @@ class PushPlan:
                 or not isinstance(tensor, torch.Tensor)
                 or tensor.dtype is not part.dtype
                 or tensor.shape != part.shape
+                or tensor.layout is not torch.strided
+                or tensor.is_meta
             ):
                 return False
         return True
@@ -210,10 +212,20 @@ def _plan_tensor(
 
 
 def check_is_tensor(name: str, value: object) -> None:
-    """Raise WeightMismatch if a value is not a tensor."""
+    """Check that a value is a tensor with values that can be copied.
+
+    Raises:
+        WeightMismatch: it is not; names it.
+    """
+    why = ""
     if not isinstance(value, torch.Tensor):
-        message = f"{name!r} is a {type(value).__name__}, not a tensor"
-        raise WeightMismatch(message, tensor=str(name))
+        why = f"is a {type(value).__name__}, not a tensor"
+    elif value.layout is not torch.strided:
+        why = f"is {value.layout}; push its to_dense()"
+    elif value.is_meta:
+        why = "is on the meta device, so it has no values; load the model first"
+    if why:
+        raise WeightMismatch(f"{name!r} {why}", tensor=str(name))
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -18,6 +18,7 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
 from rollout.weights.format.stacked_experts import is_stacked, splitter_of
+from rollout.weights.tensors.finite_check import check_finite, largest_of
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
     NameMap,
@@ -119,6 +120,23 @@ class PlannedSource:
         self._plan = (plans or PushPlanCache()).of(names, own, name_map, dtype)
         self.manifest = self._plan.manifest
         self._gather_timeout_s = gather_timeout_s
+        self._known = {} if expected is None else expected.tensors
+
+    def check_finite(self, rank: int, num_ranks: int) -> None:
+        """Check that the values are numbers: of this rank's shards, and of its part of the rest.
+
+        Raises:
+            WeightMismatch: one is not; names its tensor.
+        """
+        checked = []
+        for place, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True)):
+            types = [cast_dtype(tensor, self._plan.dtype)]
+            types += [self._known[name].dtype] if name in self._known else []
+            if is_shard(tensor):
+                checked.append((name, tensor.to_local(), largest_of(*types)))
+            elif place % num_ranks == rank:
+                checked.append((name, tensor, largest_of(*types)))
+        check_finite(checked)
 
     @property
     def num_bytes(self) -> int:
@@ -233,6 +251,7 @@ class StreamedSource:
         shards: list[tuple[str, Any]] = []
         waiting_bytes = 0
         for name, tensor in named_pairs(self._named):
+            check_is_tensor(name, tensor)
             if self._is_tied(plain_name(name), tensor):
                 del tensor
                 continue
@@ -255,7 +274,6 @@ class StreamedSource:
         """Whether the model has it under the name of an earlier tensor that is still there."""
         if self._expected is None or not _keeps_names(self._name_map):
             return False
-        check_is_tensor(name, tensor)
         memory = _memory_of(tensor)
         if name in self._expected.tensors or is_stacked(name, self._expected):
             local = tensor.to_local() if is_shard(tensor) else tensor

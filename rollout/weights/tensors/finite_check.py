@@ -1,0 +1,65 @@
+"""Refuses tensors with values that are no numbers: NaN, or infinite in the type that engines have.
+
+Always true: each tensor is read once, on its device; nothing of its size is made, except for
+float8, of which torch compares no values.  What is on a device is waited for together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from rollout.core.errors import WeightMismatch
+
+Checked = tuple[str, torch.Tensor, float]
+"""Name, tensor, and the largest value that its engine's type has."""
+_LARGEST = {"float16": torch.finfo(torch.float16).max}
+
+
+def largest_of(*dtypes: object) -> float:
+    """The largest value that survives casts to these types.
+
+    Others than float16 have the range of their source, or scales.
+    """
+    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return min(_LARGEST.get(name, math.inf) for name in names)
+
+
+def check_finite(tensors: Iterable[Checked]) -> None:
+    """Check the values of tensors; those of integers have none that is no number.
+
+    Raises:
+        WeightMismatch: a value is not finite; names the first such tensor and counts the others.
+    """
+    floats = [one for one in tensors if one[1].is_floating_point() and one[1].numel()]
+    wrong = list(_with_nonfinite(floats))
+    if not wrong:
+        return
+    name, tensor, largest = wrong[0]
+    num = int((~(tensor.double().abs() <= largest) | ~tensor.double().isfinite()).sum())
+    too_large = "" if math.isinf(largest) else f", or over {largest:g}, the most of float16"
+    others = f"; {len(wrong) - 1} more tensors have such values" if wrong[1:] else ""
+    raise WeightMismatch(
+        f"{num} of {tensor.numel()} values of tensor {name!r} are NaN or infinite{too_large}"
+        f"{others}. Set weights.allow_nonfinite to push them nevertheless",
+        tensor=name,
+    )
+
+
+def _with_nonfinite(floats: Sequence[Checked]) -> Iterator[Checked]:
+    """Those with such a value, by the least and the largest of each, which are NaN if one is."""
+    ranges: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for _, tensor, _ in floats:
+        values = tensor.detach()
+        values = values.float() if values.itemsize == 1 else values
+        ranges[values.device, values.dtype] += torch.aminmax(values)
+    read = {key: iter(torch.stack(ends).tolist()) for key, ends in ranges.items()}
+    for one in floats:
+        _, tensor, largest = one
+        dtype = torch.float32 if tensor.itemsize == 1 else tensor.dtype
+        ends = read[tensor.device, dtype]
+        if not all(math.isfinite(end) and abs(end) <= largest for end in (next(ends), next(ends))):
+            yield one

@@ -1,0 +1,178 @@
+"""Values that are no numbers are refused before anything is sent, by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.config import WeightUpdate
+from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.push import PushRequest
+from tests.support.still_server import StillServer, server_config
+
+torch = pytest.importorskip("torch")
+from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+from rollout.weights.tensors.finite_check import check_finite, largest_of  # noqa: E402
+from rollout.weights.tensors.sources import PlannedSource, StreamedSource  # noqa: E402
+
+pytestmark = pytest.mark.torch
+NAN, INF = float("nan"), float("inf")
+TYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def with_value(value: float, dtype: Any, place: int, size: int = 1000) -> Any:
+    tensor = torch.linspace(-1, 1, size)
+    tensor[place] = value
+    return tensor.to(dtype)
+
+
+@pytest.mark.parametrize("place", [0, 1, 500, 998, 999])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_one_value_anywhere_is_found_in_each_type(dtype: Any, place: int) -> None:
+    check_finite([("whole", with_value(0.5, dtype, place), INF)])
+    has_infinity = dtype is not torch.float8_e4m3fn
+    for value in [NAN, INF, -INF] if has_infinity else [NAN]:
+        tensor = with_value(value, dtype, place)
+        with pytest.raises(WeightMismatch, match=r"1 of 1000 values of tensor 'broken'") as caught:
+            check_finite([("fine", tensor.new_ones(3), INF), ("broken", tensor, INF)])
+        assert caught.value.tensor == "broken"
+        assert "weights.allow_nonfinite" in str(caught.value)
+
+
+def test_the_first_is_named_and_the_others_are_counted() -> None:
+    broken = torch.tensor([1.0, NAN])
+    tensors = [("a", torch.ones(2), INF), ("b", broken, INF), ("c", broken, INF)]
+    with pytest.raises(WeightMismatch, match="'b' are NaN or infinite; 1 more tensors"):
+        check_finite(tensors)
+
+
+def test_what_has_no_values_or_only_integers_passes() -> None:
+    check_finite([("none", torch.empty(0), INF), ("ids", torch.tensor([1, 2]), INF)])
+
+
+def test_a_view_that_is_not_contiguous_is_read_as_it_is() -> None:
+    whole = torch.ones(8, 8)
+    whole[0, 1] = NAN
+    check_finite([("other columns", whole[:, 2:], INF), ("transposed", whole[1:].T, INF)])
+    with pytest.raises(WeightMismatch, match="'columns'"):
+        check_finite([("columns", whole[:, :2], INF)])
+
+
+def test_values_that_float16_does_not_have_are_named() -> None:
+    assert largest_of(torch.float32, "bfloat16") == INF
+    assert largest_of(torch.float32, "float16") == 65504
+    tensor = torch.tensor([1.0, 65504.0])
+    check_finite([("w", tensor, largest_of(torch.float16))])
+    with pytest.raises(WeightMismatch, match="1 of 2 .* or over 65504, the most of float16"):
+        check_finite([("w", tensor * 2, largest_of(torch.float16))])
+
+
+# -- in a push ------------------------------------------------------------------------------------
+
+
+def tensors_with(value: float) -> dict[str, Any]:
+    return {"a": torch.ones(4, 4), "b": torch.tensor([1.0, value])}
+
+
+def made(folder: Path, tensors: Any, *, allow: bool = False, **request: Any) -> Any:
+    rank = TrainerRank(
+        server_config(folder, shared_memory_path=str(folder), allow_nonfinite=allow)
+    )
+    return push_of_one_rank(rank, StillServer(), PushRequest(tensors, 1, **request), may_stream=False)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_push_is_refused_before_anything_is_copied(value: float, tmp_path: Path) -> None:
+    with pytest.raises(WeightMismatch, match="1 of 2 values of tensor 'b'"):
+        made(tmp_path, tensors_with(value))
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with made(tmp_path, tensors_with(value), allow=True) as push:
+        assert push.weights.version == 1
+
+
+def test_a_cast_that_makes_infinite_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightMismatch, match="over 65504"):
+        made(tmp_path, tensors_with(1e6), dtype=torch.float16)
+
+
+def test_a_generator_is_checked_bucket_by_bucket(tmp_path: Path) -> None:
+    def generate(value: float) -> Iterator[tuple[str, Any]]:
+        yield from tensors_with(value).items()
+
+    expected = Manifest.of([TensorSpec("a", "float32", (4, 4)), TensorSpec("b", "float16", (2,))])
+    server = StillServer()
+    server.expected = expected
+    rank = TrainerRank(server_config(tmp_path, shared_memory_path=str(tmp_path)))
+    for value in (NAN, 1e6):
+        with pytest.raises(WeightMismatch, match="1 of 2 values of tensor 'b'"):
+            push_of_one_rank(rank, server, PushRequest(generate(value), 1), may_stream=False)
+
+
+def test_each_rank_checks_its_part_of_whole_tensors() -> None:
+    tensors = {str(place): torch.ones(2) for place in range(7)} | {"7": torch.tensor([NAN, 1.0])}
+    source = PlannedSource(tensors)
+    for rank in range(3):
+        if rank == 7 % 3:
+            with pytest.raises(WeightMismatch, match="'7'"):
+                source.check_finite(rank, 3)
+        else:
+            source.check_finite(rank, 3)
+
+
+# -- tensors without values -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.eye(3).to_sparse(), r"'w' is torch.sparse_coo; push its to_dense\(\)"),
+        (torch.empty(3, device="meta"), "'w' is on the meta device, so it has no values"),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_tensor_without_values_of_its_own_is_named(
+    tensor: Any, message: str, is_streamed: bool
+) -> None:
+    with pytest.raises(WeightMismatch, match=message) as caught:
+        if is_streamed:
+            source = StreamedSource([("w", tensor)], expected=None, name_map=None, dtype=None)
+            next(source.buckets(100))
+        else:
+            PlannedSource({"w": tensor})
+    assert caught.value.tensor == "w"
+
+
+def test_a_plan_of_an_earlier_push_does_not_hide_it() -> None:
+    from rollout.weights.tensors.push_plan import PushPlanCache
+
+    plans, shape = PushPlanCache(), (4, 4)
+    PlannedSource({"w": torch.ones(shape)}, plans=plans)
+    for tensor in (torch.eye(4).to_sparse(), torch.empty(shape, device="meta")):
+        with pytest.raises(WeightMismatch, match="'w' is"):
+            PlannedSource({"w": tensor}, plans=plans)
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_checked_too(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    adapter = {name.format("A"): torch.ones(2, 4), name.format("B"): torch.full((4, 2), NAN)}
+    config = {"r": 2, "lora_alpha": 4}
+    rank = TrainerRank(server_config(tmp_path, update=WeightUpdate.LORA))
+    with pytest.raises(WeightMismatch, match="8 of 8 values of tensor '.*lora_B.weight'"):
+        push_of_one_rank(
+            rank, StillServer(), PushRequest(adapter, 1, adapter=config), may_stream=False
+        )
