@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from engines.protocol.plain_text import describe
+from engines.tensors.torch_fingerprint import device_fingerprints
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
@@ -124,6 +125,13 @@ class Follower:
         with naming_path(self.rank.config.weights):
             self._open_builders(plan)
 
+    def digests_of(self, names: Sequence[str]) -> dict[str, str]:
+        """Of those tensors that this rank has whole, made where they are."""
+        if not names or not isinstance(self.source, PlannedSource):
+            return {}
+        whole = self.source.whole()
+        return device_fingerprints((name, whole[name]) for name in names if name in whole)
+
     def _open_builders(self, plan: PushPlan) -> None:
         rank = self.rank
         is_first_host = rank.hosts[rank.rank] == 0
@@ -203,7 +211,10 @@ class Follower:
             fingerprints = fingerprints_of(pairs, plan.terms.fingerprints)
         content = content_of(pairs) if self.rank.num_ranks > 1 else ""
         figures = self.figures.measured(pairs)
-        return Share(content, is_last, made, fingerprints, copy, *figures), pairs
+        digests: dict[str, str] = {}
+        if isinstance(self.source, StreamedSource) and self.rank.num_ranks > 1:
+            digests = device_fingerprints([pairs[(plan.terms.version + index) % len(pairs)]])
+        return Share(content, is_last, made, fingerprints, copy, *figures, digests), pairs
 
     def _copy(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
         """This rank's share of the copies for the store; an error does not end the push."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from typing import Any
 
 from engines.tensors.fingerprint import BYTES
@@ -44,6 +44,9 @@ from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
 
 logger = logging.getLogger(__name__)
+
+_MOST_COMPARED = 8
+_COMPARED_BYTES = 64 << 20
 
 
 class Leader:
@@ -136,8 +139,19 @@ class Leader:
             bucket_bytes=min(weights.bucket_bytes, most),
             store=self._stored(hosts, is_read=is_copied and len(whole) == len(routes) == 1),
             tensors=_unknown_to(readies, source) if isinstance(source, PlannedSource) else None,
+            compared=self._compared(),
         )
         return self._plan
+
+    def _compared(self) -> tuple[str, ...]:
+        """The tensors that the ranks compare in this push."""
+        rank, source = self.follower.rank, self.follower.source
+        if rank.num_ranks == 1 or not isinstance(source, PlannedSource):
+            return ()
+        sizes = {name: tensor.nbytes for name, tensor in source.whole().items()}
+        names = next_sample(sizes, rank.num_compared)
+        rank.num_compared += len(names)
+        return names
 
     def _choose(self, status: ServerStatus) -> tuple[Chosen, ...]:
         """The routes of all engines, one for each payload."""
@@ -350,6 +364,23 @@ class Leader:
             # It was cast to the model's dtypes.
             return Manifest({name: expected.tensors.get(name, seen[name]) for name in seen})
         return self._server.expected or Manifest({})
+
+
+def next_sample(sizes: Mapping[str, int], first: int) -> tuple[str, ...]:
+    """A few names, so that each has its turn: at most 8, up to 64 MiB, but one if there is any.
+
+    Args:
+        first: how many came before.
+    """
+    begin = first % len(sizes) if sizes else 0
+    chosen: list[str] = []
+    num_bytes = 0
+    for name in islice(cycle(sizes), begin, begin + min(_MOST_COMPARED, len(sizes))):
+        chosen.append(name)
+        num_bytes += sizes[name]
+        if num_bytes >= _COMPARED_BYTES:
+            break
+    return tuple(chosen)
 
 
 def _agreed_version(readies: Sequence[Ready]) -> int | None:

@@ -75,6 +75,7 @@ class PushPlan:
         routes: one for each payload of a bucket.
         at_once: engines load all buckets in one call.
         tensors: those of rank 0, if another rank does not know them; None: as in the last push.
+        compared: names of tensors that are whole on rank 0: the ranks compare their values.
     """
 
     terms: PushTerms
@@ -88,6 +89,7 @@ class PushPlan:
     bucket_bytes: int
     store: StorePlan | None = None
     tensors: Any = None
+    compared: tuple[str, ...] = ()
 
     @property
     def is_hashed_by_rank_0(self) -> bool:
@@ -108,6 +110,7 @@ class Share:
         made: transport -> its share for that route; see ``RouteRow``.
         copy: of its copy for the store: ``path``, or ``why_not``.
         gather_s, copy_s, num_bytes: see ``PushFigures``.
+        digests: of one of the bucket's tensors, if they come from an iterator.
     """
 
     content: str
@@ -118,6 +121,7 @@ class Share:
     gather_s: float = 0.0
     copy_s: float = 0.0
     num_bytes: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,13 @@ class EnginesNotNeeded:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """A rank's tensors fit the plan."""
+    """A rank's tensors fit the plan.
+
+    Attributes:
+        digests: of those that are compared and that this rank has whole, by name.
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

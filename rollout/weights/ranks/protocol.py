@@ -23,6 +23,8 @@ Always true:
   go on alone;
 - ``before_kv`` runs after the engines have verified the weights, and they resume the KV caches
   after it has run on every rank;
+- of the tensors that several ranks have whole, a sample is equal on them, before a bucket is made;
+  of an iterator's, one of each bucket, before the engines get it;
 - all ranks end with the same report or the same error; the error of a single rank is its own;
 - a rank that waits ends within ``timeout_s`` of the last message of the rank it waits for, and the
   error names that rank; also in a gather, unless the trainer's own generator gathers.
@@ -33,12 +35,13 @@ with a store of torch.distributed; the tests do it in virtual time, with faults 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from rollout.core.errors import RankFailure, RolloutError
+from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.types import StepReport
 from rollout.weights.ranks.messages import (
     Answer,
@@ -47,6 +50,7 @@ from rollout.weights.ranks.messages import (
     EnginesNotNeeded,
     ErrorText,
     Failed,
+    Fits,
     FreeMemory,
     MakeBucket,
     Message,
@@ -224,7 +228,7 @@ class PushRound:
     def _push(self, ready: Ready) -> Steps[StepReport]:
         plan = yield from self._planned((yield from self._collect(ready)))
         yield from self._send(plan)
-        yield from self._collect((yield from self._own(plan)))
+        check_replicas((yield from self._collect((yield from self._own(plan)))))
         if plan.is_copied:
             yield from self._copies()
         # Where a generator's tensors are is known with its first bucket.
@@ -263,7 +267,9 @@ class PushRound:
 
     def _bucket(self, index: int) -> Steps[list[Share]]:
         """What all ranks made of a bucket."""
-        return (yield from self._ask(MakeBucket(index), f"bucket {index}"))
+        shares = yield from self._ask(MakeBucket(index), f"bucket {index}")
+        check_replicas(shares)
+        return shares
 
     def _ask(self, asked: Asked, what: str) -> Steps[list[Any]]:
         """The answers of all ranks; ``what`` they are about."""
@@ -388,12 +394,10 @@ class PushRound:
     def _silent(
         self, ranks: Sequence[int], what: str, reported: Sequence[RolloutError]
     ) -> RankFailure:
-        names = ", ".join(map(str, ranks[:8])) + (
-            f" and {len(ranks) - 8} more" if ranks[8:] else ""
-        )
         return RankFailure(
-            f"rank {names} did not report {what} within {self.timeout_s:g} s: it has ended, hangs, "
-            f"or did not call {self.call}" + "".join(f"; {error}" for error in reported[:4]),
+            f"rank {_listed(ranks)} did not report {what} within {self.timeout_s:g} s: it has "
+            f"ended, hangs, or did not call {self.call}"
+            + "".join(f"; {error}" for error in reported[:4]),
             ranks=ranks,
         )
 
@@ -402,6 +406,33 @@ class PushRound:
 
     def _sent(self, number: int) -> str:
         return f"{self.name}/sent/{number}"
+
+
+def check_replicas(answers: Sequence[Fits | Share]) -> None:
+    """Check that ranks which have the same tensor whole have the same values.
+
+    Raises:
+        WeightMismatch: they have not; names the tensor, and the ranks that differ from most.
+    """
+    for name in dict.fromkeys(name for answer in answers for name in answer.digests):
+        found = {
+            rank: answer.digests[name]
+            for rank, answer in enumerate(answers)
+            if name in answer.digests
+        }
+        most, _ = Counter(found.values()).most_common(1)[0]
+        if odd := [rank for rank, digest in found.items() if digest != most]:
+            others = [rank for rank, digest in found.items() if digest == most]
+            raise WeightMismatch(
+                f"rank {_listed(odd)} has other values of tensor {name!r} than rank "
+                f"{_listed(others)}: a replica is out of step, and a push would mix them; make "
+                "them equal first, for example with a broadcast from one rank",
+                tensor=name,
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
 
 
 def gather_timeout_s(timeout_s: float) -> float:

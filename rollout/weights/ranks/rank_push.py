@@ -97,7 +97,7 @@ class RankPush:
                 return self._plan(readies, timeout_s)
             case PushPlan():
                 self._follower.prepare(step)
-                return Fits()
+                return Fits(self._follower.digests_of(step.compared))
             case Begin():
                 return self._begin()
             case MakeBucket(index):

@@ -61,6 +61,7 @@ class TrainerRank:
 
     Attributes:
         tensors: of the last push, as rank 0 has planned them.
+        num_compared: tensors that ranks have compared so far; the next push goes on after them.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TrainerRank:
         self.idle_group = idle_group or IdleGroup()
         self.loads = LoadCosts(config)
         self.tensors: TensorList = ()
+        self.num_compared = 0
         self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None
 
     @property

@@ -138,6 +138,11 @@ class PlannedSource:
                 checked.append((name, tensor, largest_of(*types)))
         check_finite(checked)
 
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The tensors that are whole on this rank, by the trainer's names."""
+        pairs = zip(self._names, self._tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if not is_shard(tensor)}
+
     @property
     def num_bytes(self) -> int:
         return self._plan.num_bytes

@@ -119,6 +119,9 @@ class World:
     is_copied: bool = False
     # In a broadcast of a rank other than 0: joined at the begin, then of every other bucket.
     is_broadcast: bool = True
+    # When a rank shows that it has other values than the others, and which.
+    shows_odd: str = ""
+    odd_rank: int = -1
     tasks: list[str] = field(default_factory=list)
     num_answered: int = 0
     call: str = "push"
@@ -242,7 +245,7 @@ class World:
             case MakeBucket():
                 self._gather(rank, step)
             case PushPlan():
-                self._later(0.1, rank, Fits())
+                self._later(0.1, rank, Fits(self._digests(rank.number, "plan")))
             case FreeMemory():
                 assert len(self.applied_s) == NUM_BUCKETS
                 assert self.applied_s[-1] <= self.now, "before the weights are verified"
@@ -323,9 +326,14 @@ class World:
             assert len({index for index, _ in self.gathering.values()}) == 1
             for number in self.gathering:
                 own = self.ranks[number].result
-                share = Share("", step.index == NUM_BUCKETS - 1, num_bytes=number)
+                digests = self._digests(number, f"bucket {step.index}")
+                share = Share("", step.index == NUM_BUCKETS - 1, num_bytes=number, digests=digests)
                 self._later(GATHER_S, self.ranks[number], own or share)
             self.gathering.clear()
+
+    def _digests(self, number: int, when: str) -> dict[str, str]:
+        is_odd = (self.shows_odd, self.odd_rank) == (when, number)
+        return {f"{when}'s": "sums:other" if is_odd else "sums:same"}
 
     def _gather_late(self, rank: Rank, entry: tuple[int, float]) -> Any:
         if self.gathering.get(rank.number) is not entry:
@@ -390,6 +398,26 @@ def test_only_a_generators_first_bucket_is_made_before_the_push_begins(is_stream
     check(world, within_s=20)
     before = world.order[: world.order.index("begin")]
     assert before == (["bucket 0"] * 2 if is_streamed else [])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("shows_odd", ["plan", "bucket 0", "bucket 1"])
+@pytest.mark.parametrize("odd_rank", range(3))
+def test_a_replica_out_of_step_ends_the_push_on_all_ranks(
+    odd_rank: int, shows_odd: str, is_streamed: bool
+) -> None:
+    world = World(3, shows_odd=shows_odd, odd_rank=odd_rank, is_streamed=is_streamed)
+    world.run()
+    check(world, within_s=20)
+    others = ", ".join(str(rank) for rank in range(3) if rank != odd_rank)
+    message = f'rank {odd_rank} has other values of tensor "{shows_odd}\'s" than rank {others}:'
+    assert {type(rank.result) for rank in world.ranks} == {WeightMismatch}
+    assert message in str(world.ranks[0].result)
+    # No bucket with it reaches an engine, and none at all where it is known before.
+    num_given = max(0, int(shows_odd.removeprefix("bucket ") or 0)) if "bucket" in shows_odd else 0
+    assert len(world.applied_s) <= num_given
+    if shows_odd == "plan" or (is_streamed and shows_odd == "bucket 0"):
+        assert "begin" not in world.order
 
 
 def copied(num_ranks: int, fault: Fault | None = None, *, is_streamed: bool = False) -> World:

@@ -75,7 +75,7 @@ def test_values_that_float16_does_not_have_are_named() -> None:
     assert largest_of(torch.float32, "float16") == 65504
     tensor = torch.tensor([1.0, 65504.0])
     check_finite([("w", tensor, largest_of(torch.float16))])
-    with pytest.raises(WeightMismatch, match="1 of 2 .* or over 65504, the most of float16"):
+    with pytest.raises(WeightMismatch, match=r"1 of 2 .* or over 65504, the most of float16"):
         check_finite([("w", tensor * 2, largest_of(torch.float16))])
 
 
@@ -87,10 +87,10 @@ def tensors_with(value: float) -> dict[str, Any]:
 
 
 def made(folder: Path, tensors: Any, *, allow: bool = False, **request: Any) -> Any:
-    rank = TrainerRank(
-        server_config(folder, shared_memory_path=str(folder), allow_nonfinite=allow)
+    rank = TrainerRank(server_config(folder, shared_memory_path=str(folder), allow_nonfinite=allow))
+    return push_of_one_rank(
+        rank, StillServer(), PushRequest(tensors, 1, **request), may_stream=False
     )
-    return push_of_one_rank(rank, StillServer(), PushRequest(tensors, 1, **request), may_stream=False)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -145,12 +145,15 @@ def test_each_rank_checks_its_part_of_whole_tensors() -> None:
 def test_a_tensor_without_values_of_its_own_is_named(
     tensor: Any, message: str, is_streamed: bool
 ) -> None:
-    with pytest.raises(WeightMismatch, match=message) as caught:
+    def read() -> None:
         if is_streamed:
             source = StreamedSource([("w", tensor)], expected=None, name_map=None, dtype=None)
             next(source.buckets(100))
         else:
             PlannedSource({"w": tensor})
+
+    with pytest.raises(WeightMismatch, match=message) as caught:
+        read()
     assert caught.value.tensor == "w"
 
 
@@ -172,7 +175,7 @@ def test_an_adapter_is_checked_too(tmp_path: Path) -> None:
     adapter = {name.format("A"): torch.ones(2, 4), name.format("B"): torch.full((4, 2), NAN)}
     config = {"r": 2, "lora_alpha": 4}
     rank = TrainerRank(server_config(tmp_path, update=WeightUpdate.LORA))
-    with pytest.raises(WeightMismatch, match="8 of 8 values of tensor '.*lora_B.weight'"):
+    with pytest.raises(WeightMismatch, match=r"8 of 8 values of tensor '.*lora_B.weight'"):
         push_of_one_rank(
             rank, StillServer(), PushRequest(adapter, 1, adapter=config), may_stream=False
         )
