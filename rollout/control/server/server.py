@@ -32,7 +32,7 @@ from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import ConfigError, LifecycleError, WeightMismatch
+from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightMismatch
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
@@ -64,6 +64,13 @@ _NOT_CHECKED = (
     "offload, call checks.push_path or serve_weights with the weights of model_path, or set it to "
     "false"
 )
+
+
+_AFTER_PATH_CHECK = (
+    "Correct the tensors or the name map and repeat the call: the engines restart with their "
+    "checkpoint. When they have, serve() serves it"
+)
+_WITHOUT_RECOVERY = "health.recover is false, so nothing restarts the engines: launch again"
 
 
 class PageApi(Protocol):
@@ -517,13 +524,21 @@ class RolloutServer:
             raise LifecycleError(f"cannot check the push path: {why}", command="check_push_path")
         runner, was_open = self._phase_runner, self._gate.state == "open"
         report = await runner.advance(*MAKE_IDLE)
+        # After a failed check they have just restarted.
+        await self._recovery.readmit_stale(self.weight_version)
         try:
             report = report.merged(await runner.run(Command.SNAPSHOT, self._registry.groups))
         except LifecycleError:  # nothing was changed
             if was_open:
                 await runner.advance(Command.CONTINUE)
             raise
-        report = report.merged(await runner.update_weights(push))
+        try:
+            report = report.merged(await runner.update_weights(push))
+        except PhaseFailed as error:
+            way_out = _AFTER_PATH_CHECK if self._config.health.recover else _WITHOUT_RECOVERY
+            raise PhaseFailed(
+                f"{error}. {way_out}", phase=error.phase, failures=error.failures
+            ) from error
         return report.merged(await runner.advance(*SERVE_UPDATED))
 
     def _last_pushed_version(self) -> int | None:

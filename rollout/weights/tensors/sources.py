@@ -130,12 +130,14 @@ class PlannedSource:
         """
         checked = []
         for place, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True)):
-            types = [cast_dtype(tensor, self._plan.dtype)]
-            types += [self._known[name].dtype] if name in self._known else []
+            own: Any = tensor
+            is_own = place % num_ranks == rank
             if is_shard(tensor):
-                checked.append((name, tensor.to_local(), largest_of(*types)))
-            elif place % num_ranks == rank:
-                checked.append((name, tensor, largest_of(*types)))
+                own, is_own = own.to_local(), True
+            if is_own:
+                known = self._known.get(name)
+                cast = cast_dtype(tensor, self._plan.dtype)
+                checked.append((name, own, largest_of(cast, known and known.dtype)))
         check_finite(checked)
 
     def whole(self) -> dict[str, torch.Tensor]:

@@ -132,6 +132,52 @@ async def test_after_a_failed_check_the_engines_come_back_with_their_checkpoint(
     await bench.server.stop()
 
 
+GROUPS = [ONE, TWO, {"main": {"num_engines": 2, "needs_offload": False}}]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "wait_s"),
+    [
+        ("serve", 30),
+        *((name, wait_s) for name in ("repeat", "setting", "push") for wait_s in (0, 30)),
+    ],
+)
+@pytest.mark.parametrize("groups", GROUPS)
+@virtual_time
+async def test_what_the_error_of_a_failed_check_names_leads_out(
+    tmp_path: Path, groups: Any, remedy: str, wait_s: float
+) -> None:
+    """At once, and after recovery has restarted the engines."""
+    bench = make_server(tmp_path, groups, health={"probe_interval_s": 1.0, "probe_timeout_s": 0.5})
+    server = (first_proved(bench) if remedy == "setting" else bench).server
+    await server.start()
+    with pytest.raises(
+        PhaseFailed, match=r"weights differ .* repeat the call.*serve\(\) serves it"
+    ):
+        await (server.serve_weights if remedy == "setting" else server.check_push_path)(SWAPPED)
+    await asyncio.sleep(wait_s)
+    if remedy == "repeat":
+        await server.check_push_path(same())
+    elif remedy == "serve":
+        await server.serve()
+    else:
+        await server.serve_weights(same() if remedy == "setting" else push(1))
+    status = await server.status()
+    assert (status.gate, status.weight_version) == ("open", 0 if remedy == "serve" else 1)
+    assert set(bench.router.states.values()) == {"serving"}
+    assert not any(engine.weights_are_garbage for engine in bench.engines)
+    await server.stop()
+
+
+async def test_without_recovery_the_error_says_that_only_a_launch_leads_out(
+    tmp_path: Path,
+) -> None:
+    bench = await started_server(tmp_path, ONE, health={"recover": False})
+    with pytest.raises(PhaseFailed, match=r"health\.recover is false.*launch again"):
+        await bench.server.check_push_path(SWAPPED)
+    await bench.server.stop()
+
+
 async def test_a_cancelled_proof_comes_to_its_end(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE)
     gate = bench["main-0"].hold("update_weights_from_tensor")
