@@ -72,6 +72,10 @@ class EngineLogprobs:
         compared = self.of_same_weights().keys() | self.expected.keys()
         return self.is_verified or self.now.keys() <= compared
 
+    def has_passed(self) -> bool:
+        """Whether it has passed a check with these weights before."""
+        return self.now.keys() <= self.of_same_weights().keys()
+
     def of_same_weights(self) -> dict[str, CanaryLogprobs]:
         """The ones of its last check, for adapters whose weights have not changed since."""
         return {

@@ -44,12 +44,15 @@ class LogprobCheck:
 
     Attributes:
         prompts: the fixed prompts; empty if the check is disabled or impossible.
+        refused_version: weight version that no engine has passed with, and that one failed with;
+            None for none.  No restarted engine is given it.
     """
 
     def __init__(self, settings: GroupSettings) -> None:
         self._tolerance = settings.lifecycle.canary_tolerance
         self._is_wanted = settings.lifecycle.verify_by != "version"
         self._warned_of: set[str] = set()
+        self.refused_version: int | None = None
         # Prefill and decode workers answer only in pairs, and encoders not at all.
         has_logprobs = settings.group.worker_type is WorkerType.REGULAR
         self.prompts: tuple[Prompt, ...] = ()
@@ -144,18 +147,19 @@ class LogprobCheck:
             for engine_id, reply in answers.items()
             if reply.failure is None and reply.value is not None
         }
-        wrong = find_logprob_mismatches(
-            {
-                engine_id: EngineLogprobs(
-                    now,
-                    engines[engine_id].canary,
-                    not engines[engine_id].needs_logprob_check,
-                    engines[engine_id].expected,
-                )
-                for engine_id, now in logprobs.items()
-            },
-            self._tolerance,
-        )
+        compared = {
+            engine_id: EngineLogprobs(
+                now,
+                engines[engine_id].canary,
+                not engines[engine_id].needs_logprob_check,
+                engines[engine_id].expected,
+            )
+            for engine_id, now in logprobs.items()
+        }
+        wrong = find_logprob_mismatches(compared, self._tolerance)
+        has_passed = any(one.has_passed() for one in compared.values())
+        if wrong and wrong.keys() == compared.keys() and not has_passed:
+            self.refused_version = engines[next(iter(wrong))].weight_version
         for engine_id, now in logprobs.items():
             if engine_id in wrong:
                 answers[engine_id] = answers[engine_id].as_failure(
@@ -179,6 +183,8 @@ class LogprobCheck:
         }
         by_engine[member.engine_id] = EngineLogprobs(now, member.canary, expected=member.expected)
         if why := find_logprob_mismatches(by_engine, self._tolerance).get(member.engine_id, ""):
+            if not peers and not by_engine[member.engine_id].has_passed():
+                self.refused_version = member.weight_version
             return why
         record_logprobs(member, now)
         return ""

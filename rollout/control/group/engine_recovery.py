@@ -81,9 +81,10 @@ class EngineRecovery:
         member = self._engines[engine_id]
         if member.fence_reason or not member.is_stale:
             return not member.fence_reason
-        return await readmit(
-            member, version, self._sources, self._reference_for(version, member), self._why_wrong
-        )
+        is_refused = version == self._logprob_check.refused_version
+        sources = () if is_refused else self._sources
+        reference = self._reference_for(version, member)
+        return await readmit(member, version, sources, reference, self._why_wrong)
 
     async def _why_wrong(self, member: EngineState, version: int, why_inconclusive: str) -> str:
         """Why the weights of a restarted engine are not those of ``version``.

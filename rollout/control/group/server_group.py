@@ -250,6 +250,7 @@ class ServerGroup:
                 answers = verify_group(answers, self._engines, self._logprob_check)
             elif command is Command.CONTINUE:
                 answers = self._logprob_check.verify_replies(answers, self._engines.members())
+                self._weight_updater.adapters.forget(self._logprob_check.refused_version)
         return await self._commands.conclude(command, target, answers, started)
 
     async def _pause(self, member: EngineState) -> None:

@@ -87,6 +87,11 @@ class AdapterSource:
         elif contents is WeightUpdate.FULL:
             self.base_version = push.version
 
+    def forget(self, version: int | None) -> None:
+        """An adapter of this version failed its check: no engine gets it again."""
+        if self._last is not None and self._last.version == version:
+            self._last = None
+
     async def reload(self, targets: Mapping[str, PushTarget]) -> bool:
         """Load the last adapter again, after another was refused; whether all engines have it."""
         if self._last is None:  # they had none, and still have none

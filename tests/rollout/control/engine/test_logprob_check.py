@@ -244,3 +244,73 @@ async def test_expectations_of_other_prompts_are_refused_before_anything_is_sent
     with pytest.raises(WeightMismatch, match=r"of \[1\] tokens; the canary prompts have \[2, 1\]"):
         await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1), canary=((-1.0,),)))
     assert "update_weights_from_tensor" not in engines[0].operations()
+
+
+# -- what has failed is not given again -----------------------------------------------------------
+
+
+def nan_adapter(version: int) -> WeightPush:
+    """An adapter for which the trainer expects other log-probs than engines have."""
+    tensors = Manifest.of([TensorSpec("lora:policy:a", "float32", (2, 2))])
+    route = AsAdapter("policy", {"r": 2, "lora_alpha": 4})
+    wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in ((1, 2, 3), (4, 5)))
+    return WeightPush(
+        version, tensors, [b"adapter"], route, contents=WeightUpdate.LORA, canary=wrong
+    )
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_an_adapter_that_failed_is_given_to_no_restarted_engine(
+    has_served: bool,
+) -> None:
+    group, engines = await started_group(2, update="lora", lifecycle=BY_CANARY)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    wanted = nan_adapter(1)
+    await group.run(
+        Command.UPDATE_WEIGHTS, push=replace(wanted, canary=()) if has_served else wanted
+    )
+    await up_to_continue(group, 1)
+    if has_served:
+        await group.run(Command.CONTINUE)
+        for engine in engines:
+            engine.die("killed -9")
+            await group.fence(engine.engine_id, "killed -9")
+    else:
+        with pytest.raises(PhaseFailed, match="by the trainer's own model"):
+            await group.run(Command.CONTINUE, version=1)
+    for engine in engines:
+        await group.restart(engine.engine_id)
+        assert await group.readmit(engine.engine_id, 1) is has_served
+        loads = "load_lora_adapter_from_tensors" in engine_of(group, engine).operations()
+        assert loads is has_served
+    await group.stop()
+
+
+def engine_of(group: ServerGroup, before: FakeEngine) -> FakeEngine:
+    """The engine that runs now in the place of one that has ended."""
+    found: Any = group._engines[before.engine_id].engine
+    return found
+
+
+async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path) -> None:
+    saved = tmp_path / "saved" / "1"
+    saved.mkdir(parents=True)
+    (saved / "config.json").write_text("{}")
+    bench = await started_server(
+        tmp_path,
+        {"main": {"num_engines": 1, "needs_offload": False}},
+        lifecycle=BY_CANARY,
+        health={"weights_path": str(tmp_path / "saved" / "{version}"), "backoff_s": 1e-6},
+    )
+    wrong = replace(push(1), canary=nan_adapter(1).canary)
+    with pytest.raises(PhaseFailed, match="by the trainer's own model"):
+        await bench.server.serve_weights(wrong)
+    await bench.server._recovery.probe_once()
+    await bench.server._recovery.recover()
+    (engine,) = bench.engines
+    assert "update_weights_from_disk" not in engine.operations()
+    assert not (await bench.server.status()).groups[0].engines[0].fence_reason
+    await bench.server.serve_weights(push(2))
+    assert bench.router.gates[-1] == {"state": "open", "weight_version": 2}
+    await bench.server.stop()
