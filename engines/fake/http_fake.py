@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -367,7 +368,10 @@ def _generate_answer(reply: GenerateReply) -> dict[str, Any]:
     }
     if reply.output_logprobs is not None:
         pairs = zip(reply.output_logprobs, reply.output_ids, strict=True)
-        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        # SGLang's JSON writer has no NaN and sends null for it.
+        meta["output_token_logprobs"] = [
+            [None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs
+        ]
     if reply.input_logprobs is not None:
         meta["input_token_logprobs"] = [[value, 0, None] for value in (None, *reply.input_logprobs)]
     return {"text": reply.text, "output_ids": list(reply.output_ids), "meta_info": meta}

@@ -37,6 +37,12 @@ class EngineFailed(EngineRefusal):
     kind = "engine_failed"
 
 
+class NotFinite(EngineRefusal):
+    """The model has computed NaN: its weights are lost or damaged."""
+
+    kind = "not_finite"
+
+
 class Unsupported(EngineRefusal):
     """This engine does not support it."""
 

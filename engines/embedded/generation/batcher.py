@@ -82,7 +82,9 @@ class BatchState(RequestState):
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
         self.generated_tokens.append(token_id)
         self.tokens_to_process = [token_id]
-        is_last = self.generation.add(token_id, logprob or 0.0, self.step_report.weight_version)
+        is_last = self.generation.refusal is not None or self.generation.add(
+            token_id, logprob or 0.0, self.step_report.weight_version
+        )
         self.step_report.num_output_tokens += 1
         if is_last:
             self.status = RequestStatus.FINISHED

@@ -38,7 +38,7 @@ class Generation:
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object; None while running.
-        refusal: why it was never admitted.
+        refusal: why it has no reply: it was never admitted, or its logits are no numbers.
     """
 
     rid: str

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+from engines.embedded.core.errors import NotFinite
 from engines.embedded.generation.generation import Generation
 
 _RETURNS_ORIGINAL = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
@@ -28,9 +29,15 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Token ids and, if any request wants them, log-probabilities, one per row of ``logits``.
 
-    ``logits`` is float32 ``[rows, vocabulary]``; it is changed in place.
+    ``logits`` is float32 ``[rows, vocabulary]``; it is changed in place.  A generation whose row
+    has NaN is refused.
     """
-    if torch.isnan(logits).any():  # weights lost in a release: answer garbage, as SGLang does
+    is_nan = torch.isnan(logits).any(dim=1)
+    if is_nan.any():
+        for generation in (generations[row] for row in is_nan.nonzero()[:, 0].tolist()):
+            generation.refusal = NotFinite(
+                "the model's logits are not numbers: its weights are lost or damaged"
+            )
         torch.nan_to_num_(logits)
     _forbid_early_stops(logits, generations)
     scores = logits.clone() if _RETURNS_ORIGINAL else logits

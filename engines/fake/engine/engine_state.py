@@ -71,6 +71,7 @@ class FakeEngineState(CallHandler):
         groups: weight update groups it has joined and not left.
         is_updating: a weight update session is open.
         adapters: loaded LoRA adapters, name -> a digest of its contents.
+        computes_nan: the log-probs of its tokens are NaN, as with damaged weights.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class FakeEngineState(CallHandler):
         self.is_cache_stale = False
         self.weights = FakeWeights(tensors)
         self.adapters: dict[str, str] = {}
+        self.computes_nan = False
         self.is_updating = False
         self.groups: set[str] = set()
         self._model_path = model_path

@@ -10,6 +10,7 @@ Not here: how long things take, HTTP, and what several ranks do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -265,6 +266,7 @@ class FakeEngine(FakeEngineState):
         await self._until(lambda: request.is_aborted or self.paused not in frozen)
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
+            request.logprob = math.nan if self.computes_nan else -1.0
             request.add_token(self._version, self.settings.vocab_size, shift)
             self.num_output_tokens += 1
 

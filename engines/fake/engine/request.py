@@ -18,6 +18,7 @@ class FakeRequest:
         is_aborted: it ends before its next token.
         fault: the fault that strikes it, if any.
         input_logprobs: those of its prompt, if they were requested.
+        logprob: of each of its tokens.
     """
 
     rid: str
@@ -29,6 +30,7 @@ class FakeRequest:
     is_aborted: bool = False
     fault: Fault | None = None
     input_logprobs: tuple[float, ...] | None = None
+    logprob: float = -1.0
 
     @property
     def is_over(self) -> bool:
@@ -55,7 +57,7 @@ class FakeRequest:
             rid=self.rid,
             text=" ".join(map(str, self.output_ids)),
             output_ids=tuple(self.output_ids),
-            output_logprobs=(-1.0,) * len(self.output_ids) if self.return_logprob else None,
+            output_logprobs=(self.logprob,) * len(self.output_ids) if self.return_logprob else None,
             finish_reason=reason,
             prompt_tokens=len(self.input_ids),
             completion_tokens=len(self.output_ids),

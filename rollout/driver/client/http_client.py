@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -232,6 +233,9 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GenerationError(f"unusable reply: {error!r}") from None
     engine_id = response.headers.get("x-engine-id", "")
+    if any(map(math.isnan, reply.output_logprobs or ())):
+        message = f"engine {engine_id} computed log-probs that are not numbers"
+        raise GenerationError(message, kind=FailureKind.LOST)
     # After a failover the header names only the last engine.
     return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
 

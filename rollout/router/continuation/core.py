@@ -34,6 +34,10 @@ _START: tuple[int, int, str | None] = (0, 0, None)
 _WINDOW = 5
 
 
+class NotFinite(ValueError):
+    """An engine has computed NaN."""
+
+
 class Experts:
     """Routed experts of a reply's tokens, in base64: one row for each token that was computed.
 

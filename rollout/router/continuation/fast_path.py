@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -190,6 +192,13 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     return EventParts(num_ids, meta, data, begin, at, end)
 
 
+def has_nan(logprobs: Iterable[Any]) -> bool:
+    """Whether a token's log-prob is NaN, for which SGLang's JSON has null."""
+    with suppress(*UNUSABLE):  # of another form
+        return None in map(itemgetter(0), logprobs)
+    return False
+
+
 def is_unfinished(data: bytes, begin: int = 0, end: int = END) -> bool:
     """Whether the event is neither the last one nor an error; if not, it has to be parsed.
 
@@ -285,6 +294,8 @@ class FastReply(Reply):
         for name in PER_TOKEN:
             if (values := meta.get(name)) is not None and len(values) != num:
                 return False
+        if has_nan(meta.get(PER_TOKEN[0]) or ()):
+            return False
         if first and any(first[name] != meta.get(name) for name in FROM_FIRST if name in first):
             return False
         span = {"version": meta.get("weight_version"), "start": 0, "end": num}

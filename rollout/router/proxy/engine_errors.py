@@ -12,6 +12,7 @@ from rollout.router.http.fast_json import loads
 _ERROR_EVENT = b'data: {"error"'
 _LONGEST_CHUNK_SIZE = 16  # a size in hexadecimal, and the end of its line
 _DEAD = "EngineCore encountered an issue"
+_NOT_FINITE = "not_finite"  # of the embedded engine, whose logits are NaN
 
 
 def is_own_error(status: int) -> bool:
@@ -43,15 +44,22 @@ def status_of(payload: Any) -> int:
     return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
 
-def why_lost(payload: Any) -> str:
-    """Why an error of vLLM says that the engine is lost; empty if it does not.
+def why_lost(payload: Any, *, outlives_its_core: bool) -> str:
+    """Why an error says that the engine is lost; empty if it does not.
 
     vLLM's API server outlives its engine core, and answers every request with this error until it
-    has ended (0.32.0).  That of SGLang ends with any of its processes.
+    has ended (0.32.0).  That of SGLang ends with any of its processes.  Our own engines name what
+    they have computed.
+
+    Args:
+        outlives_its_core: engines of this kind do.
     """
     message = _field(payload, "message")
-    is_dead = isinstance(message, str) and message.startswith(_DEAD)
-    return f"it answered: {message[:200]}" if is_dead and _field(payload, "code") == 500 else ""
+    if not isinstance(message, str) or _field(payload, "code") != 500:
+        return ""
+    is_dead = outlives_its_core and message.startswith(_DEAD)
+    is_lost = is_dead or _field(payload, "type") == _NOT_FINITE
+    return f"it answered: {message[:200]}" if is_lost else ""
 
 
 def _field(payload: Any, name: str) -> Any:

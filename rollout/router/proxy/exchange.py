@@ -59,6 +59,7 @@ from rollout.router.proxy.token_reader import (
     OPEN,
     Action,
     Again,
+    Broken,
     Context,
     Finish,
     Refused,
@@ -358,6 +359,8 @@ class Exchange:
                 self._continue_elsewhere(why)
             case Unusable(why):
                 self._end_unusable(why)
+            case Broken(why):
+                self._lose_engine(why)
             case Refused(status, error, end):
                 if self._is_lost_by(status, error):
                     return
@@ -480,9 +483,10 @@ class Exchange:
         if admission is None or not is_own_error(status):
             return False
         self._proxy.gate.note_reply(admission, is_error=True)
-        if not admission.member.of_kind.outlives_its_core:
-            return False
-        why = why_lost(read_error(error) if isinstance(error, bytes) else error)
+        why = why_lost(
+            read_error(error) if isinstance(error, bytes) else error,
+            outlives_its_core=admission.member.of_kind.outlives_its_core,
+        )
         if why:
             self._lose_engine(why)
         return bool(why)

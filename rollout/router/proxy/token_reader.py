@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engines.protocol.plain_text import describe
-from rollout.router.continuation.core import UNUSABLE, Payload
+from rollout.router.continuation.core import UNUSABLE, NotFinite, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import END, Reply
@@ -112,6 +112,12 @@ class Unusable(NamedTuple):
     why: str
 
 
+class Broken(NamedTuple):
+    """The reply shows that its engine has failed, whatever it says of itself."""
+
+    why: str
+
+
 class Refused(NamedTuple):
     """The engine's reply is an error, which may say that the engine is lost.
 
@@ -125,7 +131,7 @@ class Refused(NamedTuple):
     end: Finish
 
 
-Action = Write | Finish | Again | Unusable | Refused
+Action = Write | Finish | Again | Unusable | Broken | Refused
 
 
 @dataclass(eq=False, slots=True)
@@ -196,6 +202,8 @@ class TokenReader:
             if self.reply.wants_whole_reply:
                 return None if context is None else self._take_whole(context)
             return self._take_events(context)
+        except NotFinite as error:
+            return Broken(str(error))
         except UNUSABLE as error:
             return Unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
 

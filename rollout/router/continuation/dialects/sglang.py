@@ -9,12 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from engines.protocol.sampling_params import GRAMMARS
-from rollout.router.continuation.core import Payload, span_payloads, version_spans
+from rollout.router.continuation.core import NotFinite, Payload, span_payloads, version_spans
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
     PER_TOKEN,
     FastReply,
     PromptIds,
+    has_nan,
     read_fields,
     split_body,
 )
@@ -161,6 +162,9 @@ def _event(reply: Reply, event: Payload) -> None:
     reported = meta.get("completion_tokens", len(ids))
     before = reply.now
     columns = {name: list(meta[name]) for name in PER_TOKEN if meta.get(name) is not None}
+    logprobs = columns.get("output_token_logprobs", [])
+    if has_nan(logprobs[before.num :] if reported == len(ids) else logprobs):
+        raise NotFinite("it computed log-probs that are not numbers (null)")
     now = Part(event.get("text") or "", len(ids), ids, columns)
     if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
         now.text, now.ids = before.text + now.text, before.ids + ids

@@ -84,9 +84,19 @@ def test_a_stop_token_is_not_drawn_before_the_minimum() -> None:
     assert draw(early)[0] == [[3]]
 
 
-def test_lost_weights_still_draw_a_token_of_the_vocabulary() -> None:
+def test_only_generations_whose_logits_are_no_numbers_are_refused() -> None:
     import torch
     from engines.embedded.generation.sampler import sample
 
-    tokens, _ = sample(torch.full((1, 4), torch.nan), [generation()])
-    assert 0 <= int(tokens[0]) < 4
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    made = [generation() for _ in range(3)]
+    tokens, _ = sample(logits, made)
+    assert ((tokens >= 0) & (tokens < 4)).all()
+    assert [one.refusal is not None for one in made] == [False, True, False]
+    assert made[1].refusal is not None
+    assert made[1].refusal.body()["error"] == {
+        "message": "the model's logits are not numbers: its weights are lost or damaged",
+        "type": "not_finite",
+        "code": 500,
+    }

@@ -1,0 +1,50 @@
+"""Weights with NaN over an embedded engine: refused, or, where they are allowed, never a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout import GenerationFailed, RolloutConfig, SamplingParams, WeightMismatch
+from rollout.config import ServerConfig
+from rollout.runtime.handle import ServerHandle
+from rollout.runtime.local import launch_local
+from rollout.testing.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
+NORM = "model.norm.weight"
+SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+
+def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", architecture="qwen3")
+    tensors = load_file(model / "model.safetensors")
+    broken = {**tensors, NORM: torch.full_like(tensors[NORM], torch.nan)}
+    server = {
+        "model_path": str(model),
+        "groups": {"main": {"engine": {"kind": "embedded"}}},
+        "weights": {"shared_memory_path": str(tmp_path)},
+        "health": {"reports_to_dead": 100},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    with launch_local(config) as deployment:
+        policy = deployment["policy"]
+        before = policy.generate([5, 6, 7], SAMPLING).result(60)
+        with pytest.raises(WeightMismatch, match=f"64 of 64 values of tensor '{NORM}'"):
+            policy.serve_weights(broken)
+        after = policy.generate([5, 6, 7], SAMPLING).result(60)
+        assert (after.output_ids, after.weight_version) == (before.output_ids, "0")
+
+        allowed = server["weights"] | {"allow_nonfinite": True}
+        settings = ServerConfig.model_validate(server | {"weights": allowed})
+        trainer = ServerHandle("policy", settings, policy._caller)
+        trainer.serve_weights(broken, 1).result(60)
+        trainer.close()
+        with pytest.raises(GenerationFailed, match="logits are not numbers"):
+            policy.generate([5, 6, 7], SAMPLING).result(60)
+        policy.serve_weights(tensors, 2).result(60)
+        healed = policy.generate([5, 6, 7], SAMPLING).result(60)
+        assert (healed.output_ids, healed.weight_version) == (before.output_ids, "2")
