@@ -2,14 +2,19 @@
 
 The only engine of a server is killed with SIGKILL after a push, several times, first with the DRAM
 store and then with checkpoints on disk (``health.weights_path``).  The seconds come from the
-timeline of the run: ``detect`` until the engine is fenced and its slot is free, ``restart`` until
-the new process is ready, ``restore`` until it has loaded the pushed weights, ``verify`` until its
-fingerprints are checked and the router sends it requests.  Weights from the store are verified
-within ``restore``.
+timeline of the run: ``detect`` until the engine is fenced, ``boot`` until the new process is
+ready, ``admit`` until it has joined its group, ``restore`` until it has loaded the pushed weights,
+``verify`` until its fingerprints are checked and the router sends it requests.  Weights from the
+store are verified within ``restore``.
+
+``step_delay_s`` is how much longer a step takes because an engine dies in it or before it, at most,
+by the phase of the death.  It is measured in virtual time over fake engines whose boot takes
+``boot_s``, so that it holds waiting alone, and no work of this machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import statistics
@@ -19,12 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine, parse_arguments, publish
+from engines.fake import FakeLauncher, faults
+from engines.fake.launcher import FakeRunningEngine
+from engines.launch import EngineSpec
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import RunFolder
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_lines
+from tests.support.builders import make_server, push
+from tests.support.virtual_time import virtual_time
 
-PARTS = ("detect", "restart", "restore", "verify", "total")
+PARTS = ("detect", "boot", "admit", "restore", "verify", "total")
+BOOT_S = 60.0
+DEADLY_CALLS = ("generate", "pause_generation", "flush_cache", "update_weights_from_tensor")
 
 
 def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str, float]:
@@ -102,17 +114,70 @@ def spans_since(config: RolloutConfig, since_s: float) -> list[Span]:
 
 def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
     """Seconds of each part of one recovery."""
-    restart = next(span for span in spans if span.name == "restart")
+    boot = next(span for span in spans if span.name == "boot")
     adopt = next(span for span in spans if span.name == "readmit")
     load = next(span for span in spans if span.name == "update_weights_from_disk")
     back_s, loaded_s = adopt.start_s + adopt.elapsed_s, load.start_s + load.elapsed_s
     return {
-        "detect": restart.start_s - killed_s,
-        "restart": restart.elapsed_s,
+        "detect": boot.start_s - killed_s,
+        "boot": boot.elapsed_s,
+        "admit": adopt.start_s - boot.start_s - boot.elapsed_s,
         "restore": loaded_s - adopt.start_s,
         "verify": back_s - loaded_s,
         "total": back_s - killed_s,
     }
+
+
+class SlowLauncher(FakeLauncher):
+    """Fakes whose boot takes ``BOOT_S``, but for the first of each slot."""
+
+    async def launch(self, spec: EngineSpec) -> FakeRunningEngine:
+        if spec.engine_id in self.processes:
+            await asyncio.sleep(BOOT_S)
+        return await super().launch(spec)
+
+
+def measure_delays(folder: Path) -> dict[str, float]:
+    """Seconds that a step takes longer at most, by the call in which two engines die."""
+    delays: dict[str, float] = {}
+
+    async def measure(call: str) -> None:
+        (folder / call).mkdir()
+        delays[call] = await step_delay(folder / call, call)
+
+    for call in DEADLY_CALLS:
+        virtual_time(measure)(call)
+    return delays
+
+
+async def step_delay(folder: Path, call: str) -> float:
+    """The longest step until an engine is back, less the shortest one.
+
+    One engine of a group that offloads dies, and one of a group that keeps its GPUs; the latter
+    comes back while the steps go on.
+    """
+    groups = {"shared": {"num_engines": 2}, "apart": {"num_engines": 2, "needs_offload": False}}
+    bench = make_server(folder, groups, launcher=SlowLauncher(), health={"probe_interval_s": 1.0})
+    clock, steps = asyncio.get_running_loop().time, list[float]()
+    await bench.server.start()
+    dying = [bench["shared-0"], bench["apart-0"]]
+    try:
+        while len(steps) < 3 or bench["apart-0"] in dying:
+            await asyncio.sleep(1.0)  # a rollout
+            if len(steps) == 1:
+                for engine in dying:
+                    if call == "generate":
+                        engine.die("out of memory")
+                    else:
+                        engine.faults.strike(call, faults.die())
+                await asyncio.sleep(1.0)
+            begun = clock()
+            await bench.server.give_memory()
+            await bench.server.serve_weights(push(len(steps) + 1))
+            steps.append(clock() - begun)
+    finally:
+        await bench.server.stop()
+    return max(steps) - min(steps)
 
 
 def main() -> None:
@@ -130,6 +195,9 @@ def main() -> None:
             folder = Path(name) / source
             folder.mkdir()
             result[source] = measure(source, model_path, folder, kills)
+        delays = Path(name) / "delays"
+        delays.mkdir()
+        result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(delays)}
     result |= {"kills": kills, "machine": machine("torch", "transformers")}
     publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
 

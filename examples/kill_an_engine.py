@@ -32,7 +32,8 @@ from rollout.testing.tiny_model import make_tiny_model
 without_proxy = build_opener(ProxyHandler({}))
 SPAN_NAMES = (
     "fence",
-    "restart",
+    "boot",
+    "admit",
     "readmit",
     "assemble",
     "update_weights_from_disk",

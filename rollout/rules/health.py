@@ -4,14 +4,15 @@ Always true:
 - one failed probe never kills an engine: only several in a row, or several requests that the router
   lost, count it as dead, and an engine that its group needs gets more time;
 - certain signs (its process has exited, its group has fenced it) count at once;
-- an engine goes dead -> restarting -> stale -> serving and no other way; it is stale, and gets no
-  requests, until it is verified to hold the published weights;
-- a restart never takes memory that the trainer uses, and the number of restarts is limited.
+- an engine goes dead -> booting -> booted -> stale -> serving.  It boots beside the commands of its
+  group, is no part of the group until it is admitted, and is stale, without requests, until it is
+  verified to hold the published weights;
+- a boot never takes memory that the trainer uses, and the number of restarts is limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -144,7 +145,8 @@ class RecoveryState(StrEnum):
 
     SERVING = "serving"
     DEAD = "dead"
-    RESTARTING = "restarting"
+    BOOTING = "booting"
+    BOOTED = "booted"
     STALE = "stale"
 
 
@@ -152,19 +154,29 @@ class RecoveryEvent(StrEnum):
     """What moves an engine from one state to the next."""
 
     DIED = "died"
-    RESTART = "restart"
-    STARTED = "started"
+    BOOT = "boot"
+    BOOTED = "booted"
+    INTERRUPTED = "interrupted"
+    """Its boot was ended, because its group needs the memory for the trainer."""
+    ADMITTED = "admitted"
     VERIFIED = "verified"
 
 
 EDGES: Mapping[tuple[RecoveryState, RecoveryEvent], RecoveryState] = {
     (RecoveryState.SERVING, RecoveryEvent.DIED): RecoveryState.DEAD,
-    (RecoveryState.RESTARTING, RecoveryEvent.DIED): RecoveryState.DEAD,
+    (RecoveryState.BOOTING, RecoveryEvent.DIED): RecoveryState.DEAD,
+    (RecoveryState.BOOTED, RecoveryEvent.DIED): RecoveryState.DEAD,
     (RecoveryState.STALE, RecoveryEvent.DIED): RecoveryState.DEAD,
-    (RecoveryState.DEAD, RecoveryEvent.RESTART): RecoveryState.RESTARTING,
-    (RecoveryState.RESTARTING, RecoveryEvent.STARTED): RecoveryState.STALE,
+    (RecoveryState.DEAD, RecoveryEvent.BOOT): RecoveryState.BOOTING,
+    (RecoveryState.BOOTING, RecoveryEvent.BOOTED): RecoveryState.BOOTED,
+    (RecoveryState.BOOTING, RecoveryEvent.INTERRUPTED): RecoveryState.DEAD,
+    (RecoveryState.BOOTED, RecoveryEvent.INTERRUPTED): RecoveryState.DEAD,
+    (RecoveryState.BOOTED, RecoveryEvent.ADMITTED): RecoveryState.STALE,
     (RecoveryState.STALE, RecoveryEvent.VERIFIED): RecoveryState.SERVING,
 }
+
+
+_OUT = (RecoveryState.DEAD, RecoveryState.BOOTING, RecoveryState.BOOTED)
 
 
 def next_state(state: RecoveryState, event: RecoveryEvent) -> RecoveryState:
@@ -226,12 +238,20 @@ class EngineHealth:
             since_s=now_s,
         )
 
-    def restarting(self, now_s: float) -> EngineHealth:
-        moved = self._moved(RecoveryEvent.RESTART, now_s)
+    def booting(self, now_s: float) -> EngineHealth:
+        moved = self._moved(RecoveryEvent.BOOT, now_s)
         return replace(moved, num_restarts=self.num_restarts + 1)
 
-    def started(self, now_s: float) -> EngineHealth:
-        moved = self._moved(RecoveryEvent.STARTED, now_s)
+    def booted(self, now_s: float) -> EngineHealth:
+        return self._moved(RecoveryEvent.BOOTED, now_s)
+
+    def interrupted(self, now_s: float) -> EngineHealth:
+        """The health after a boot that was ended for the trainer; it counts as no restart."""
+        moved = self._moved(RecoveryEvent.INTERRUPTED, now_s)
+        return replace(moved, num_restarts=self.num_restarts - 1)
+
+    def admitted(self, now_s: float) -> EngineHealth:
+        moved = self._moved(RecoveryEvent.ADMITTED, now_s)
         return replace(
             moved, streaks=Streaks(), reason="", is_fenced=False, is_readmission_due=True
         )
@@ -248,8 +268,8 @@ class EngineHealth:
 
     @property
     def is_out(self) -> bool:
-        """Whether it is dead or restarting."""
-        return self.state in (RecoveryState.DEAD, RecoveryState.RESTARTING)
+        """Whether it is no running engine of its group: dead, booting or booted."""
+        return self.state in _OUT
 
     def is_same_life(self, other: EngineHealth) -> bool:
         """Whether it neither died nor was restarted between ``other`` and this."""
@@ -315,7 +335,7 @@ def may_use_memory(group: GroupHealth) -> bool:
 
 
 def plan_recovery(
-    groups: Iterable[GroupHealth], now_s: float, config: HealthConfig
+    groups: Collection[GroupHealth], now_s: float, config: HealthConfig
 ) -> list[Restart]:
     """The engines to restart now.
 
@@ -333,7 +353,12 @@ def plan_recovery(
         )
         for engine_id in due_restarts(group, now_s)
     ]
-    return plan[: config.max_parallel_restarts]
+    num_booting = sum(
+        engine.state is RecoveryState.BOOTING
+        for group in groups
+        for engine in group.engines.values()
+    )
+    return plan[: max(config.max_parallel_restarts - num_booting, 0)]
 
 
 def due_restarts(group: GroupHealth, now_s: float) -> list[str]:

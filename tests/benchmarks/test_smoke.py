@@ -74,7 +74,7 @@ ROUTER = {
     "errors",
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
-RECOVERY = {"detect", "restart", "restore", "verify", "total"}
+RECOVERY = {"detect", "boot", "admit", "restore", "verify", "total"}
 STEP_SHARE = "share of one core, a step of 10 s (%)"
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,19 @@ KEYS: dict[str, dict[str, Any]] = {
         "in_memory_cpu_ms_per_engine": {"2", "16"},
         "in_memory_growth": None,
     },
-    "recovery": {"model_bytes": None, "store": RECOVERY, "disk": RECOVERY, "kills": None},
+    "recovery": {
+        "model_bytes": None,
+        "store": RECOVERY,
+        "disk": RECOVERY,
+        "kills": None,
+        "boot_s": None,
+        "step_delay_s": {
+            "generate",
+            "pause_generation",
+            "flush_cache",
+            "update_weights_from_tensor",
+        },
+    },
     "rollout": {
         "gather_all": MODE,
         "sync": MODE,

@@ -21,5 +21,5 @@ def test_the_training_loop_takes_three_steps() -> None:
 def test_a_killed_engine_serves_the_pushed_weights_while_the_trainer_is_stopped() -> None:
     lines = output_of("kill_an_engine").splitlines()
     assert any("main-0 serves the pushed weights" in line for line in lines)
-    for phase in ("fence", "restart", "readmit", "assemble", "update_weights_from_disk"):
+    for phase in ("fence", "boot", "admit", "readmit", "assemble", "update_weights_from_disk"):
         assert any(f" {phase} took " in line for line in lines), phase

@@ -207,6 +207,14 @@ class Invariants:
             if held:
                 self.violate(f"I7: {when} {engine_id} holds {held} bytes")
 
+    def _check_boots(self) -> None:
+        """I4: no command waits until recovery has booted an engine."""
+        if not self._pending or any(one.operation != "launch" for one in self._pending):
+            return  # recovery may wait for another call
+        for server in self.parts.servers.values():
+            if server._lock.owner == "recover":
+                self.violate("I4: recovery holds the command lock while an engine boots")
+
     def _check_returned(self, command: str, started: float) -> None:
         """What holds after a command, however it ended."""
         # A group that was too late for its server goes on by itself: the server has reported it.
@@ -215,7 +223,8 @@ class Invariants:
         )
         under_way = {one.owner: one.operation for one in self._pending} | self.hanging
         for owner, operation in under_way.items():
-            if operation in CONTROL and not self._running and not has_given_up:
+            is_boot = self.parts.is_booting(owner)
+            if operation in CONTROL and not (self._running or has_given_up or is_boot):
                 self.violate(f"I5: {command} returned while {operation} of {owner} ran")
         limit = 5 * (BUDGET_S + _SLACK_S)
         if self._num_commands > 1:  # one waits for the other

@@ -19,6 +19,7 @@ from rollout.control.engine.memory import CallOutcome, EngineMemory
 from rollout.control.engine.state import EngineState
 from rollout.control.group import push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
+from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_set import EngineSet
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.server_group import ServerGroup
@@ -40,6 +41,11 @@ from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
 
 _RAISE = {"on_failure": "raise"}
+_BESIDE_A_BOOT = (("boot", "offload", "onload", "recover"), ("kill shared-0",))
+_LATE_BOOT: dict[str, Any] = {
+    "recover": True,
+    "settings": {"injections": (), "outcomes": ORDER_ONLY, "launch_outcomes": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -285,13 +291,24 @@ def _serve_the_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gate_control, "member", member)
 
 
-def _forget_who_was_on_the_way(patch: pytest.MonkeyPatch) -> None:
-    def mark_dead(self: RecoveryActions, group: str, engine_id: str, what: str, error: Any) -> None:
-        if isinstance(error, Exception):
-            marked(self, group, engine_id, what, error)
+def _forget_a_boot_that_was_ended(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecoveryActions, "_mark_interrupted", lambda *_: None)
 
-    marked = RecoveryActions._mark_dead
-    patch.setattr(RecoveryActions, "_mark_dead", mark_dead)
+
+def _let_boots_take_the_memory(patch: pytest.MonkeyPatch) -> None:
+    async def end(self: EngineBoots, engine_ids: Any = None) -> None:
+        """They go on while the trainer has the memory."""
+
+    patch.setattr(EngineBoots, "end", end)
+
+
+def _wait_for_boots(patch: pytest.MonkeyPatch) -> None:
+    async def admit(self: RecoveryActions, groups: Any) -> None:
+        await self.wait_for_boots(groups)
+        await admitted(self, groups)
+
+    admitted = RecoveryActions.admit
+    patch.setattr(RecoveryActions, "admit", admit)
 
 
 def _lend_a_busy_engine(patch: pytest.MonkeyPatch) -> None:
@@ -443,13 +460,26 @@ MUTATIONS = (
         recover=True,
     ),
     Mutation(
-        "forget who was on the way back when a command is cancelled",
-        _forget_who_was_on_the_way,
+        "forget an engine whose boot was ended for the trainer",
+        _forget_a_boot_that_was_ended,
         "not brought back",
-        ("recover",),
+        *_BESIDE_A_BOOT,
+        **_LATE_BOOT,
+    ),
+    Mutation(
+        "let boots take the memory of the trainer",
+        _let_boots_take_the_memory,
+        "I7: .* holds",
+        ("boot", "offload"),
         ("kill shared-0",),
-        recover=True,
-        settings={"injections": ("cancel",)},
+        **_LATE_BOOT,
+    ),
+    Mutation(
+        "hold the command lock while an engine boots",
+        _wait_for_boots,
+        "I4: recovery holds the command lock",
+        *_BESIDE_A_BOOT,
+        **_LATE_BOOT,
     ),
     Mutation(
         "lend an engine that is busy",

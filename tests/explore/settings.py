@@ -37,7 +37,7 @@ class Settings:
         num_requests: requests that are on their way when it begins.
         router_outcomes: of a router call: 1 answers, 2 or lost before, 3 or lost after.
         kill_outcomes: of a kill: 1 works, 2 or fails.
-        launch_outcomes: of a start: 1 works, 2 or fails.
+        launch_outcomes: of a start: 1 works, 2 or fails, 3 or is slower than all other calls.
         has_actors: calls of groups may be held up, and go on when their caller has given up.
         is_over: says after each command whether the loop has done what it wanted.
     """

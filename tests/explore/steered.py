@@ -296,7 +296,10 @@ class Launcher:
     async def launch(self, spec: EngineSpec) -> SteeredProcess:
         if self.world is not None:
             num_outcomes = self.world.settings.launch_outcomes
-            if await self.world.happens(spec.engine_id, "launch", num_outcomes):
+            outcome = await self.world.happens(spec.engine_id, "launch", num_outcomes)
+            if outcome == 2:
+                await self.world.happens(spec.engine_id, "launch", 1, is_slow=True)
+            elif outcome:
                 raise EngineUnreachable("it ended while it started", engine=spec.engine_id)
             self.world.struck.pop(spec.engine_id, None)
         endpoint = Endpoint("127.0.0.1", len(self.all) + 1)
@@ -355,6 +358,10 @@ class Parts:
     def router(self) -> SteeredRouter:
         return next(iter(self.routers.values()))
 
+    def is_booting(self, engine_id: str) -> bool:
+        """It starts beside the commands of its group, and is none of its engines."""
+        return any(engine_id in group._boots._booting for group in self.groups.values())
+
     def member(self, engine_id: str) -> EngineState | None:
         """The state of an engine in its group; None if it was removed."""
         engines = self.groups[engine_id.rpartition("-")[0]]._engines
@@ -364,13 +371,22 @@ class Parts:
 class Pending:
     """A call that waits until the explorer says what becomes of it."""
 
-    __slots__ = ("future", "num_outcomes", "operation", "owner")
+    __slots__ = ("future", "is_slow", "num_outcomes", "operation", "owner")
 
-    def __init__(self, owner: str, operation: str, num_outcomes: int, future: Any) -> None:
+    def __init__(
+        self,
+        owner: str,
+        operation: str,
+        num_outcomes: int,
+        future: Any,
+        *,
+        is_slow: bool = False,
+    ) -> None:
         self.owner = owner
         self.operation = operation
         self.num_outcomes = num_outcomes
         self.future = future
+        self.is_slow = is_slow
 
 
 def operation_name(operation: str, arguments: Any) -> str:

@@ -127,6 +127,7 @@ class World(Invariants):
     def check(self) -> None:
         if self._is_dark and not self._running:
             self._check_released("after an offload")
+        self._check_boots()
         if self.violation:
             raise Violation(self.violation)
 
@@ -143,11 +144,18 @@ class World(Invariants):
 
     # -- what happens
 
-    async def happens(self, owner: str, operation: str, num_outcomes: int) -> int:
-        """Wait until the explorer lets this happen; how it goes."""
+    async def happens(
+        self, owner: str, operation: str, num_outcomes: int, *, is_slow: bool = False
+    ) -> int:
+        """Wait until the explorer lets this happen; how it goes.
+
+        Args:
+            is_slow: in the ordinary course, all other calls happen first.
+        """
         future: asyncio.Future[int] = asyncio.Future(loop=self._loop)  # type: ignore[arg-type]
-        pending = Pending(owner, operation, num_outcomes, future)
-        self._pending.append(pending)
+        pending = Pending(owner, operation, num_outcomes, future, is_slow=is_slow)
+        num_slow = 0 if is_slow else sum(one.is_slow for one in self._pending)
+        self._pending.insert(len(self._pending) - num_slow, pending)
         try:
             return await future
         finally:
@@ -183,7 +191,7 @@ class World(Invariants):
         if pending.owner in self.parts.launcher.processes and pending.operation in CONTROL:
             words = self.settings.outcomes[outcome][0]
         else:
-            words = ("happens", "fails or is held up", "is lost after it is done")[outcome]
+            words = ("happens", "fails or is held up", "is slow, or lost after it is done")[outcome]
         self.trace.append((pending.owner, pending.operation, words))
         return f"{pending.owner}: {pending.operation} {words}"
 
@@ -367,6 +375,7 @@ class World(Invariants):
                         for one in group._engines.members()
                     ),
                     group._engines.vacant_slots(),
+                    tuple(sorted(group._boots._booted)),
                 )
                 for group in parts.groups.values()
             ),
@@ -394,7 +403,7 @@ class World(Invariants):
             used += [server._elastic, recovery, recovery._actions, recovery.tracker, server]
         for group in parts.groups.values():
             used += [group._commands, group._recovery, group._scaling, group._memory]
-            used += [group._engines, group]
+            used += [group._engines, group._boots, group]
         used += [*parts.ports.values(), *parts.routers.values()]
         for process in parts.launcher.all:
             used += [process, process.engine]
@@ -403,9 +412,16 @@ class World(Invariants):
         vars(self).clear()
 
 
-async def _recover(server: RolloutServer) -> None:
-    """One round of the background work of a server: probe, then recover."""
+async def _boot(server: RolloutServer) -> None:
+    """One round of the background work of a server: probe, then recover.  Boots go on."""
     await server._recovery.probe_once()
+    await server._recovery.recover()
+
+
+async def _recover(server: RolloutServer) -> None:
+    """The same, and one more round after the boots."""
+    await _boot(server)
+    await server._recovery._actions.wait_for_boots(server.phases())
     await server._recovery.recover()
 
 
@@ -413,6 +429,7 @@ _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
     "offload": RolloutServer.give_memory,
     "serve": RolloutServer.serve,
     "stop": RolloutServer.stop,
+    "boot": _boot,
     "recover": _recover,
     "remove": RolloutServer.remove_engine,
     "lend": lambda server, engine_id: server.remove_engine(engine_id, True),
@@ -429,7 +446,7 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "update_weights": lambda server, push: server.update_weights(push),
     "prove": lambda server, push: server.check_push_path(push),
 }
-_BESIDE = frozenset({"recover", "remove", "lend", "add", "kill", "lose", "alike"})
+_BESIDE = frozenset({"boot", "recover", "remove", "lend", "add", "kill", "lose", "alike"})
 
 
 def _onload_all(parts: Parts) -> Awaitable[Any]:

@@ -100,6 +100,12 @@ async def started_group(*args: Any, **kwargs: Any) -> tuple[ServerGroup, list[Fa
     return group, [process.engine for process in launcher.processes.values()]
 
 
+async def restart(group: ServerGroup, engine_id: str) -> None:
+    """As recovery does it, with nothing between the boot and the admission."""
+    assert await group.boot(engine_id)
+    assert await group.admit(engine_id)
+
+
 def manifest(tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> Manifest:
     return Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in tensors)
 

@@ -5,7 +5,7 @@ Always true: an engine that is not admitted is ended.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,10 +67,6 @@ def connect_http(
     return connect
 
 
-CatchUp = Callable[[EngineState], Awaitable[None]]
-"""Brings a new engine to the phase of the others, before it joins them."""
-
-
 class Starter:
     """Starts the engines of one group."""
 
@@ -91,23 +87,13 @@ class Starter:
         self._memory_saver = memory_saver
         self._weights_cpu_backup = weights_cpu_backup
 
-    async def start(self, slot: EngineSlot, catch_up: CatchUp | None = None) -> EngineState:
-        """Launch the engine of a slot.  With ``catch_up``, it joins others and is stale."""
+    async def start(self, slot: EngineSlot) -> EngineState:
+        """Launch the engine of a slot, and check that it fits its group."""
         process = await self._launcher.launch(self._spec(slot))
         try:
-            member = await self.admit(slot, process)
+            return await self.admit(slot, process)
         except BaseException:
             await process.kill()
-            raise
-        if catch_up is None:
-            return member
-        try:
-            member.is_stale, member.is_verified = True, False
-            await catch_up(member)
-            return member
-        except BaseException:
-            await process.kill()
-            await member.engine.aclose()
             raise
 
     async def admit(self, slot: EngineSlot, process: RunningEngine) -> EngineState:

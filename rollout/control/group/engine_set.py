@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from engines.protocol.plain_text import describe
 from rollout.control.engine.group_settings import GroupSettings
-from rollout.control.engine.start import CatchUp, Starter, start_deadline_s
+from rollout.control.engine.start import Starter, start_deadline_s
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone, log_tail
+from rollout.control.engine.stop import confirm_gone, log_tail
 from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, wait_all
 from rollout.core.types import EngineSlot
@@ -27,6 +27,9 @@ from rollout.rules.deadlines import kill_timeout_s
 logger = logging.getLogger(__name__)
 
 _MARGIN_S = 5.0
+
+CatchUp = Callable[[EngineState], Awaitable[None]]
+"""Brings a new engine to the phase of the others, before it joins them."""
 
 
 class EngineSet:
@@ -107,26 +110,33 @@ class EngineSet:
             slot.engine_id: slot for slot in self._slots if slot.engine_id not in self._members
         }
 
-    async def replace(self, engine_id: str, catch_up: CatchUp) -> EngineState:
-        """Restart a fenced engine on its slot; the new engine is stale.
+    async def join(self, member: EngineState, catch_up: CatchUp) -> None:
+        """Make a new engine one of the others, in the place of a fenced one; it is stale.
 
-        Args:
-            catch_up: brings the new engine to the phase of the others, before it joins them.
+        Raises:
+            EngineFailure: it cannot catch up with them, and is ended.
         """
-        old = self._members[engine_id]
-        if self._is_stopped or not old.fence_reason:
-            raise LifecycleError(f"engine {engine_id} is not fenced, or its group was stopped")
-        budget_s = self.kill_timeout_s + self.start_budget_s
         started = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(budget_s):
-                if self._settings.group.engine.is_attached:
-                    await confirm_ended_by_others(old)
-                await confirm_gone(old, self.kill_timeout_s)
-                await self._start(old.slot, catch_up)()
+            await self._in_task(self._join(member, catch_up), member.engine_id)
         except Exception as error:
-            raise as_failure(error, engine_id, "restart", started) from error
-        return self._members[engine_id]
+            raise as_failure(error, member.engine_id, "admit", started) from error
+
+    async def _join(self, member: EngineState, catch_up: CatchUp) -> None:
+        member.is_stale, member.is_verified = True, False
+        try:
+            await catch_up(member)
+        except BaseException:
+            await self.discard(member)
+            raise
+        self._members[member.engine_id] = member
+
+    async def discard(self, member: EngineState) -> None:
+        """End an engine that is not one of the others."""
+        try:
+            await member.process.kill()
+        finally:
+            await member.engine.aclose()
 
     # -- vacant slots -----------------------------------------------------------------------
 
@@ -149,7 +159,11 @@ class EngineSet:
         """Start an engine on a vacant slot where none sleeps; it is stale."""
         if self._is_stopped:
             raise LifecycleError(f"engine {engine_id}: its group was stopped")
-        await self._start(self._vacant[engine_id], catch_up)()
+
+        async def fill() -> None:
+            await self._join(await self._starter.start(self._vacant[engine_id]), catch_up)
+
+        await self._in_task(fill(), engine_id)
         del self._vacant[engine_id]
         self._in_order()
 
@@ -161,38 +175,29 @@ class EngineSet:
 
     async def end_sleeping(self, engine_id: str) -> None:
         """End an engine that cannot be woken; its slot stays vacant."""
-        member = self._sleeping.pop(engine_id)
-        try:
-            await member.process.kill()
-        finally:
-            await member.engine.aclose()
+        await self.discard(self._sleeping.pop(engine_id))
 
     def _in_order(self) -> None:
         slots = (slot.engine_id for slot in self._slots)
         self._members = {name: self._members[name] for name in slots if name in self._members}
 
-    def _start(
-        self, slot: EngineSlot, catch_up: CatchUp | None = None
-    ) -> Callable[[], Awaitable[None]]:
-        async def start() -> None:
-            # In a separate task, so that a stop can cancel the start.
-            task = asyncio.create_task(launch(), name=f"launch:{slot.engine_id}")
-            self._launching.add(task)
-            task.add_done_callback(self._launching.discard)
-            await task
-
-        async def launch() -> None:
-            self._members[slot.engine_id] = await self._starter.start(slot, catch_up)
-
-        return start
+    async def _in_task(self, work: Coroutine[Any, Any, None], engine_id: str) -> None:
+        """In a separate task, so that a stop can cancel the start."""
+        task = asyncio.create_task(work, name=f"launch:{engine_id}")
+        self._launching.add(task)
+        task.add_done_callback(self._launching.discard)
+        await task
 
     def _start_with_others(self, slot: EngineSlot) -> Callable[[], Awaitable[None]]:
-        """``_start``; the first failure ends the starts of the others, which may take minutes."""
+        """Start one; the first failure ends the starts of the others, which may take minutes."""
+
+        async def launch() -> None:
+            self._members[slot.engine_id] = await self._starter.start(slot)
 
         async def start() -> None:
             this_task = asyncio.current_task()
             try:
-                await self._start(slot)()
+                await self._in_task(launch(), slot.engine_id)
             except asyncio.CancelledError:
                 if this_task is None or this_task.cancelling():
                     raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollout.control.engine.start import Connect, Starter, connect_http
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import log_tail
 from rollout.control.group.command_runner import CommandRunner, now
+from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_recovery import EngineRecovery, adopt_running_engines
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import GroupProbe, probe_all
@@ -112,6 +114,9 @@ class ServerGroup:
             self._sources(),
             self._logprob_check,
         )
+        self._boots = EngineBoots(
+            self._engines, starter, is_attached=settings.group.engine.is_attached
+        )
         self._scaling = EngineScaling(settings, self._engines, self._commands, self._memory)
 
     def _sources(self) -> tuple[WeightSource, ...]:
@@ -152,7 +157,10 @@ class ServerGroup:
     async def stop(self) -> None:
         """Stop all engines within ``stop_timeout_s``, then kill the rest."""
         with self.timeline.span(Kind.GROUP, "stop"):
-            await self._engines.stop()
+            try:
+                await self._boots.close()
+            finally:
+                await self._engines.stop()
         await self.timeline.aclose()
 
     # -- the lifecycle ----------------------------------------------------------------------
@@ -197,6 +205,8 @@ class ServerGroup:
                     work = self._carry_out(command, version, budget_s, target, started)
                 # Not cancellable: the group would not know the phase of its engines.
                 report = await run_to_completion(work)
+            if command is Command.RELEASE:
+                await self._boots.end()
         if command is Command.RELEASE:
             await self._engines.confirm_gone()
         return report
@@ -291,7 +301,10 @@ class ServerGroup:
             worker_type=self._settings.group.worker_type,
             phase=phase,
             needs_offload=self._traits.needs_offload,
-            engines=tuple(engines),
+            engines=tuple(
+                replace(engine, state="booting") if engine.engine_id in self._boots else engine
+                for engine in engines
+            ),
             vacant_slots=self._engines.vacant_slots(),
             kind=self._settings.group.engine.kind.value,
         )
@@ -318,6 +331,7 @@ class ServerGroup:
         budgets = self._settings.lifecycle
         budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
         async with self._commands.in_order(None, "remove", budget_s):
+            await self._boots.end([engine_id])
             return await self._scaling.remove(engine_id, keep_process=keep_process)
 
     async def add(self, engine_id: str, version: int) -> EngineStatus:
@@ -362,23 +376,44 @@ class ServerGroup:
             failure = EngineFailure(reason, engine_id=engine_id, operation="fence")
             await self._engines.fence([failure])
 
-    async def restart(self, engine_id: str) -> None:
-        """Restart a fenced engine on its slot and bring it to this phase; it is stale then.
+    async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
+        """Start a new engine for a fenced one, beside the commands; ``admit`` lets it join.
+
+        Args:
+            memory_is_free: the trainer has freed the memory that the group has released.
+
+        Returns:
+            Whether it has booted; otherwise the trainer needs the memory.
 
         Raises:
-            EngineFailure: the old engine may still run, or the new one did not start; it stays
-                fenced.
+            EngineFailure: the old engine may still run, or the new one did not start.
+        """
+        is_lent = self._commands.phase is Phase.OFFLOADED and self._traits.needs_offload
+        if is_lent and not memory_is_free:
+            return False
+        with self.timeline.span(Kind.ENGINE, "boot", engine_id=engine_id):
+            return await self._boots.boot(engine_id)
+
+    async def admit(self, engine_id: str) -> bool:
+        """Bring an engine that has booted to this phase; it joins the others, and is stale.
+
+        Returns:
+            Whether it has joined; otherwise its boot was ended before.
         """
         async with self._recovery.exclusive():
-            with self.timeline.span(Kind.ENGINE, "restart", engine_id=engine_id):
+            member = self._boots.take(engine_id)
+            if member is None:
+                return False
+            with self.timeline.span(Kind.ENGINE, "admit", engine_id=engine_id):
                 replay = partial(
                     replay_to_phase,
                     phase=self._commands.phase,
                     tags=self._recovery.tags,
                     weights_survive=self._policy.weights_cpu_backup,
                 )
-                await self._engines.replace(engine_id, replay)
+                await self._engines.join(member, replay)
             self.timeline.event("restarted", engine_id=engine_id)
+            return True
 
     async def readmit(self, engine_id: str, version: int) -> bool:
         """Let a stale engine serve if it holds ``version`` or a source can restore it.

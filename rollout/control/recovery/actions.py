@@ -1,20 +1,22 @@
-"""The actions of recovery: fence dead engines, restart them, readmit them.
+"""The actions of recovery: fence dead engines, boot new ones, admit and readmit them.
 
 Always true: each action on one engine has a deadline, and its failure does not stop the actions on
-others.  The caller holds the server's command lock.
+others.  The caller holds the server's command lock; a boot goes on when it no longer does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.health_tracker import HealthTracker
+from rollout.core.fanout import wait_all
 from rollout.rules.health import Restart
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class RecoveryActions:
         self._groups = groups
         self._tracker = tracker
         self._more_work = more_work
+        self._boots: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def fence_dead(self) -> None:
         """Fence dead engines now, also those that must not restart yet."""
@@ -51,29 +54,85 @@ class RecoveryActions:
             await self._groups[group].fence(engine_id, reason)
         self._tracker.mark_fenced(group, engine_id)
 
-    async def restart(self, plan: Iterable[Restart]) -> None:
-        """Restart these engines, each on its slot."""
-        await self._run_all(self._restart(engine.group, engine.engine_id) for engine in plan)
+    def boot(self, plan: Iterable[Restart], *, memory_is_free: bool = False) -> None:
+        """Start new engines for these, in the background, each on its slot.
 
-    async def _restart(self, group: str, engine_id: str) -> None:
+        Args:
+            memory_is_free: as in ``ServerGroup.boot``.
+        """
+        for engine in plan:
+            key = engine.group, engine.engine_id
+            self._tracker.mark_booting(*key)
+            boot = asyncio.create_task(self._boot(*key, memory_is_free), name=f"boot:{key[1]}")
+            self._boots[key] = boot
+            boot.add_done_callback(partial(self._has_ended, key))
+
+    def _has_ended(self, key: tuple[str, str], boot: asyncio.Task[None]) -> None:
+        if self._boots.get(key) is boot:
+            del self._boots[key]
+        if boot.cancelled() or (error := boot.exception()) is None:
+            return
+        logger.error("server %s: recovery: %s", self._name, describe(error))
+
+    async def _boot(self, group: str, engine_id: str, memory_is_free: bool) -> None:
         terms = self._tracker.terms[group]
         if terms.has_processes:
             budget_s = terms.start_timeout_s + 2 * terms.margin_s
-        else:  # an attached engine replies or not: do not hold the lock for long
+        else:  # an attached engine replies or not
             budget_s = 2 * self._config.probe_timeout_s
-        self._tracker.mark_restarting(group, engine_id)
         try:
             async with asyncio.timeout(budget_s):
-                await self._groups[group].restart(engine_id)
-        except (
-            BaseException
-        ) as error:  # also when cancelled, else it would stay "restarting" for ever
+                has_booted = await self._groups[group].boot(
+                    engine_id, memory_is_free=memory_is_free
+                )
+        except BaseException as error:  # also when cancelled, else it would be "booting" for ever
             self._mark_dead(group, engine_id, "could not be restarted", error)
             if not isinstance(error, Exception):
                 raise
             return
-        elapsed_s = self._tracker.mark_started(group, engine_id)
-        logger.info("engine %s restarted in %.1f s", engine_id, elapsed_s)
+        if has_booted:
+            elapsed_s = self._tracker.mark_booted(group, engine_id)
+            logger.info("engine %s booted in %.1f s", engine_id, elapsed_s)
+        else:
+            self._mark_interrupted(group, engine_id)
+        self._more_work()
+
+    async def wait_for_boots(self, groups: Collection[str]) -> None:
+        """Wait until no engine of these groups boots."""
+        boots = [boot for (group, _), boot in self._boots.items() if group in groups]
+        if boots:
+            await asyncio.wait(boots)
+
+    async def stop(self) -> None:
+        """End the boots under way."""
+        boots = list(self._boots.values())
+        for boot in boots:
+            boot.cancel()
+        await wait_all(boots)
+
+    async def admit(self, groups: Collection[str]) -> None:
+        """Let the engines of these groups that have booted join them."""
+        await self._run_all(
+            self._admit(group, engine_id)
+            for group, engine_id in self._tracker.booted()
+            if group in groups
+        )
+
+    async def _admit(self, group: str, engine_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._tracker.terms[group].admit_timeout_s):
+                has_joined = await self._groups[group].admit(engine_id)
+        except Exception as error:
+            self._mark_dead(group, engine_id, "could not join its group", error)
+            return
+        if has_joined:
+            self._tracker.mark_admitted(group, engine_id)
+        else:
+            self._mark_interrupted(group, engine_id)
+
+    def _mark_interrupted(self, group: str, engine_id: str) -> None:
+        self._tracker.mark_interrupted(group, engine_id)
+        logger.warning("engine %s: its boot was ended, and begins again later", engine_id)
 
     async def readmit_stale(self, version: int) -> None:
         """Let stale engines serve that hold ``version`` or can restore it."""

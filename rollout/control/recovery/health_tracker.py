@@ -45,6 +45,7 @@ class GroupTerms:
         min_engines: least number of engines it needs to continue; None: all.
         has_processes: we launched its engines, and may kill them.
         start_timeout_s: deadline for one engine to start.
+        admit_timeout_s: deadline for the calls that bring a new engine to the phase of its group.
         margin_s: the group may take this long to end an engine.
     """
 
@@ -52,6 +53,7 @@ class GroupTerms:
     min_engines: int | None
     has_processes: bool = True
     start_timeout_s: float = 300.0
+    admit_timeout_s: float = 180.0
     margin_s: float = 40.0
     readmit_timeout_s: float = 600.0
 
@@ -59,14 +61,18 @@ class GroupTerms:
 def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
     """The recovery settings of one group of a server."""
     group = config.groups[name]
-    fewest = None if config.lifecycle.on_failure == "raise" else 1
+    budgets = config.lifecycle
+    fewest = None if budgets.on_failure == "raise" else 1
     return GroupTerms(
         needs_offload=group.needs_offload,
         min_engines=fewest if group.min_engines is None else group.min_engines,
         has_processes=not group.engine.is_attached,
         start_timeout_s=start_deadline_s(config.model_path, group.engine),
+        admit_timeout_s=budgets.pause_timeout_s
+        + budgets.flush_timeout_s
+        + budgets.release_timeout_s,
         margin_s=group_margin_s(group.engine),
-        readmit_timeout_s=config.lifecycle.update_timeout_s,
+        readmit_timeout_s=budgets.update_timeout_s,
     )
 
 
@@ -165,16 +171,25 @@ class HealthTracker:
         engines = self._engines[group]
         engines[engine_id] = replace(engines[engine_id], is_fenced=True)
 
-    def mark_restarting(self, group: str, engine_id: str) -> None:
+    def mark_booting(self, group: str, engine_id: str) -> None:
         engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].restarting(self._clock())
+        engines[engine_id] = engines[engine_id].booting(self._clock())
 
-    def mark_started(self, group: str, engine_id: str) -> float:
-        """Record a restart; returns its duration in seconds."""
+    def mark_booted(self, group: str, engine_id: str) -> float:
+        """Record the end of a boot; returns its duration in seconds."""
         engines = self._engines[group]
         elapsed_s = self._clock() - engines[engine_id].since_s
-        engines[engine_id] = engines[engine_id].started(self._clock())
+        engines[engine_id] = engines[engine_id].booted(self._clock())
         return elapsed_s
+
+    def mark_interrupted(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        if engine_id in engines:  # it was not removed meanwhile
+            engines[engine_id] = engines[engine_id].interrupted(self._clock())
+
+    def mark_admitted(self, group: str, engine_id: str) -> None:
+        engines = self._engines[group]
+        engines[engine_id] = engines[engine_id].admitted(self._clock())
 
     def mark_verified(self, group: str, engine_id: str) -> None:
         engines = self._engines[group]
@@ -232,6 +247,15 @@ class HealthTracker:
             for group, engines in self._engines.items()
             for engine_id, health in engines.items()
             if health.state is RecoveryState.DEAD and not health.is_fenced
+        ]
+
+    def booted(self) -> list[tuple[str, str]]:
+        """Group and id of each engine that has booted and waits for its admission."""
+        return [
+            (group, engine_id)
+            for group, engines in self._engines.items()
+            for engine_id, health in engines.items()
+            if health.state is RecoveryState.BOOTED
         ]
 
     def stale(self) -> list[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 Always true:
 - a dead engine is out of routing before any other action on it;
-- recovery acts on engines only between commands: it holds the server's command lock, whose owner
-  is then ``recover``;
+- recovery acts on engines of a group only between commands: it holds the server's command lock,
+  whose owner is then ``recover``.  An engine boots beside the commands, and joins its group then;
 - a failed round is logged, and the next one follows;
 - after ``stop``, no probe, restart or task runs.
 
@@ -113,6 +113,7 @@ class RecoveryMonitor:
         if task is not None:
             task.cancel()
             await wait_all([task])
+        await self._actions.stop()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -207,14 +208,15 @@ class RecoveryMonitor:
         await self.recover()
 
     async def recover(self) -> None:
-        """Fence, restart and readmit engines once, if any need it."""
+        """Fence engines, begin to boot others, admit and readmit those that can, once."""
         if not self._has_work():
             return
         try:
             async with self._lock.held(OWNER):
                 await self._replace_lost_groups()
                 await self._actions.fence_dead()
-                await self._actions.restart(self.tracker.plan())
+                self._actions.boot(self.tracker.plan())
+                await self._actions.admit(self._groups)
                 await self._actions.readmit_stale(self._server.weight_version)
                 await self._server.publish_members()
         except LifecycleError as error:  # another command has held the lock for too long
@@ -237,6 +239,7 @@ class RecoveryMonitor:
             self._lost_groups
             or self.tracker.unfenced_dead()
             or self.tracker.plan()
+            or self.tracker.booted()
             or (self._has_sources and self.tracker.stale())
         )
 
@@ -247,7 +250,13 @@ class RecoveryMonitor:
         """
         if self._config.recover and self.tracker.is_any_short(groups):
             await self._actions.fence_dead()
-            await self._actions.restart(self.tracker.plan_for_short(groups))
+            self._actions.boot(self.tracker.plan_for_short(groups), memory_is_free=True)
+            await self._actions.wait_for_boots(groups)
+            await self._actions.admit(groups)
+
+    async def admit(self, groups: Collection[str]) -> None:
+        """Let the engines of these groups that have booted join them; the caller holds the lock."""
+        await self._actions.admit(groups)
 
     async def readmit_stale(self, version: int) -> None:
         """Let stale engines serve that hold ``version`` or can restore it; the caller holds the

@@ -248,6 +248,9 @@ class PhaseRunner:
                 late = await self._gate.drain(self._budgets.drain_timeout_s)
                 if late:
                     logger.warning("server %s: %s; these requests are aborted", self._name, late)
+        elif command is Command.RELEASE:
+            # An engine that has booted releases with the others; one that still boots is ended.
+            await self._recovery.admit(names)
         elif command is Command.RESUME_WEIGHTS:
             # While offloaded no engine could restart: the trainer used the memory.
             await self._recovery.restart_if_short(names)

@@ -12,7 +12,7 @@ from engines.protocol.spec import EngineSpec
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError, EngineFailure
 from rollout.rules.placement import assign_slots, local_bundles, plan_placement
-from tests.support.builders import make_group
+from tests.support.builders import make_group, restart
 
 URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000/"]
 
@@ -79,9 +79,9 @@ async def test_a_fenced_engine_of_others_comes_back_only_after_they_ended_it() -
     await group.start()
     await group.fence("theirs-0", "it answered nonsense")
     with pytest.raises(EngineFailure, match="is attached and still runs; its owner"):
-        await group.restart("theirs-0")
+        await restart(group, "theirs-0")
     assert len(launcher.specs) == 1
     launcher["theirs-0"].die("its owner ended it")
-    await group.restart("theirs-0")
+    await restart(group, "theirs-0")
     assert launcher.specs[1].url == URLS[0]
     await group.stop()

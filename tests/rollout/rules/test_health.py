@@ -141,10 +141,14 @@ def test_only_an_engine_that_should_serve_is_asked_whether_it_does() -> None:
 
 LEGAL = {
     (RecoveryState.SERVING, RecoveryEvent.DIED),
-    (RecoveryState.RESTARTING, RecoveryEvent.DIED),
+    (RecoveryState.BOOTING, RecoveryEvent.DIED),
+    (RecoveryState.BOOTED, RecoveryEvent.DIED),
     (RecoveryState.STALE, RecoveryEvent.DIED),
-    (RecoveryState.DEAD, RecoveryEvent.RESTART),
-    (RecoveryState.RESTARTING, RecoveryEvent.STARTED),
+    (RecoveryState.DEAD, RecoveryEvent.BOOT),
+    (RecoveryState.BOOTING, RecoveryEvent.BOOTED),
+    (RecoveryState.BOOTING, RecoveryEvent.INTERRUPTED),
+    (RecoveryState.BOOTED, RecoveryEvent.INTERRUPTED),
+    (RecoveryState.BOOTED, RecoveryEvent.ADMITTED),
     (RecoveryState.STALE, RecoveryEvent.VERIFIED),
 }
 
@@ -161,17 +165,24 @@ def test_there_is_no_edge_but_those_of_the_table(
             next_state(state, event)
 
 
-def test_a_dead_engine_serves_again_only_by_way_of_restarting_and_stale() -> None:
-    way = [DEAD, DEAD.restarting(1.0)]
-    way += [way[-1].started(2.0)]
+def test_a_dead_engine_serves_again_only_after_boot_admission_and_verification() -> None:
+    way = [DEAD, DEAD.booting(1.0)]
+    way += [way[-1].booted(2.0)]
+    way += [way[-1].admitted(2.5)]
     way += [way[-1].verified(3.0)]
     assert [health.state for health in way] == [
         RecoveryState.DEAD,
-        RecoveryState.RESTARTING,
+        RecoveryState.BOOTING,
+        RecoveryState.BOOTED,
         RecoveryState.STALE,
         RecoveryState.SERVING,
     ]
     assert way[-1].streaks == Streaks()
+
+
+def test_a_boot_that_is_ended_for_the_trainer_is_no_restart() -> None:
+    for booting in (DEAD.booting(1.0), DEAD.booting(1.0).booted(2.0)):
+        assert booting.interrupted(3.0) == replace(DEAD, since_s=3.0)
 
 
 @pytest.mark.parametrize("finding", ProbeResult)
@@ -217,6 +228,12 @@ def test_no_engine_is_restarted_more_often_than_the_limit() -> None:
 def test_not_more_are_started_at_once_than_the_limit() -> None:
     engines = {f"main-{index}": DEAD for index in range(5)}
     assert len(plan_recovery([group(engines=engines)], 0.0, CONFIG)) == 2
+
+
+def test_engines_that_boot_count_towards_the_limit() -> None:
+    engines = {f"main-{index}": DEAD for index in range(3)}
+    engines["main-0"] = DEAD.booting(1.0)
+    assert plan_recovery([group(engines=engines)], 0.0, CONFIG) == [Restart("main", "main-1")]
 
 
 @pytest.mark.parametrize("phase", Phase)

@@ -20,7 +20,7 @@ from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter
-from tests.support.builders import TENSOR_NAMES, push, started_group, started_server
+from tests.support.builders import TENSOR_NAMES, push, restart, started_group, started_server
 
 BY_CANARY = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]]}
 NAME = TENSOR_NAMES[1]
@@ -160,7 +160,7 @@ async def test_a_server_opens_its_gate_only_after_the_canary(tmp_path: Path) -> 
 async def test_an_engine_that_comes_back_is_held_against_one_that_serves() -> None:
     group, _ = await frozen_group(2)
     await group.fence("main-1", "for the test")
-    await group.restart("main-1")
+    await restart(group, "main-1")
     assert await group.readmit("main-1", 0)
     assert (await states(group))["main-1"] == "serving"
 
@@ -168,7 +168,7 @@ async def test_an_engine_that_comes_back_is_held_against_one_that_serves() -> No
 async def test_an_engine_that_comes_back_with_other_weights_does_not_serve() -> None:
     group, _ = await frozen_group(2)
     await group.fence("main-1", "for the test")
-    await group.restart("main-1")
+    await restart(group, "main-1")
     member = group._engines["main-1"]
     scribble(member.engine)  # type: ignore[arg-type]
     member.canary = {}  # it has reported nothing before

@@ -9,7 +9,7 @@ from rollout.control.engine.catch_up import released_in
 from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
 from rollout.rules.health import ProbeResult
 from rollout.rules.lifecycle import Command, Phase
-from tests.support.builders import make_group, push
+from tests.support.builders import make_group, push, restart
 from tests.support.virtual_time import virtual_time
 
 ALL = tuple(MemoryTag)
@@ -73,25 +73,63 @@ async def test_an_engine_that_is_not_fenced_is_not_replaced() -> None:
     group, launcher = make_group(1)
     await group.start()
     with pytest.raises(LifecycleError, match="not fenced"):
-        await group.restart("main-0")
+        await restart(group, "main-0")
     assert len(launcher.specs) == 1
 
 
 @virtual_time
-async def test_a_command_waits_until_the_new_engine_is_where_the_others_are() -> None:
+async def test_no_command_waits_for_a_boot_and_the_new_engine_joins_where_the_others_are() -> None:
     group, launcher = make_group(2)
     await group.start()
     await group.fence("main-0", "it was slow")
     launch = launcher.hold("main-0")
-    restarting = asyncio.create_task(group.restart("main-0"))
+    booting = asyncio.create_task(group.boot("main-0"))
     await launch.entered.wait()
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
-    await asyncio.sleep(10)
-    assert "pause_generation" not in launcher["main-1"].operations()
+    await group.run(Command.PAUSE)
     launch.open()
-    await restarting
-    await pausing
+    assert await booting
+    assert launcher["main-0"].paused is None
+    assert await group.admit("main-0")
     assert launcher["main-0"].paused is not None
+
+
+@virtual_time
+async def test_a_command_waits_for_an_admission() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    await group.run(Command.PAUSE)
+    await group.fence("main-0", "it was slow")
+    assert await group.boot("main-0")
+    gate = launcher["main-0"].hold("pause_generation")
+    admitting = asyncio.create_task(group.admit("main-0"))
+    await gate.entered.wait()
+    flushing = asyncio.create_task(group.run(Command.FLUSH))
+    await asyncio.sleep(10)
+    assert "flush_cache" not in launcher["main-1"].operations()
+    gate.open()
+    assert await admitting
+    await flushing
+
+
+@virtual_time
+async def test_a_release_ends_boots_and_later_ones_wait_for_the_memory() -> None:
+    group, launcher = make_group(3)
+    await group.start()
+    for name in ("main-0", "main-1"):
+        await group.fence(name, "it was slow")
+    assert await group.boot("main-0")
+    launch = launcher.hold("main-1")
+    booting = asyncio.create_task(group.boot("main-1"))
+    await launch.entered.wait()
+    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE):
+        await group.run(command)
+    assert not await booting
+    assert launcher["main-0"].is_dead
+    assert launch.num_waiting == 0
+    assert not await group.admit("main-0")
+    assert not await group.boot("main-0")
+    launch.open()
+    assert await group.boot("main-1", memory_is_free=True)
 
 
 @virtual_time
@@ -108,8 +146,8 @@ async def test_a_new_engine_that_cannot_be_led_on_is_ended_and_its_place_stays_f
         return engine
 
     make, launcher._make = launcher._make, refuse
-    with pytest.raises(EngineFailure, match="main-0: restart failed: not idle"):
-        await group.restart("main-0")
+    with pytest.raises(EngineFailure, match="main-0: admit failed: not idle"):
+        await restart(group, "main-0")
     assert launcher["main-0"].is_dead
     assert (await group.status()).engines[0].fence_reason == "it was slow"
 
@@ -120,7 +158,7 @@ async def test_a_cancelled_restart_leaves_nothing_running() -> None:
     await group.start()
     await group.fence("main-0", "it was slow")
     launch = launcher.hold("main-0")
-    restarting = asyncio.create_task(group.restart("main-0"))
+    restarting = asyncio.create_task(restart(group, "main-0"))
     await launch.entered.wait()
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,7 +178,7 @@ async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() ->
     await group.run(Command.VERIFY, version=1)
     await group.run(Command.CONTINUE)
     await group.fence("main-0", "it was slow")
-    await group.restart("main-0")
+    await restart(group, "main-0")
     assert not await group.readmit("main-0", 1)
     await group.run(Command.PAUSE)
     await group.run(Command.CONTINUE)

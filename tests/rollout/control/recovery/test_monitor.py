@@ -453,11 +453,15 @@ class AttachedGroup:
     async def fence(self, engine_id: str, reason: str) -> None:
         self.is_fenced = True
 
-    async def restart(self, engine_id: str) -> None:
+    async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
         self.num_tries += 1
         if not self.is_back:
             await asyncio.sleep(1000)
+        return True
+
+    async def admit(self, engine_id: str) -> bool:
         self.is_fenced = False
+        return True
 
     async def readmit(self, engine_id: str, version: int) -> bool:
         return True
@@ -516,30 +520,92 @@ async def test_recovery_waits_for_a_running_transition(tmp_path: Path) -> None:
 
 
 @virtual_time
-async def test_a_transition_waits_for_recovery(tmp_path: Path) -> None:
+async def test_no_step_waits_for_a_boot(tmp_path: Path) -> None:
+    async with watched(tmp_path, KEEPING) as bench:
+        launch = bench.launcher.hold("main-0")
+        bench["main-0"].die("segfault")
+        await launch.entered.wait()
+        started = asyncio.get_running_loop().time()
+        for version in range(1, 4):
+            await bench.server.give_memory()
+            await bench.server.serve_weights(push(version))
+        assert asyncio.get_running_loop().time() - started < 1
+        assert (await engine(bench, "main-0")).state == "booting"
+        launch.open()
+        await bench.server.give_memory()
+        await bench.server.serve_weights(push(4))
+        await until(lambda: launches(bench, "main-0") == 2)
+        await bench.server.serve_weights(push(5))
+        assert (await engine(bench, "main-0")).weight_version == 5
+        assert state(bench, "main-0") == "serving"
+
+
+@virtual_time
+async def test_a_boot_is_ended_before_the_trainer_gets_the_memory(tmp_path: Path) -> None:
+    async with watched(tmp_path, max_restarts=1) as bench:
+        launch = bench.launcher.hold("main-0")
+        bench["main-0"].die("segfault")
+        await launch.entered.wait()
+        started = asyncio.get_running_loop().time()
+        await bench.server.give_memory()
+        assert asyncio.get_running_loop().time() - started < 1
+        assert launch.num_waiting == 0
+        assert (await engine(bench, "main-0")).state == "fenced"
+        await asyncio.sleep(100)
+        assert launches(bench, "main-0") == 2  # not a third while the trainer has the memory
+        await bench.server.serve_weights(push(1))
+        await until(lambda: launch.num_waiting == 1)  # the boot that was ended was no restart
+        launch.open()
+        await until(lambda: bench["main-0"].paused is None and not bench["main-0"].is_dead)
+        assert launches(bench, "main-0") == 3
+
+
+@virtual_time
+async def test_an_engine_that_has_booted_is_released_with_the_others(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         launch = bench.launcher.hold("main-0")
         bench["main-0"].die("segfault")
         await launch.entered.wait()
-        assert (await bench.server.status()).lock_owner == "recover"
-        bench["main-1"].calls.clear()
+        gate = bench["main-1"].hold("flush_cache")
         offloading = asyncio.create_task(bench.server.give_memory())
-        await asyncio.sleep(5)
-        assert "pause_generation" not in bench["main-1"].operations()
+        await gate.entered.wait()
         launch.open()
+        await until(lambda: bench.server._recovery.tracker.booted())
+        gate.open()
         await offloading
-        assert bench["main-0"].released
+        assert bench["main-0"].released == bench["main-1"].released == set(MemoryTag)
+        assert launches(bench, "main-0") == 2
 
 
 @virtual_time
-async def test_a_transition_that_waits_too_long_names_recovery(tmp_path: Path) -> None:
-    async with watched(tmp_path, lifecycle={"lock_timeout_s": 3.0}) as bench:
+async def test_a_removal_ends_the_boot_on_its_slot(tmp_path: Path) -> None:
+    async with watched(tmp_path) as bench:
         launch = bench.launcher.hold("main-0")
         bench["main-0"].die("segfault")
         await launch.entered.wait()
+        await bench.server.remove_engine("main-0")
+        assert launch.num_waiting == 0
+        launch.open()
+        await asyncio.sleep(100)
+        assert launches(bench, "main-0") == 2
+        await bench.server.add_engine("main-0")
+        assert launches(bench, "main-0") == 3
+
+
+@virtual_time
+async def test_a_command_that_waits_too_long_names_recovery(tmp_path: Path) -> None:
+    async with watched(tmp_path, lifecycle={"lock_timeout_s": 3.0}) as bench:
+        fence = asyncio.Event()
+
+        async def slow(engine_id: str, reason: str) -> None:
+            await fence.wait()
+
+        bench.groups["main"].fence = slow
+        bench["main-0"].die("segfault")
+        await until(lambda: bench.server._lock.owner == "recover")
         with pytest.raises(LifecycleError, match="cannot give_memory: recover has been running"):
             await bench.server.give_memory()
-        launch.open()
+        fence.set()
 
 
 @virtual_time
@@ -548,10 +614,13 @@ async def test_another_engine_leaves_routing_while_one_is_being_restarted(tmp_pa
         launch = bench.launcher.hold("main-0")
         bench["main-0"].die("segfault")
         await launch.entered.wait()
+        other = bench.launcher.hold("main-1")
         bench["main-1"].die("segfault")
-        await until(lambda: state(bench, "main-1") == "dead", timeout_s=2)
+        await other.entered.wait()  # two may boot at a time
+        assert state(bench, "main-1") in ("dead", "fenced")
+        other.open()
+        await until(lambda: state(bench, "main-1") == "serving")
         launch.open()
-        await until(lambda: launches(bench, "main-1") == 2)
 
 
 @virtual_time
