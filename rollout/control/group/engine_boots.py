@@ -1,4 +1,4 @@
-"""New engines for the fenced ones of a group, which start beside its commands.
+"""New engines for the fenced ones of a group and for its vacant slots, beside its commands.
 
 Always true: an engine that boots is no engine of its group: no command waits for it or calls it.
 It waits until it is admitted, or until its memory is needed: then its process is ended.
@@ -14,6 +14,7 @@ from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.core.types import EngineSlot
 
 
 class EngineBoots:
@@ -35,7 +36,7 @@ class EngineBoots:
         return engine_id in self._booting or engine_id in self._booted
 
     async def boot(self, engine_id: str) -> bool:
-        """Start a new engine on the slot of a fenced one; it waits for ``take``.
+        """Start an engine on a vacant slot, or on that of a fenced one; it waits for ``take``.
 
         Returns:
             Whether it has booted; otherwise ``end`` was called meanwhile.
@@ -43,13 +44,18 @@ class EngineBoots:
         Raises:
             EngineFailure: the old engine may still run, or the new one did not start.
         """
-        old = self._engines[engine_id]
-        if self._is_closed or not old.fence_reason or engine_id in self:
+        if engine_id in self._booted:
+            return True
+        old = self._engines.get(engine_id)
+        is_in_use = old is not None and not old.fence_reason
+        if self._is_closed or is_in_use or engine_id in self._booting:
             raise LifecycleError(
                 f"engine {engine_id} is not fenced, boots already, or its group was stopped"
             )
         started = asyncio.get_running_loop().time()
-        boot = asyncio.create_task(self._boot(old), name=f"boot:{engine_id}")
+        boot = asyncio.create_task(
+            self._boot(self._engines.slot(engine_id), old), name=f"boot:{engine_id}"
+        )
         self._booting[engine_id] = boot
         try:
             await asyncio.wait([boot])
@@ -64,17 +70,19 @@ class EngineBoots:
         if error := boot.exception():
             if not isinstance(error, Exception):
                 raise error
-            raise as_failure(error, engine_id, "restart", started) from error
+            operation = "add" if old is None else "restart"
+            raise as_failure(error, engine_id, operation, started) from error
         self._booted[engine_id] = boot.result()
         return True
 
-    async def _boot(self, old: EngineState) -> EngineState:
+    async def _boot(self, slot: EngineSlot, old: EngineState | None) -> EngineState:
         kill_timeout_s = self._engines.kill_timeout_s
         async with asyncio.timeout(kill_timeout_s + self._engines.start_budget_s):
-            if self._is_attached:
+            if old is not None and self._is_attached:
                 await confirm_ended_by_others(old)
-            await confirm_gone(old, kill_timeout_s)
-            return await self._starter.start(old.slot)
+            if old is not None:
+                await confirm_gone(old, kill_timeout_s)
+            return await self._starter.start(slot)
 
     def take(self, engine_id: str) -> EngineState | None:
         """The engine that has booted; None if there is none, because its boot was ended."""

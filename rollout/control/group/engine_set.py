@@ -18,7 +18,7 @@ from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.start import Starter, start_deadline_s
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import confirm_gone, log_tail
-from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed, RolloutError
+from rollout.core.errors import EngineFailure, PhaseFailed, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, wait_all
 from rollout.core.types import EngineSlot
 from rollout.observability.timeline.recorder import record_event
@@ -67,6 +67,12 @@ class EngineSet:
     def __getitem__(self, engine_id: str) -> EngineState:
         return self._members[engine_id]
 
+    def get(self, engine_id: str) -> EngineState | None:
+        return self._members.get(engine_id)
+
+    def slot(self, engine_id: str) -> EngineSlot:
+        return next(slot for slot in self._slots if slot.engine_id == engine_id)
+
     def members(self) -> list[EngineState]:
         return list(self._members.values())
 
@@ -111,7 +117,7 @@ class EngineSet:
         }
 
     async def join(self, member: EngineState, catch_up: CatchUp) -> None:
-        """Make a new engine one of the others, in the place of a fenced one; it is stale.
+        """Make a new engine one of the others, on the slot that it booted for; it is stale.
 
         Raises:
             EngineFailure: it cannot catch up with them, and is ended.
@@ -130,6 +136,8 @@ class EngineSet:
             await self.discard(member)
             raise
         self._members[member.engine_id] = member
+        self._vacant.pop(member.engine_id, None)
+        self._in_order()
 
     async def discard(self, member: EngineState) -> None:
         """End an engine that is not one of the others."""
@@ -154,18 +162,6 @@ class EngineSet:
         self._vacant[engine_id] = member.slot
         if keeps_process:
             self._sleeping[engine_id] = member
-
-    async def fill_vacant(self, engine_id: str, catch_up: CatchUp) -> None:
-        """Start an engine on a vacant slot where none sleeps; it is stale."""
-        if self._is_stopped:
-            raise LifecycleError(f"engine {engine_id}: its group was stopped")
-
-        async def fill() -> None:
-            await self._join(await self._starter.start(self._vacant[engine_id]), catch_up)
-
-        await self._in_task(fill(), engine_id)
-        del self._vacant[engine_id]
-        self._in_order()
 
     def rejoin(self, member: EngineState) -> None:
         """Add an engine that was sleeping to the set again."""

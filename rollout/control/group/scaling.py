@@ -21,6 +21,7 @@ from rollout.control.engine.memory import EngineMemory
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import confirm_gone
 from rollout.control.group.command_runner import CommandRunner, now
+from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.core.errors import LifecycleError
 from rollout.core.fanout import run_to_completion
@@ -63,11 +64,13 @@ class EngineScaling:
         engines: EngineSet,
         commands: CommandRunner,
         memory: EngineMemory,
+        boots: EngineBoots,
     ) -> None:
         self._settings = settings
         self._engines = engines
         self._commands = commands
         self._memory = memory
+        self._boots = boots
 
     # -- remove -----------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class EngineScaling:
     # -- add --------------------------------------------------------------------------------
 
     async def add(self, engine_id: str, tags: Sequence[MemoryTag]) -> EngineState:
-        """Fill a vacant slot: wake the engine that sleeps there, or start one; it is stale then.
+        """Fill a vacant slot with the engine that sleeps there or has booted; it is stale then.
 
         Args:
             tags: the memory tags that the group releases on offload; empty if it keeps its GPUs.
@@ -149,22 +152,25 @@ class EngineScaling:
         self._check_is_free(engine_id)
         phase, started = self._commands.phase, now()
         sleeping = self._engines.sleeping(engine_id)
-        if sleeping is None and phase is Phase.OFFLOADED and tags:
+        booted = None if sleeping is not None else self._boots.take(engine_id)
+        if sleeping is None and booted is None:
+            why = "its boot was ended by an offload; add it again"
+            if phase is Phase.OFFLOADED:
+                why = (
+                    f"group {self._settings.name} is offloaded and the trainer uses its memory; "
+                    "onload first"
+                )
             raise LifecycleError(
-                f"cannot add engine {engine_id}: group {self._settings.name} is offloaded and "
-                "the trainer uses its memory; onload first",
+                f"cannot add engine {engine_id}: {why}",
                 command="add_engine",
                 phase=phase,
             )
         try:
-            if sleeping is None:
-                async with asyncio.timeout(self._engines.start_budget_s):
-                    survive = self._memory.policy.weights_cpu_backup
-                    replay = partial(
-                        replay_to_phase, phase=phase, tags=tags, weights_survive=survive
-                    )
-                    await self._engines.fill_vacant(engine_id, replay)
-            else:
+            if booted is not None:
+                survive = self._memory.policy.weights_cpu_backup
+                replay = partial(replay_to_phase, phase=phase, tags=tags, weights_survive=survive)
+                await self._engines.join(booted, replay)
+            elif sleeping is not None:
                 await run_to_completion(self._wake(sleeping, phase, tags))
         except Exception as error:
             raise as_failure(error, engine_id, "add", started) from error

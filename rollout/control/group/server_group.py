@@ -117,7 +117,9 @@ class ServerGroup:
         self._boots = EngineBoots(
             self._engines, starter, is_attached=settings.group.engine.is_attached
         )
-        self._scaling = EngineScaling(settings, self._engines, self._commands, self._memory)
+        self._scaling = EngineScaling(
+            settings, self._engines, self._commands, self._memory, self._boots
+        )
 
     def _sources(self) -> tuple[WeightSource, ...]:
         sources = self._settings.all_sources()
@@ -377,7 +379,9 @@ class ServerGroup:
             await self._engines.fence([failure])
 
     async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
-        """Start a new engine for a fenced one, beside the commands; ``admit`` lets it join.
+        """Start an engine on the slot of a fenced one, or on a vacant slot where none sleeps.
+
+        It starts beside the commands; ``admit`` or ``add`` lets it join the others.
 
         Args:
             memory_is_free: the trainer has freed the memory that the group has released.
@@ -388,6 +392,8 @@ class ServerGroup:
         Raises:
             EngineFailure: the old engine may still run, or the new one did not start.
         """
+        if self._engines.sleeping(engine_id) is not None:
+            return True
         is_lent = self._commands.phase is Phase.OFFLOADED and self._traits.needs_offload
         if is_lent and not memory_is_free:
             return False

@@ -84,26 +84,32 @@ class ElasticSlots:
             self._recovery.probe_soon()
         return report
 
+    async def boot(self, engine_id: str) -> None:
+        """Start the engine of a vacant slot where none sleeps; the caller does not hold the lock.
+
+        Raises:
+            LifecycleError: the slot is not vacant.
+            EngineFailure: it did not start.
+        """
+        group = await self._group_with_vacancy(engine_id)
+        engine = self._config.groups[group].engine
+        budget_s = start_deadline_s(self._config.model_path, engine) + 2 * group_margin_s(engine)
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._registry.groups[group].boot(engine_id)
+        except TimeoutError:
+            raise _late(engine_id, "add") from None
+
     async def add(self, engine_id: str, version: int) -> EngineStatus:
-        """Fill a vacant slot; the engine serves immediately if ``version`` is verified on it."""
-        statuses = await self._registry.statuses()
-        group = next(
-            (name for name, status in statuses.items() if engine_id in status.vacant_slots), None
-        )
-        if group is None:
-            vacant = [slot for status in statuses.values() for slot in status.vacant_slots]
-            raise LifecycleError(
-                f"server {self._name} has no vacant slot {engine_id}; vacant: "
-                f"{', '.join(vacant) or 'none'}",
-                command="add_engine",
-            )
+        """Let the engine of a vacant slot join, which has booted or sleeps there.
+
+        It serves immediately if ``version`` is verified on it.
+        """
+        group = await self._group_with_vacancy(engine_id)
         budgets, engine = self._config.lifecycle, self._config.groups[group].engine
         try:
             async with asyncio.timeout(
-                start_deadline_s(self._config.model_path, engine)
-                + 2 * budgets.resume_timeout_s
-                + budgets.update_timeout_s
-                + 2 * group_margin_s(engine)
+                2 * budgets.resume_timeout_s + budgets.update_timeout_s + 2 * group_margin_s(engine)
             ):
                 status = await self._registry.groups[group].add(engine_id, version)
             self._recovery.tracker.add(group, engine_id, is_stale=status.is_stale)
@@ -113,6 +119,18 @@ class ElasticSlots:
             await self._gate.publish_members()
             self._recovery.probe_soon()
         return status
+
+    async def _group_with_vacancy(self, engine_id: str) -> str:
+        statuses = await self._registry.statuses()
+        for name, status in statuses.items():
+            if engine_id in status.vacant_slots:
+                return name
+        vacant = [slot for status in statuses.values() for slot in status.vacant_slots]
+        raise LifecycleError(
+            f"server {self._name} has no vacant slot {engine_id}; vacant: "
+            f"{', '.join(vacant) or 'none'}",
+            command="add_engine",
+        )
 
 
 def _late(engine_id: str, operation: str) -> EngineFailure:

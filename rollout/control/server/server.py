@@ -392,14 +392,17 @@ class RolloutServer:
     async def add_engine(self, engine_id: str) -> EngineStatus:
         """Start or wake an engine in the vacant slot of a removed one.
 
-        It is brought to the phase of its group, and restores the weights if a source has them.
+        It boots beside the commands of a step.  Then it is brought to the phase of its group, and
+        restores the weights if a source has them.
         It gets requests after they are verified, at the latest after the next full push.
 
         Raises:
-            LifecycleError: the slot is not vacant, or the trainer uses its memory now.
+            LifecycleError: the slot is not vacant, or the trainer uses its memory now; an offload
+                ends a boot that is under way.
             EngineFailure: it did not start or wake, and the slot stays vacant; or it does not
                 hold the weights that it reports, and it is fenced.
         """
+        await self._elastic.boot(engine_id)
         async with self._lock.held("add_engine"):
             return await self._elastic.add(engine_id, self.weight_version)
 

@@ -297,3 +297,36 @@ async def test_a_group_alone_says_what_it_does_not_have() -> None:
         await group.remove("main-9", keep_process=False)
     with pytest.raises(LifecycleError, match=r"main-0: it has no vacant slot .* vacant: none"):
         await group.add("main-0", 0)
+
+
+async def test_steps_go_on_while_an_added_engine_boots(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, KEEPING)
+    await bench.server.remove_engine("main-1")
+    launch = bench.launcher.hold("main-1")
+    adding = asyncio.create_task(bench.server.add_engine("main-1"))
+    await launch.entered.wait()
+    await bench.server.give_memory()
+    await bench.server.serve_weights(push(1))
+    with pytest.raises(LifecycleError, match="boots already"):
+        await bench.server.add_engine("main-1")
+    launch.open()
+    assert (await adding).state == "stale"
+    assert (await bench.server.serve_weights(push(2))).weight_version == 2
+    assert bench.router.states["main-1"] == "serving"
+    await bench.server.stop()
+
+
+async def test_an_offload_ends_the_boot_of_an_added_engine(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path, THREE)
+    await bench.server.remove_engine("main-1")
+    launch = bench.launcher.hold("main-1")
+    adding = asyncio.create_task(bench.server.add_engine("main-1"))
+    await launch.entered.wait()
+    await bench.server.give_memory()
+    with pytest.raises(LifecycleError, match="the trainer uses its memory; onload first"):
+        await adding
+    assert launch.num_waiting == 0
+    launch.open()
+    await bench.server.serve_weights(push(1))
+    await bench.server.add_engine("main-1")
+    await bench.server.stop()
