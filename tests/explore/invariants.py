@@ -102,10 +102,12 @@ class Invariants:
         if self._is_stopping:
             return  # no engine is in a group any more
         for one in members:
+            if not one.is_choosable:
+                continue  # a list that was made while it left may still name it
             member = self.parts.member(one.engine_id)
             if member is None:
                 self.violate(f"I6: {one.engine_id} is in routing, and lent")
-            elif one.is_choosable and member.is_stale:
+            elif member.is_stale:
                 self.violate(f"I6: {one.engine_id} is in routing, and stale")
 
     def check_may_open(self, gate: Gate, version: int | None) -> None:
@@ -209,7 +211,8 @@ class Invariants:
 
     def _check_boots(self) -> None:
         """I4: no command waits until recovery has booted an engine."""
-        if not self._pending or any(one.operation != "launch" for one in self._pending):
+        others = any(one.operation != "launch" for one in self._pending)
+        if not self._pending or others or self.hanging:
             return  # recovery may wait for another call
         for server in self.parts.servers.values():
             if server._lock.owner == "recover":
