@@ -111,9 +111,9 @@ class EngineBoots:
                     phase="release",
                 )
         for name in names:
-            boot, member = self._booting.pop(name, None), self._booted.pop(name, None)
-            if boot is not None and not boot.cancelled() and boot.exception() is None:
-                member = boot.result()
+            ended, member = self._booting.pop(name, None), self._booted.pop(name, None)
+            if ended is not None and not ended.cancelled() and ended.exception() is None:
+                member = ended.result()
             if member is not None:
                 await self._engines.discard(member)
 
