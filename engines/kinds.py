@@ -10,9 +10,12 @@ from typing import Any
 
 from engines.http import sglang_json
 from engines.protocol import Engine, Loads
+from engines.protocol.census.embedded import CENSUS as EMBEDDED_CENSUS
+from engines.protocol.census.fake import CENSUS as FAKE_CENSUS
+from engines.protocol.census.sglang import CENSUS as SGLANG_CENSUS
+from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
 from engines.protocol.kind import Kind
 from engines.sglang import features as sglang_features
-from engines.sglang.environment import EMBEDDING_CACHE
 from engines.sglang.parallel import num_stages
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
@@ -52,7 +55,7 @@ _SGLANG = Kind(
     modules=("sglang",),
     cpu_python="sglang-cpu",
     quantises_at_start=True,
-    embedding_cache=EMBEDDING_CACHE,
+    census=SGLANG_CENSUS,
     num_stages=num_stages,
     sets_nccl_cumem=True,
     packs_at_each_load=True,
@@ -71,6 +74,7 @@ _VLLM = Kind(
     name="vllm",
     title="vLLM",
     client=_late("engines.vllm.client", "VllmClient"),
+    census=VLLM_CENSUS,
     invocation=_late("engines.vllm.invocation", "invocation"),
     resume_path=routes.RESUME,
     is_numbered_at_start=False,
@@ -92,6 +96,7 @@ _VLLM = Kind(
     has_model_info=False,
     dialect="vllm",
     refusal_in_pause=503,  # 0.33
+    has_part_of_prompt_logprobs=False,
     outlives_its_core=True,
     num_stages=num_stages,
 )
@@ -101,6 +106,7 @@ _EMBEDDED = Kind(
     client=_sglang_client,
     read_loads=_sglang_loads,
     invocation=_late("engines.embedded.command", "invocation"),
+    census=EMBEDDED_CENSUS,
     modules=("torch", "transformers"),
     extra="embedded",
 )
@@ -110,6 +116,7 @@ _FAKE = Kind(
     client=_sglang_client,
     read_loads=_sglang_loads,
     invocation=_late("engines.fake.command", "invocation"),
+    census=FAKE_CENSUS,
     spans_nodes=True,
 )
 # SGLang that another program launched.

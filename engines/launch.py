@@ -321,13 +321,17 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         inherited: the environment that it inherits.
 
     Raises:
-        ValueError: an option that this library sets itself, or one that its kind does not have.
+        ValueError: an option that this library sets itself, one that its kind does not have, or
+            one that adds what its census refuses.
         InstallError: it needs the cached interpreter, and there is none.
     """
-    invoke = kind_of(spec.kind).invocation
-    if invoke is None:
+    kind = kind_of(spec.kind)
+    if kind.invocation is None:
         raise ValueError(f"engine kind {spec.kind!r} cannot be launched; give its url")
-    return invoke(spec, endpoint, inherited)
+    start, keeps = kind.invocation(spec, endpoint, inherited), spec.keeps_embeddings
+    env = kind.census.variables(keeps_embeddings=keeps) | dict(start.env)
+    kind.census.refuse(normalized(spec.options), env, keeps_embeddings=keeps)
+    return replace(start, env=env)
 
 
 def check_spec(spec: EngineSpec) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first.  A row stands for the files directly in that folder.
 FOLDERS = (
+    "engines.protocol.census",
     "engines.protocol",
     "engines.http",
     "engines.process",

@@ -21,9 +21,18 @@ from typing import Any
 from aiohttp import web
 
 from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.fake_weights import digest_of
 from engines.fake.engine.faults import CallGate, parse_fault
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
-from engines.protocol import Endpoint, GenerateReply, GpuId, MemoryTag, PauseMode, SamplingParams
+from engines.protocol import (
+    Endpoint,
+    GenerateReply,
+    GpuId,
+    MemoryTag,
+    PauseMode,
+    PromptImage,
+    SamplingParams,
+)
 from engines.protocol.errors import EngineError, EngineRejected, EngineUnreachable
 from engines.protocol.spec import EngineSpec
 
@@ -244,6 +253,8 @@ class FakeHttpApp:
             **_generate_arguments(body),
             logprob_start_len=body.get("logprob_start_len"),
             lora_path=body.get("lora_path"),
+            extra_key=body.get("extra_key"),
+            image=_image_of(body),
         )
         return _generate_answer(reply)
 
@@ -347,6 +358,11 @@ def _generate_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _image_of(body: Mapping[str, Any]) -> PromptImage | None:
+    data, digests = body.get("image_data"), body.get("mm_hashes")
+    return PromptImage(data[0], (digests or [digest_of(data[0])])[0]) if data else None
+
+
 def _seconds(text: str | None) -> float | None:
     return None if text is None else float(text)
 
@@ -360,6 +376,7 @@ def _generate_answer(reply: GenerateReply) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": reply.rid,
         "prompt_tokens": reply.prompt_tokens,
+        "cached_tokens": reply.cached_tokens,
         "completion_tokens": reply.completion_tokens,
         "finish_reason": reason
         and {"type": reason.kind, "matched": reason.matched, "message": reason.message},

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.fake.engine.fake_caches import caches_of
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.faults import CallGate
 from engines.protocol import Endpoint, GpuId, GpuMemory, PauseMode, ProcessIdentity
@@ -30,6 +31,7 @@ def settings_of(spec: EngineSpec, endpoint: Endpoint) -> dict[str, Any]:
         "weight_version": str(spec.weight_version),
         "memory_saver": spec.memory_saver,
         "weights_cpu_backup": spec.weights_cpu_backup,
+        "caches": caches_of(spec),
     }
 
 

@@ -21,6 +21,7 @@ from engines.protocol import (
     MemoryTag,
     ModelInfo,
     PauseMode,
+    PromptImage,
     ServerInfo,
     TensorInfo,
     WeightsReport,
@@ -193,11 +194,15 @@ class EngineClient(BaseClient):
         *,
         logprob_start_len: int | None = None,
         lora_path: str | None = None,
+        extra_key: str | None = None,
+        image: PromptImage | None = None,
         **request: Unpack[GenerateArguments],
     ) -> GenerateReply:
         """One completion.
 
         Args:
+            extra_key: only prefixes that were cached with this key are used.
+            image: for the placeholder of one image in ``input_ids``.
             logprob_start_len: with ``return_logprob``, from which prompt token on it also
                 returns the log-probabilities of the prompt.
             lora_path: name of a loaded adapter.
@@ -207,7 +212,10 @@ class EngineClient(BaseClient):
                 requested.
         """
         body = sglang_json.generate_body(**request)
-        body |= _given(logprob_start_len=logprob_start_len, lora_path=lora_path)
+        given = {"lora_path": lora_path, "extra_key": extra_key}
+        body |= _given(logprob_start_len=logprob_start_len, **given)
+        if image is not None:
+            body |= {"image_data": [image.data], "mm_hashes": [image.digest]}
         call, answer = await self._post("generate", "/generate", body, self.deadlines.generate_s)
         return call.read(answer, sglang_json.read_generate)
 

@@ -12,6 +12,7 @@ from engines.protocol.types import (
     MemoryTag,
     ModelInfo,
     PauseMode,
+    PromptImage,
     ServerInfo,
     TensorInfo,
     UpdateGroup,
@@ -80,6 +81,8 @@ class Engine(Protocol):
         *,
         logprob_start_len: int | None = None,
         lora_path: str | None = None,
+        extra_key: str | None = None,
+        image: PromptImage | None = None,
         **request: Unpack[GenerateArguments],
     ) -> GenerateReply: ...
     def stream_generate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.protocol import Endpoint, Engine, Loads
+from engines.protocol.census.entries import EMPTY, Census
 from engines.protocol.spec import EngineSpec, Invocation
 
 Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
@@ -36,8 +37,7 @@ class Kind:
         cpu_python: as ``EngineSpec.python``, the cached interpreter in which it runs on CPUs.
         cpu_head_sizes: elements of an attention head that it takes there; empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
-        embedding_cache: the variable that, at 0, has it keep nothing that it computed of images and
-            sounds; empty if it keeps none.
+        census: what it has of its weights after a request.
         num_stages: its pipeline stages, by its options.
         sets_nccl_cumem: it chooses ``NCCL_CUMEM_ENABLE`` itself.
         packs_at_each_load: a load from a path restores and packs all modules again.
@@ -57,6 +57,8 @@ class Kind:
         is_retract_safe: a version may be flushed and released while requests are retracted.
         dialect: of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
+        has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
+            beginning from its prefix cache.
         outlives_its_core: it answers requests with errors when its core has ended.
     """
 
@@ -75,7 +77,7 @@ class Kind:
     cpu_python: str = ""
     cpu_head_sizes: tuple[int, ...] = ()
     quantises_at_start: bool = False
-    embedding_cache: str = ""
+    census: Census = EMPTY
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
     sets_nccl_cumem: bool = False
     packs_at_each_load: bool = False
@@ -92,4 +94,5 @@ class Kind:
     is_retract_safe: Callable[[str], bool] = lambda version: True
     dialect: str = "sglang"
     refusal_in_pause: int = 0
+    has_part_of_prompt_logprobs: bool = True
     outlives_its_core: bool = False

@@ -236,6 +236,19 @@ class GenerateReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt.
+
+    Attributes:
+        data: a ``data:`` URL.
+        digest: its name in caches, in hex digits: equal names get what was computed before.
+    """
+
+    data: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Reply of ``/model_info``."""
 

@@ -36,8 +36,6 @@ _OWNERS = {
     "ssl_keyfile": "engines are reached over plain HTTP",
     "ssl_certfile": "engines are reached over plain HTTP",
 }
-# A store of embeddings by the hash of an image, shared by encoder workers; no call clears it.
-_SHARED_EMBEDDINGS = "enable_mm_global_cache"
 _ROLES: dict[WorkerType, dict[str, Any]] = {
     WorkerType.REGULAR: {},
     WorkerType.PREFILL: {"disaggregation_mode": "prefill"},
@@ -69,11 +67,6 @@ def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> lis
     sizes = divide(options, len(spec.gpu_ids) * spec.num_nodes).flags
     if spec.num_nodes > 1:
         _check_nodes(spec)
-    if options.get(_SHARED_EMBEDDINGS) and not spec.keeps_embeddings:
-        raise ValueError(
-            f"{_SHARED_EMBEDDINGS}: embeddings of images would outlive a push that changes what "
-            "computes them; leave it out, or name those tensors in weights.not_pushed"
-        )
     if spec.worker_type not in _ROLES:
         raise ValueError(f"a {spec.worker_type} group starts no engines")
     ours: dict[str, Any] = {

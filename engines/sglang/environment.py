@@ -38,12 +38,6 @@ _NO_CRASH_DUMPS = {
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
 _FALSE = ("", "0", "false", "no")
-EMBEDDING_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
-"""The size of the cache of what was computed of images and sounds, also of an encoder worker.
-
-No call clears it, and its keys are hashes of images alone: after a push that changes what computes
-them, an image seen before would get its old embedding.  0 switches it off.
-"""
 
 
 def build_environment(
@@ -62,8 +56,7 @@ def build_environment(
         cpu_ids: cores this machine lets us use; an engine on the CPU is given its share.
 
     Raises:
-        ValueError: a variable that would break the memory saver, hide the control endpoints, or
-            keep embeddings of images over a push that changes what computes them.
+        ValueError: a variable that would break the memory saver, or hide the control endpoints.
     """
     env = inherited_environment(inherited, python)
     env |= spec.visible_gpus
@@ -79,8 +72,6 @@ def build_environment(
     elif spec.memory_saver:
         for name, value in _BESIDE_A_TRAINER.items():
             env.setdefault(name, value)
-    if not spec.keeps_embeddings:
-        env.setdefault(EMBEDDING_CACHE, "0")
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)
@@ -119,10 +110,4 @@ def _refuse(spec: EngineSpec, env: Mapping[str, str]) -> None:
         raise ValueError(
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION must stay 0: a health probe during a pause "
             "would mark the server unhealthy for good"
-        )
-    if not spec.keeps_embeddings and env[EMBEDDING_CACHE] != "0":
-        raise ValueError(
-            f"{EMBEDDING_CACHE} = {env[EMBEDDING_CACHE]}: embeddings of images would outlive a "
-            "push that changes what computes them; unset it, or name those tensors in "
-            "weights.not_pushed"
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Unpack
 
-from engines.protocol import GenerateReply, Loads, ModelInfo, SamplingParams
+from engines.protocol import GenerateReply, Loads, ModelInfo, PromptImage, SamplingParams
 from engines.protocol.errors import EngineHung
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 from engines.protocol.types import GenerateArguments
@@ -90,6 +90,8 @@ class VllmClient(VllmPushes):
         *,
         logprob_start_len: int | None = None,
         lora_path: str | None = None,
+        extra_key: str | None = None,
+        image: PromptImage | None = None,
         **request: Unpack[GenerateArguments],
     ) -> GenerateReply:
         """One completion.
@@ -107,6 +109,11 @@ class VllmClient(VllmPushes):
         prompt, body = await self._request(
             wants_prompt=start is not None, lora_path=lora_path, **request
         )
+        if image is not None:
+            why = "its route of token ids takes no image"
+            raise self._call("generate", 0.0).rejected("is not supported", status=501, body=why)
+        if extra_key is not None:
+            body["cache_salt"] = extra_key
         call, answer = await self._post(
             "generate", routes.GENERATE, body, self.deadlines.generate_s
         )

@@ -23,6 +23,7 @@ METHODS_OF_PLUGIN = {
     "receive": "rollout_receive_bucket",
     "leave": "rollout_leave_group",
 }
+_OWN_OFFLOADS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SAME = {
     routes.START_UPDATE: "/begin_weight_update",
     routes.FINISH_UPDATE: "/end_weight_update",
@@ -54,8 +55,16 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
             "pp_size": int(parallel.get("pipeline_parallel_size") or 1),
             "dp_size": int(parallel.get("data_parallel_size") or 1),
             "enable_eplb": bool(parallel.get("enable_eplb")),
+            "kv_transfer_config": _connector(config),
+            "ec_transfer_config": bool(config.get("ec_transfer_config")),
         },
     )
+
+
+def _connector(config: Mapping[str, Any]) -> str:
+    """What has KV outside of it; empty for nothing, and for what kv-offloading-size adds."""
+    name = str((config.get("kv_transfer_config") or {}).get("kv_connector") or "")
+    return "" if name in _OWN_OFFLOADS else name
 
 
 def has_plugin(info: ServerInfo) -> bool:

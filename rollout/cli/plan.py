@@ -16,9 +16,9 @@ from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.cli.lib.start_values import show_start, start_values
+from rollout.cli.lib.start_values import caches_of, show_start, start_values
 from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
-from rollout.config.compatibility import of_window
+from rollout.config.compatibility import of_window, why_unproved
 from rollout.config.file import read_values
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
@@ -118,6 +118,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *_notes(placement, host_bytes),
             *filter(None, backup_notes),
             *_push_notes(config),
+            *_cache_notes(config),
             *_window_notes(config),
         ],
     }
@@ -180,6 +181,7 @@ def _group(
         "weights_from": weights_from,
         "host_bytes": backup,
         "start": start_values(server, of_group, has_backup=has_backup),
+        "caches": caches_of(server, of_group),
     }
 
 
@@ -202,6 +204,17 @@ def _push_notes(config: RolloutConfig) -> Iterator[str]:
             yield f"servers.{name}: {note}"
         elif wanted in (Transport.AUTO, Transport.SHARED_MEMORY) and why:
             yield f"servers.{name}: a push by shared memory is loaded in one call: {why}"
+
+
+def _cache_notes(config: RolloutConfig) -> Iterator[str]:
+    """Options of engines that the census does not know."""
+    for name, server in config.servers.items():
+        for group, of_group in server.groups.items():
+            engine = of_group.engine
+            if server.weights.update is not WeightUpdate.FROZEN and (
+                why := why_unproved(engine.of_kind, engine.options)
+            ):
+                yield f"servers.{name}.groups.{group}: {why}"
 
 
 def _window_notes(config: RolloutConfig) -> Iterator[str]:
@@ -262,7 +275,7 @@ def _show(values: dict[str, Any]) -> None:
         )
     console().print(table)
     for group in values["groups"]:
-        show_start(f"{group['server']}/{group['group']}", group["start"])
+        show_start(f"{group['server']}/{group['group']}", group["start"], group["caches"])
     for server in values["servers"]:
         console().print(
             f"{server['server']}: router {server['router']}, page {server['page']}, weights "

@@ -8,10 +8,11 @@ refuses what is wrong in itself; a kind of engine refuses options of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
+from engines.protocol.kind import Kind
 from engines.protocol.spec import CPU_PYTHONS, spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, LifecycleConfig
@@ -183,7 +184,7 @@ def of_embeddings(
     Args:
         encoder: what pushes may change that computes embeddings, in words; empty if nothing.
     """
-    variable = config.of_kind.embedding_cache
+    variable = config.of_kind.census.variable
     kinds = [kind for kind in ("image", "audio") if model.raw.get(f"has_{kind}_understanding")]
     # With this option SGLang keeps none.
     if encoder and kinds and info.raw.get("rl_on_policy_target") is None:
@@ -194,6 +195,42 @@ def of_embeddings(
             f"with old ones. Start it with {variable}=0, and say so in engine.env "
             f'({variable}: "0"); or name those tensors in weights.not_pushed',
         )
+
+
+def of_caches(
+    where: str,
+    kind: Kind,
+    options: Iterable[str],
+    info: ServerInfo | None = None,
+    *,
+    keeps_embeddings: bool = False,
+    is_strict: bool = True,
+) -> Conflicts:
+    """When a group is launched, and when an engine of it runs: what its kind's census refuses.
+
+    Args:
+        where: names the engine, in the sentence.
+        options: that it is given.
+        info: its own report; None before it runs.
+        keeps_embeddings: no push changes what computes embeddings.
+        is_strict: what the census does not know is refused too.
+    """
+    if info is not None:
+        for why in kind.census.why_refused(info.raw, keeps_embeddings=keeps_embeddings):
+            yield "engine", f"{where} was started with {why}"
+    if is_strict and (unproved := why_unproved(kind, options, info)):
+        yield "engine", f"{where}: {unproved}; leave it out, or set weights.strict_caches to false"
+
+
+def why_unproved(kind: Kind, options: Iterable[str], info: ServerInfo | None = None) -> str:
+    """What of an engine the census of its kind does not know; empty if it knows all."""
+    unproved = kind.census.unproved("" if info is None else info.version, options)
+    if not unproved:
+        return ""
+    return (
+        f"not in the census of what {kind.title} has of its weights: {', '.join(unproved)}; no "
+        "test shows that this engine has no state of old weights"
+    )
 
 
 def of_window(weights: WeightsConfig, *, is_copy: bool, is_only_streamed: bool) -> Conflicts:

@@ -56,6 +56,11 @@ class LifecycleConfig(ConfigSection):
     """Largest average difference of log-probabilities, in nats; one token may differ by ten times
     as much. Equal weights differ by less on other kernels and layouts; corrupt weights differ by
     whole nats."""
+    sentinel: bool = True
+    """Ask each engine after each push, before the gate opens, whether a cache still has what older
+    weights computed: one prompt of 288 tokens, through the caches and past them (and an image, if
+    the model sees). An engine that does is fenced. Its tokens are those of ``canary_prompts``,
+    repeated, or drawn from the middle of the vocabulary."""
     continue_timeout_s: Seconds = 60.0
     """Deadline for every engine to accept requests again."""
     stop_timeout_s: Seconds = 15.0

@@ -213,6 +213,8 @@ class EngineStatus:
             ones.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        needs_names: it has a store of prefixes that no call clears, so a request without a name of
+            its weight version may get old ones.
     """
 
     engine_id: str
@@ -233,6 +235,7 @@ class EngineStatus:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
+    needs_names: bool = False
 
 
 @dataclass(frozen=True, slots=True)

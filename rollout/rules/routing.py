@@ -38,6 +38,7 @@ class Backend:
         reason: why it is not serving; empty if it is.
         may_return: when it is lost, recovery may bring it back without any command.
         kind: as in ``engines.kinds``.
+        needs_names: it gets only requests that name their weight version to its prefix cache.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
     """
 
@@ -49,6 +50,7 @@ class Backend:
     bootstrap_port: int = 8998
     may_return: bool = False
     kind: str = "sglang"
+    needs_names: bool = False
 
     @property
     def of_kind(self) -> Kind:

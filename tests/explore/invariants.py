@@ -126,6 +126,8 @@ class Invariants:
                 self.violate(f"I2: the gate opens while {engine.engine_id} is paused")
             if why := _unfit(engine):
                 self.violate(f"I2: the gate opens while {engine.engine_id} {why}")
+            if engine.caches.has_old_prefixes(engine.weights):
+                self.violate(f"I2: the gate opens while {engine.engine_id} has old prefixes")
             if version and engine.weights.digests[PUSHED.name] != _digest(version):
                 self.violate(f"I2: {engine.engine_id} does not hold what was pushed as {version}")
             if version is not None and engine._version != str(version):

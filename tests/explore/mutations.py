@@ -16,6 +16,7 @@ from rollout.control.deployment import Deployment
 from rollout.control.engine import memory
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import CallOutcome, EngineMemory
+from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.state import EngineState
 from rollout.control.group import push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
@@ -35,7 +36,7 @@ from rollout.rules.lifecycle import GIVE_MEMORY, Command, Phase
 from rollout.rules.routing import BackendState
 from rollout.weights.push.push_version import LastPush
 from rollout.weights.push.weight_push import WeightPush
-from tests.explore.plans import BY_CANARY, PHASES
+from tests.explore.plans import BY_CANARY, PHASES, REMEMBERED, SENTINEL
 from tests.explore.search import Explorer, State
 from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
@@ -352,6 +353,13 @@ def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogprobCheck, "any_pending", lambda self, members: False)
 
 
+def _ask_no_sentinel(patch: pytest.MonkeyPatch) -> None:
+    async def check(self: Sentinel, member: EngineState) -> None:
+        """It is surely new."""
+
+    patch.setattr(Sentinel, "check", check)
+
+
 def _guess(outcome: CallOutcome) -> Callable[[pytest.MonkeyPatch], None]:
     def seed(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(memory, "release_outcome", lambda *about: outcome)
@@ -441,6 +449,14 @@ MUTATIONS = (
         _LOST,
         lifecycle=BY_CANARY,
         update="frozen",
+    ),
+    Mutation(
+        "ask no sentinel",
+        _ask_no_sentinel,
+        "I2: the gate opens while shared-0 has old prefixes",
+        ("continue",),
+        REMEMBERED,
+        lifecycle=SENTINEL,
     ),
     Mutation(
         "ask for no canary",

@@ -146,6 +146,9 @@ def _recovering_cycle(face: str = "sglang") -> Callable[[Explorer], None]:
 _RAISE = {"on_failure": "raise"}
 # So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
 BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
+# The sentinel repeats them.
+SENTINEL = {"canary_prompts": (tuple(range(1, 10)),)}
+REMEMBERED = ("remember shared-0", "offload", "onload", "offload", *PHASES[3:7])
 _FEW = {"outcomes": FEW_OUTCOMES}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
 _KILLABLE = Settings((), ("cancel", "stop", *_DEATHS), FEW_OUTCOMES)
@@ -225,6 +228,17 @@ DEFAULT: tuple[Plan, ...] = (
             deviations=2,
             update="frozen",
             lifecycle=BY_CANARY,
+            injections=("cancel", "stop"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "continue, old prefixes",
+        "four outcomes of every call, cancel, stop: any 1, where only the sentinel tells",
+        _command(
+            "continue",
+            begin=REMEMBERED,
+            lifecycle=SENTINEL,
             injections=("cancel", "stop"),
             **_FEW,
         ),

@@ -19,7 +19,7 @@ from engines.launch import EngineSpec
 from engines.protocol import Endpoint, Engine, MemoryTag
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
-from rollout.control.engine.logprob_check import RID_PREFIX
+from rollout.control.engine import logprob_check, sentinel
 from rollout.control.engine.state import EngineState
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.server.server import RolloutServer
@@ -30,6 +30,7 @@ from rollout.rules.routing import Backend
 if TYPE_CHECKING:
     from tests.explore.world import World
 
+_OURS = (logprob_check.RID_PREFIX, sentinel.RID_PREFIX)
 # Seconds of each token.
 _REQUEST_S = 10.0
 
@@ -75,8 +76,8 @@ class SteeredEngine(FakeEngine):
         super().die(reason)
 
     def _admit(self, request: FakeRequest) -> None:
-        is_canary = request.rid.startswith(RID_PREFIX)
-        if self.world is not None and not is_canary and (self.weights.lost or not self.is_verified):
+        is_ours = request.rid.startswith(_OURS)
+        if self.world is not None and not is_ours and (self.weights.lost or not self.is_verified):
             self.world.violate(
                 f"I1: {self.engine_id} generates with weights that were not verified"
             )
@@ -392,7 +393,7 @@ class Pending:
 def operation_name(operation: str, arguments: Any) -> str:
     """A canary is no request: it is a call of ours, and anything may become of it."""
     rid = arguments.get("rid") if operation == "generate" else None
-    return "canary" if rid is not None and rid.startswith(RID_PREFIX) else operation
+    return "canary" if rid is not None and rid.startswith(_OURS) else operation
 
 
 def _no_clock() -> float:

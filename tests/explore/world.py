@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engines.fake import FakeTensor, faults, pack_tensors
+from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.protocol import SamplingParams
 from engines.protocol.errors import EngineUnreachable
@@ -246,6 +247,8 @@ class World(Invariants):
             work = self._alike(version)
         elif command.startswith("lose "):
             work = self._lose(command.removeprefix("lose "))
+        elif command.startswith("remember "):
+            work = self._remember(command.removeprefix("remember "))
         else:
             verb, _, engine_id = command.partition(" ")
             work = _COMMANDS[verb](server, *([engine_id] if engine_id else []))
@@ -294,6 +297,12 @@ class World(Invariants):
     async def _lose(self, engine_id: str) -> None:
         """Its weights have come back as garbage, without any report of it."""
         self.parts.launcher.processes[engine_id].engine.weights.lose()
+
+    async def _remember(self, engine_id: str) -> None:
+        """It has a prefix cache that no flush empties, and whose keys have no names."""
+        caches = FakeCaches(prefix_cache=True)
+        caches.forgets |= {"prefix cache", "names"}
+        self.parts.launcher.processes[engine_id].engine.caches = caches
 
     async def _alike(self, version: int) -> None:
         """The engines have loaded what will be pushed as ``version``."""
@@ -446,7 +455,9 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "update_weights": lambda server, push: server.update_weights(push),
     "prove": lambda server, push: server.check_push_path(push),
 }
-_BESIDE = frozenset({"boot", "recover", "remove", "lend", "add", "kill", "lose", "alike"})
+_BESIDE = frozenset(
+    {"boot", "recover", "remove", "lend", "add", "kill", "lose", "remember", "alike"}
+)
 
 
 def _onload_all(parts: Parts) -> Awaitable[Any]:

@@ -110,9 +110,15 @@ def manifest(tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> Manifest:
     return Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in tensors)
 
 
-def push(version: int, names: Sequence[str] = TENSOR_NAMES, *, num_buckets: int = 1) -> WeightPush:
-    """New contents for ``names``, all distinct from those of other versions."""
-    tensors = [one for one in DEFAULT_TENSORS if one.name in names]
+def push(
+    version: int,
+    names: Sequence[str] = TENSOR_NAMES,
+    *,
+    num_buckets: int = 1,
+    known: Sequence[TensorInfo] = DEFAULT_TENSORS,
+) -> WeightPush:
+    """New contents for ``names`` of ``known``, all distinct from those of other versions."""
+    tensors = [one for one in known if one.name in names]
     buckets = [
         pack_tensors(
             {one.name: FakeTensor(one.shape, version) for one in tensors[part::num_buckets]}

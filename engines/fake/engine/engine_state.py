@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from engines.fake.engine.calls import CallHandler
+from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeWeights, digest_of, unpack_tensors
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import MemoryTag, PauseMode, TensorInfo, WeightsReport
@@ -64,6 +65,7 @@ class FakeEngineState(CallHandler):
         settings: those of ``FakeSettings``.
 
     Attributes:
+        caches: what it has of its weights after a request.
         paused: the mode of the pause; None while it serves.
         in_flight: admitted requests, by id.
         released: tags whose memory is given back.
@@ -81,9 +83,11 @@ class FakeEngineState(CallHandler):
         model_path: str = "/models/fake",
         tensors: Sequence[TensorInfo] = DEFAULT_TENSORS,
         weight_version: str = "0",
+        caches: FakeCaches | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(engine_id)
+        self.caches = caches or FakeCaches()
         self.settings = FakeSettings(**settings)
         self.paused: PauseMode | None = None
         self.in_flight: dict[str, FakeRequest] = {}
@@ -220,6 +224,7 @@ class FakeEngineState(CallHandler):
         async with self._call(operation, model_path=model_path, weight_version=weight_version):
             await self._write(operation, [], flush_cache, weight_version)
             self.weights.load_path(model_path)
+            self.caches.copy(self.weights)
             self._model_path = model_path
 
     async def weight_version(self) -> str:
@@ -302,8 +307,11 @@ class FakeEngineState(CallHandler):
         self._require_weights("update")
         await self._until(lambda: self.paused is not None or not self.in_flight)
         self.weights.write(pairs)
+        self.caches.copy(self.weights)
         self._version = weight_version or self._version
         self.is_cache_stale = not flush_cache
+        if flush_cache:
+            self.caches.flush()
         if flush_cache and self._num_holding_kv:
             self.is_cache_stale = True
             raise self._rejected(operation, "weights changed, but the cache was not flushed")

@@ -27,6 +27,7 @@ from engines.protocol import (
     MemoryTag,
     ModelInfo,
     PauseMode,
+    PromptImage,
     SamplingParams,
     ServerInfo,
 )
@@ -100,6 +101,7 @@ class FakeEngine(FakeEngineState):
                     "flush_cache", f"Flush cache failed: {len(self.in_flight)} requests in flight"
                 )
             self.is_cache_stale = False
+            self.caches.flush()
 
     async def abort_request(self, rid: str | None = None) -> None:
         async with self._call("abort_request", rid=rid):
@@ -130,6 +132,7 @@ class FakeEngine(FakeEngineState):
                 self.settings.weights_cpu_backup,
                 by_tag,
                 fingerprints=self.settings.fingerprints,
+                raw={"shared_image_store": self.caches.shared_image_store},
             )
             if not self.settings.reports_released:
                 return info
@@ -167,6 +170,8 @@ class FakeEngine(FakeEngineState):
         *,
         logprob_start_len: int | None = None,
         lora_path: str | None = None,
+        extra_key: str | None = None,
+        image: PromptImage | None = None,
         **arguments: Unpack[GenerateArguments],
     ) -> GenerateReply:
         request = _request_of(**arguments)
@@ -174,9 +179,14 @@ class FakeEngine(FakeEngineState):
             raise self._rejected("generate", f"no adapter {lora_path!r} is loaded")
         async with self._admitted(request):
             if request.return_logprob and logprob_start_len is not None and logprob_start_len >= 0:
-                adapter = self.adapters.get(lora_path or "", "")
-                prompt = request.input_ids[logprob_start_len:]
-                request.input_logprobs = self.weights.logprobs(prompt, adapter)
+                request.input_logprobs, request.cached_tokens = self.caches.logprobs(
+                    self.weights,
+                    request.input_ids,
+                    logprob_start_len,
+                    adapter=self.adapters.get(lora_path or "", ""),
+                    key=extra_key or "",
+                    image=image,
+                )
             while not request.is_over:
                 await self._step(request)
             return request.reply()

@@ -159,16 +159,6 @@ class FakeWeights:
             self.digests[name] = fingerprint_of(tensor)
             self.lost.discard(name)
 
-    def logprobs(self, prompt: Sequence[int], adapter: str) -> tuple[float, ...]:
-        """Log-probabilities of the tokens after the first: a function of all weights, of the
-        adapter's contents and of the tokens up to each."""
-        state = f"{self.checksum()} {adapter}"
-        found = []
-        for token in prompt:
-            state = digest_of((state, token))
-            found.append(-12.0 * (int(state[:8], 16) / 2**32) - 0.01)
-        return tuple(found[1:])
-
     def checksum(self) -> str:
         """One digest of everything."""
         return digest_of(sorted(self.digests.items()))
@@ -192,6 +182,11 @@ def tensors_in_file(file: Path) -> Iterator[tuple[str, FakeTensor]]:
             yield tensor.name, _tensor_of(tensor.name, tensor.dtype, tensor.shape, part)
     except SafetensorsError as error:
         raise FatalCall(str(error)) from None
+
+
+def logprob_of(state: str) -> float:
+    """The log-probability that a digest of all that computed it stands for, in nats."""
+    return -12.0 * (int(state[:8], 16) / 2**32) - 0.01
 
 
 def digest_of(value: Any) -> str:

@@ -19,6 +19,7 @@ class FakeRequest:
         fault: the fault that strikes it, if any.
         input_logprobs: those of its prompt, if they were requested.
         logprob: of each of its tokens.
+        cached_tokens: of its prompt, that came from a cache.
     """
 
     rid: str
@@ -31,6 +32,7 @@ class FakeRequest:
     fault: Fault | None = None
     input_logprobs: tuple[float, ...] | None = None
     logprob: float = -1.0
+    cached_tokens: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -64,6 +66,7 @@ class FakeRequest:
             weight_version=self.versions[-1] if self.versions else None,
             weight_versions=tuple(self._spans()),
             input_logprobs=self.input_logprobs,
+            cached_tokens=self.cached_tokens,
         )
 
     def _spans(self) -> list[VersionSpan]:

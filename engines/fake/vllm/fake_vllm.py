@@ -317,7 +317,7 @@ def _prompt_logprobs(engine: FakeVllm, request: FakeRequest, arguments: Argument
     if "prompt_logprobs" not in arguments.get("sampling_params", {}):
         return None
     adapter = engine.adapters.get(arguments.get("model") or "", "")
-    values = engine.weights.logprobs(request.input_ids, adapter)
+    values, _ = engine.caches.logprobs(engine.weights, request.input_ids, 0, adapter=adapter)
     pairs = zip(request.input_ids[1:], values, strict=True)
     return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 

@@ -55,8 +55,8 @@ def released_in(phase: Phase, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
 
 
 WhyWrong = Callable[[EngineState, int, str], Awaitable[str]]
-"""Why the weights of an engine are not those of a version, if fingerprints are inconclusive for the
-given reason; empty if they may be."""
+"""Why an engine does not answer as a version does; empty if it may.  The reason why its
+fingerprints are inconclusive is given; empty if they are not."""
 
 
 async def readmit(
@@ -89,7 +89,7 @@ async def readmit(
     report = await member.fingerprints()
     inconclusive = _why_inconclusive(member, version, report, expected)
     member.weight_version = version
-    if inconclusive and (why := await why_wrong(member, version, inconclusive)):
+    if why := await why_wrong(member, version, inconclusive):
         raise WeightMismatch(
             f"engine {member.engine_id} was given weight version {version}, but {why}",
             engine_id=member.engine_id,

@@ -5,6 +5,7 @@ Always true: an engine that is not admitted is ended.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine
+from engines.protocol import Endpoint, Engine, ServerInfo
 from engines.protocol.features import Features, read_features
+from engines.protocol.kind import Kind
+from engines.protocol.spec import normalized
 from rollout.config import (
     Drain,
     EngineConfig,
@@ -22,15 +25,25 @@ from rollout.config import (
     LifecycleConfig,
     WeightUpdate,
 )
-from rollout.config.compatibility import Conflicts, of_embeddings, of_engine, of_pushes
+from rollout.config.compatibility import (
+    Conflicts,
+    of_caches,
+    of_embeddings,
+    of_engine,
+    of_pushes,
+    why_unproved,
+)
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
+from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.weights.format.encoder_tensors import pushed_encoder
+
+logger = logging.getLogger(__name__)
 
 Connect = Callable[[Endpoint, str], Engine]
 
@@ -77,10 +90,12 @@ class Starter:
         connect: Connect,
         *,
         logprob_check: LogprobCheck,
+        sentinel: Sentinel,
         memory_saver: bool,
         weights_cpu_backup: bool,
     ) -> None:
         self._logprob_check = logprob_check
+        self._sentinel = sentinel
         self._settings = settings
         self._launcher = launcher
         self._connect = connect
@@ -91,9 +106,16 @@ class Starter:
         """Launch the engine of a slot, and check that it fits its group."""
         process = await self._launcher.launch(self._spec(slot))
         try:
-            return await self.admit(slot, process)
+            member = await self.admit(slot, process)
         except BaseException:
             await process.kill()
+            raise
+        try:
+            await self._sentinel.plant(member)
+            return member
+        except BaseException:
+            await process.kill()
+            await member.engine.aclose()
             raise
 
     async def admit(self, slot: EngineSlot, process: RunningEngine) -> EngineState:
@@ -126,9 +148,11 @@ class Starter:
         info, endpoints = await engine.server_info(), await engine.endpoints()
         features = read_features(info, endpoints, KINDS.get(info.engine))
         self._check(slot.engine_id, features)
+        kind = KINDS.get(info.engine, settings.group.engine.of_kind)
+        self._check_caches(slot.engine_id, info, kind)
         if settings.group.engine.may_keep_embeddings:
-            encoder = pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
             model = await engine.model_info()
+            encoder = self._pushed_encoder()
             self._refuse(of_embeddings(slot.engine_id, settings.group.engine, info, model, encoder))
         version = await engine.weight_version()
         by_fingerprint = settings.lifecycle.verify_by == "fingerprint"
@@ -145,6 +169,9 @@ class Starter:
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             compares_weights="/weights_checker" in endpoints,
             fingerprint_method=info.fingerprints,
+            needs_names=kind.census.needs_names(
+                {**info.raw, **normalized(settings.group.engine.options)}
+            ),
             moves_experts=features.moves_experts,
             reports_memory=bool(info.resident_bytes),
             reports_groups=info.update_groups is not None,
@@ -175,6 +202,29 @@ class Starter:
             )
         )
         self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
+
+    def _check_caches(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
+        """Refuse what its census refuses; what it does not know is a warning, or refused too."""
+        settings, config = self._settings, self._settings.group.engine
+        if settings.update is WeightUpdate.FROZEN:
+            return
+        options = tuple(config.options)
+        if not settings.strict_caches and (why := why_unproved(kind, options, info)):
+            logger.warning("engine %s: %s (weights.strict_caches refuses it)", engine_id, why)
+        self._refuse(
+            of_caches(
+                f"engine {engine_id}",
+                kind,
+                options,
+                info,
+                keeps_embeddings=not self._pushed_encoder(),
+                is_strict=settings.strict_caches,
+            )
+        )
+
+    def _pushed_encoder(self) -> str:
+        settings = self._settings
+        return pushed_encoder(settings.model_path, settings.update, settings.not_pushed)
 
     def _refuse(self, conflicts: Conflicts) -> None:
         for setting, why in conflicts:
@@ -207,7 +257,7 @@ def configured_spec(
 ) -> EngineSpec:
     """The part of an engine's specification that settings decide alone."""
     config = group.engine
-    may_keep = bool(config.of_kind.embedding_cache)
+    may_keep = any(cache.is_of_encoder for cache in config.of_kind.census.caches)
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,

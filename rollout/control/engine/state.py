@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from engines.launch import RunningEngine
 from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
+from rollout.control.engine.stale_answers import Answers
 from rollout.core.types import EngineSlot, EngineStatus
 from rollout.rules.canary import CanaryLogprobs
 from rollout.rules.fingerprint_check import ADAPTER_PREFIX, is_checker_refusal, without_experts
@@ -28,6 +29,7 @@ class EngineState:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        needs_names: as in ``EngineStatus``.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
         record: its fingerprints at its last verification; None if there were none.
@@ -48,6 +50,8 @@ class EngineState:
         adapter: name of the adapter that was pushed; empty for none.
         expected: log-probs of the trainer's model for the canary prompts, by adapter.
         canary: its log-probs at its last log-prob check, by adapter; see ``logprob_check``.
+        sentinel: its last answers to the sentinel; None if it is not asked.
+        sees_images: its model does, so the sentinel shows it one.
         needs_logprob_check: fingerprints were inconclusive, so it must pass before it serves.
         is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
             others, but gets no request.
@@ -62,6 +66,7 @@ class EngineState:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
+    needs_names: bool = False
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
     released_bytes: dict[MemoryTag, int] = field(default_factory=dict)
@@ -84,6 +89,8 @@ class EngineState:
     adapter: str = ""
     expected: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     canary: dict[str, CanaryLogprobs] = field(default_factory=dict)
+    sentinel: Answers | None = None
+    sees_images: bool = False
     needs_logprob_check: bool = False
     is_stale: bool = False
     is_gone: bool = False
@@ -215,6 +222,7 @@ class EngineState:
             num_payloads=self.num_payloads,
             why_no_groups=self.why_no_groups,
             why_no_handles=self.why_no_handles,
+            needs_names=self.needs_names,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -20,11 +20,12 @@ from engines.protocol import MemoryTag, WeightsReport
 from engines.protocol.plain_text import describe
 from rollout.control.engine.catch_up import readmit
 from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_set import EngineSet
-from rollout.core.errors import EngineFailure, RolloutError
+from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.lifecycle import Phase
 from rollout.weights.store.weight_source import WeightSource
@@ -49,12 +50,14 @@ class EngineRecovery:
         tags: Sequence[MemoryTag],
         sources: Sequence[WeightSource],
         logprob_check: LogprobCheck,
+        sentinel: Sentinel,
     ) -> None:
         self._engines = engines
         self._commands = commands
         self.tags = tags
         self._sources = sources
         self._logprob_check = logprob_check
+        self._sentinel = sentinel
         self._num_running = 0
         self._entry = asyncio.Lock()
 
@@ -87,17 +90,24 @@ class EngineRecovery:
         return await readmit(member, version, sources, reference, self._why_wrong)
 
     async def _why_wrong(self, member: EngineState, version: int, why_inconclusive: str) -> str:
-        """Why the weights of a restarted engine are not those of ``version``.
+        """Why a restarted engine does not answer as ``version`` does.
 
         Args:
-            why_inconclusive: why its fingerprints are not enough.
+            why_inconclusive: why its fingerprints are not enough; empty if they are.
 
         Returns:
-            Empty if its log-probs are right.  Also empty if they cannot be checked now: then the
-            engine is checked with the others when they continue.
+            Empty if it does.  Also empty if that cannot be checked now: then the engine is checked
+            with the others when they continue.
         """
-        self._logprob_check.require(member, why_inconclusive)
-        if not member.needs_logprob_check or self._commands.phase is not Phase.SERVING:
+        if why_inconclusive:
+            self._logprob_check.require(member, why_inconclusive)
+        if self._commands.phase is not Phase.SERVING:
+            return ""
+        try:
+            await self._sentinel.check(member)
+        except LifecycleError as error:
+            return str(error)
+        if not member.needs_logprob_check:
             return ""
         peers = [peer for peer in self._engines.unfenced() if peer.is_verified_at(version)]
         return await self._logprob_check.why_mismatch(member, peers)

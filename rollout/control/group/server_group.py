@@ -28,6 +28,7 @@ from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, check_expected
 from rollout.control.engine.memory import KV_TAGS, WEIGHTS_TAGS, EngineMemory, why_no_room
+from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Connect, Starter, connect_http
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import log_tail
@@ -88,6 +89,7 @@ class ServerGroup:
         self._traits = group_traits(*terms)
         self._slots = {slot.engine_id: slot for slot in slots}
         self._logprob_check = LogprobCheck(settings)
+        self._sentinel = Sentinel(settings)
         starter = self._starter = Starter(
             settings,
             launcher,
@@ -99,6 +101,7 @@ class ServerGroup:
                 weights_cpu_backup=self._policy.weights_cpu_backup,
             ),
             logprob_check=self._logprob_check,
+            sentinel=self._sentinel,
             memory_saver=self._traits.needs_offload,
             weights_cpu_backup=self._policy.weights_cpu_backup,
         )
@@ -113,6 +116,7 @@ class ServerGroup:
             self._policy.tags if self._traits.needs_offload else (),
             self._sources(),
             self._logprob_check,
+            self._sentinel,
         )
         self._boots = EngineBoots(
             self._engines, starter, is_attached=settings.group.engine.is_attached
@@ -286,9 +290,10 @@ class ServerGroup:
 
     async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
         await member.engine.continue_generation()
-        if with_check and not member.is_stale:
-            return await self._logprob_check.collect(member)
-        return None
+        if member.is_stale:
+            return None
+        await self._sentinel.check(member)
+        return await self._logprob_check.collect(member) if with_check else None
 
     # -- status -----------------------------------------------------------------------------
 

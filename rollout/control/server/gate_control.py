@@ -170,4 +170,11 @@ def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
     elif engine.engine_id in out:
         liveness, reason = out[engine.engine_id]
         state = BackendState.DEAD if liveness is Liveness.DEAD else BackendState.DRAINING
-    return Backend(engine.engine_id, engine.endpoint, state, worker_type, reason=reason)
+    return Backend(
+        engine.engine_id,
+        engine.endpoint,
+        state,
+        worker_type,
+        reason=reason,
+        needs_names=engine.needs_names,
+    )

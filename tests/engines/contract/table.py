@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from engines.kinds import KINDS
 from tests.engines.conftest import FAKE_VLLM
 from tests.engines.contract import test_contract as suite
 
@@ -40,6 +41,19 @@ _HEAD = (
     "results in which each *yes* and *otherwise* passed.\n\n"
     "Versions: SGLang {sglang}, vLLM {vllm}, both on a CPU. The client of vLLM also takes the "
     "others of 0.27 to 0.33, which were not run.\n"
+)
+
+
+_CENSUS_HEAD = (
+    "## What engines have of old weights\n\n"
+    "What an engine computes with its weights and has after a request, and why none of it reaches "
+    "a token of new weights.\n*cleared*: a call clears it at each push. *named*: its key has the "
+    "run and the weight version. *disabled*: engines\nare launched without it. *refused*: the "
+    "option that adds it is refused. *recomputed*: it is derived from the weights\nagain. An entry "
+    "about images or sounds counts only if a push may change what computes their embeddings. An "
+    "engine of\nanother version, or with an option that may add an entry and is in none, is a "
+    "warning, and an error with\n`weights.strict_caches`. After each push the [sentinel]"
+    "(../concepts.md#how-weights-are-verified) asks. Attached SGLang\nengines have SGLang's."
 )
 
 
@@ -105,7 +119,22 @@ def page() -> str:
             for row in rows()
         ),
     ]
-    return _HEAD.format(sglang=_pin("sglang"), vllm=_pin("vllm")) + "\n" + "\n".join(lines) + "\n"
+    head = _HEAD.format(sglang=_pin("sglang"), vllm=_pin("vllm"))
+    return head + "\n" + "\n".join([*lines, "", *census()]) + "\n"
+
+
+def census() -> Iterator[str]:
+    """What each kind has of its weights after a request, and what is done about it."""
+    yield _CENSUS_HEAD
+    for kind in KINDS.values():
+        if kind.census is KINDS["sglang"].census and kind.name != "sglang":
+            continue
+        versions = ", ".join(kind.census.versions)
+        yield f"\n### {kind.title.removeprefix('the ')} {versions}\n"
+        yield "| what | treatment | by | in the engine's source |\n|---|---|---|---|"
+        for cache in kind.census.caches:
+            cells = (cache.name, cache.treatment.value, cache.by, f"`{cache.source}`")
+            yield f"| {' | '.join(cells)} |"
 
 
 def _pin(name: str) -> str:

@@ -179,12 +179,3 @@ def test_an_engine_for_adapters_knows_all_modules_unless_some_are_named() -> Non
     assert flags(named)["--lora-target-modules"] == ["q_proj", "v_proj"]
     assert "--lora-target-modules" not in flags({"enable-lora": True, "lora-paths": ["/a"]})
     assert "--lora-target-modules" not in flags()
-
-
-def test_a_store_of_embeddings_that_a_push_would_outdate_is_refused() -> None:
-    stored = {"enable-mm-global-cache": True}
-    with pytest.raises(ValueError, match=r"^enable_mm_global_cache: .*weights\.not_pushed"):
-        flags(stored, worker_type=WorkerType.ENCODER)
-    assert "--enable-mm-global-cache" in flags(
-        stored, worker_type=WorkerType.ENCODER, keeps_embeddings=True
-    )

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import WorkerType
 from engines.protocol.spec import EngineSpec
 from engines.sglang.environment import build_environment
 from engines.sglang.parallel import Parallel
@@ -119,21 +118,6 @@ def test_a_variable_that_breaks_the_lifecycle_is_refused_by_name(name: str, valu
 
 def test_expandable_segments_are_fine_without_a_memory_saver() -> None:
     environment(OURS | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, memory_saver=False)
-
-
-CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
-
-
-@pytest.mark.parametrize("worker_type", [WorkerType.REGULAR, WorkerType.ENCODER])
-def test_no_embedding_of_an_image_outlives_a_push_that_changes_its_encoder(
-    worker_type: WorkerType,
-) -> None:
-    assert environment(worker_type=worker_type)[CACHE] == "0"
-    assert CACHE not in environment(worker_type=worker_type, keeps_embeddings=True)
-    assert environment(keeps_embeddings=True, env={CACHE: "7"})[CACHE] == "7"
-    for theirs in ({"inherited": OURS | {CACHE: "100"}}, {"env": {CACHE: "100"}}):
-        with pytest.raises(ValueError, match=rf"^{CACHE} = 100: .*unset it, or .*not_pushed"):
-            environment(**theirs)
 
 
 TRAINER = {

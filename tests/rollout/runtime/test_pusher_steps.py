@@ -258,7 +258,7 @@ def test_what_is_expected_goes_with_the_next_push_of_handle_or_pusher(tmp_path: 
     ):
         policy = deployment["policy"]
         pusher.push(one)
-        right = [engine.weights.logprobs((1, 2, 3), "")]
+        right = [engine.caches.logprobs(engine.weights, (1, 2, 3), 0)[0]]
         policy.checks.expect(right)
         assert pusher.push(one).weight_version == 2
         # A later push, of other weights, is not compared with it.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines.fake import FakeEngine, FakeTensor, faults
+from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeWeights
 from engines.protocol import PauseMode
 from rollout.config import LifecycleConfig, WeightUpdate
@@ -22,7 +23,8 @@ from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter
 from tests.support.builders import TENSOR_NAMES, push, restart, started_group, started_server
 
-BY_CANARY = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]]}
+PROMPTS: list[list[int]] = [[1, 2, 3], [4, 5]]
+BY_CANARY = {"verify_by": "canary", "canary_prompts": PROMPTS, "sentinel": False}
 NAME = TENSOR_NAMES[1]
 
 
@@ -130,7 +132,7 @@ async def test_without_fingerprints_nothing_is_retracted_that_would_run_unproved
 
 
 async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_numbers() -> None:
-    prompts = {"canary_prompts": BY_CANARY["canary_prompts"]}
+    prompts = {"canary_prompts": PROMPTS, "sentinel": False}
     group, (engine,) = await started_group(1, lifecycle=prompts)
     await give(group, 1)
     await group.run(Command.CONTINUE)
@@ -189,7 +191,7 @@ def adapter_push(version: int, content: bytes = b"same") -> WeightPush:
 
 
 async def test_an_adapter_is_heard_of_through_prompts_under_it() -> None:
-    prompts = {"canary_prompts": BY_CANARY["canary_prompts"], "drain": "retract"}
+    prompts = {"canary_prompts": PROMPTS, "sentinel": False, "drain": "retract"}
     group, engines = await started_group(3, update="lora", lifecycle=prompts)
     await offload(group)
     await group.run(Command.RESUME_WEIGHTS)
@@ -216,11 +218,11 @@ def told_by_a_trainer(version: int) -> Logprobs:
     """The log-probs of an engine that has the right weights."""
     weights = FakeWeights(DEFAULT_TENSORS)
     weights.write((one.name, FakeTensor(one.shape, version)) for one in DEFAULT_TENSORS)
-    return tuple(weights.logprobs(prompt, "") for prompt in BY_CANARY["canary_prompts"])
+    return tuple(FakeCaches().logprobs(weights, prompt, 0)[0] for prompt in PROMPTS)
 
 
 async def test_what_all_took_wrongly_alike_is_found_by_what_the_trainers_model_tells() -> None:
-    prompts = {"canary_prompts": BY_CANARY["canary_prompts"]}
+    prompts = {"canary_prompts": PROMPTS, "sentinel": False}
     for is_garbled in (False, True):
         group, engines = await started_group(2, lifecycle=prompts)
         await offload(group)

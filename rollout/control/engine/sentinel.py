@@ -1,0 +1,186 @@
+"""The sentinel of one group: asks each engine after a push whether it answers from old state.
+
+Always true: an engine gets its prompts only while it generates and has no requests: after its
+start, after its ``continue`` and before the gate opens, or before it joins its group.  The caller
+fences an engine that answers from old state.  ``stale_answers`` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines.protocol import PromptImage, SamplingParams, WorkerType
+from engines.protocol.census.entries import namespace
+from engines.protocol.errors import EngineRejected
+from engines.protocol.plain_text import describe
+from rollout.config import Drain, WeightUpdate
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.engine.stale_answers import (
+    NUM_ASKED,
+    Answer,
+    Answers,
+    Stale,
+    find_stale,
+    prompt_for,
+)
+from rollout.control.engine.state import EngineState
+from rollout.core.errors import LifecycleError
+from rollout.observability.timeline.recorder import record_event
+
+logger = logging.getLogger(__name__)
+
+RID_PREFIX = "sentinel-"
+# By whether the engine has log-probs of the prompt for it; those of one new token are enough.
+_SAMPLING = {
+    has_prompt: SamplingParams(max_new_tokens=0 if has_prompt else 1, temperature=0.0)
+    for has_prompt in (True, False)
+}
+# One gray image of 56 x 56 pixels, as PNG.
+_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAADgAAAA4CAAAAACN7WTCAAAAJElEQVR42u3LMQ0AAAwDoEqv9FpY"
+    "dsNP+hRRFEVRFEVRFMWbAclXIFtsqkldAAAAAElFTkSuQmCC"
+)
+
+
+class Sentinel:
+    """Asks the engines of one group.
+
+    Attributes:
+        prompt: token ids; empty if the sentinel is disabled or impossible.
+        image_tokens: those for one image; empty if the model sees none, or in another form.
+    """
+
+    def __init__(self, settings: GroupSettings) -> None:
+        self._settings = settings
+        self._run = secrets.token_hex(8)
+        self.prompt: tuple[int, ...] = ()
+        self.image_tokens: tuple[int, ...] = ()
+        is_pushed = settings.update is not WeightUpdate.FROZEN
+        # Prefill and decode workers answer only in pairs, and encoders not at all.
+        has_logprobs = settings.group.worker_type is WorkerType.REGULAR
+        if settings.lifecycle.sentinel and is_pushed and has_logprobs:
+            config = _config_of(settings.model_path)
+            text = {**config, **(config.get("text_config") or {})}
+            size, length = _number(text, "vocab_size"), _number(text, "max_position_embeddings")
+            self.prompt = prompt_for(size, length, settings.lifecycle.canary_prompts)
+            self.image_tokens = _image_tokens(config)
+
+    async def plant(self, member: EngineState) -> None:
+        """Put the prompt into every cache of an engine that has just started.
+
+        An engine that refuses it is not asked again, with a warning.
+        """
+        if self.prompt and self.image_tokens:
+            model = await member.engine.model_info()
+            member.sees_images = bool(model.raw.get("has_image_understanding"))
+        while self.prompt:
+            try:
+                member.sentinel = await self._ask(member, secrets.token_hex(4))
+                return
+            except EngineRejected as error:
+                what = "shows it no image" if member.sees_images else "does not ask it"
+                logger.warning(
+                    "engine %s: the sentinel %s: %s", member.engine_id, what, describe(error)
+                )
+            if not member.sees_images:
+                return
+            member.sees_images = False
+
+    async def check(self, member: EngineState) -> None:
+        """Ask whether an engine answers from old state, if its weights are others than before.
+
+        Raises:
+            LifecycleError: it does; the message names the entries of the census that are suspected.
+        """
+        before = member.sentinel
+        if before is None or before.made_of == _made_of(member):
+            return
+        budgets = self._settings.lifecycle
+        # Requests that were retracted are in the same batches.
+        is_exact = before.is_exact and budgets.drain is not Drain.RETRACT
+        find = partial(find_stale, before=before, tolerance=budgets.canary_tolerance)
+        now = await self._ask(member, before.process)
+        stale = find(now, is_exact=is_exact)
+        if stale is not None and not stale.is_certain:
+            first, now = now, await self._ask(member, before.process, attempt=2)
+            stale = find(now, is_exact=first.fresh == now.fresh)
+        if stale is not None:
+            raise LifecycleError(self._text(stale))
+        member.sentinel = now
+
+    def _text(self, stale: Stale) -> str:
+        engine = self._settings.group.engine
+        suspects = engine.of_kind.census.suspects(stale.sign, engine.options)
+        named = ", ".join(f"{one.name} ({one.treatment} by {one.by})" for one in suspects)
+        return (
+            f"it answers from state that older weights computed: {stale.why}; suspected: "
+            f"{named or 'nothing that is known'} (lifecycle.sentinel)"
+        )
+
+    async def _ask(self, member: EngineState, process: str, attempt: int = 1) -> Answers:
+        # With the same name a second attempt would get the first one's prefix from the cache.
+        name = f"{namespace(self._run, member.weight_version)}:{process}-{attempt}"
+        prompts: dict[str, PromptImage | None] = {"text": None}
+        if member.sees_images:
+            prompts["image"] = PromptImage(_IMAGE, self._run)
+        through, fresh = {}, {}
+        for prompt, image in prompts.items():
+            # Each by its own name: they begin alike.
+            through[prompt] = await self._answer(member, f"{name}:{prompt}", image)
+            unknown = secrets.token_hex(8)
+            other = image and PromptImage(_IMAGE, unknown)
+            fresh[prompt] = await self._answer(member, f"{self._run}:{unknown}", other)
+        record_event("sentinel", f"of {_made_of(member)}", engine_id=member.engine_id)
+        return Answers(through, fresh, _made_of(member), process, member.record)
+
+    async def _answer(self, member: EngineState, key: str, image: PromptImage | None) -> Answer:
+        start = len(self.prompt) - NUM_ASKED
+        seen = () if image is None else self.image_tokens
+        has_prompt = self._settings.group.engine.of_kind.has_part_of_prompt_logprobs
+        reply = await member.engine.generate(
+            input_ids=(*self.prompt[:start], *seen, *self.prompt[start:]),
+            sampling_params=_SAMPLING[has_prompt],
+            rid=f"{RID_PREFIX}{secrets.token_hex(4)}",
+            return_logprob=True,
+            logprob_start_len=start if has_prompt else None,
+            lora_path=member.adapter or None,
+            extra_key=key,
+            image=image,
+        )
+        logprobs = (*(reply.input_logprobs or ()), *(reply.output_logprobs or ()))
+        return Answer(logprobs, reply.cached_tokens)
+
+
+def _made_of(member: EngineState) -> str:
+    return f"version {member.weight_version} {member.adapter}"
+
+
+def _config_of(model_path: str) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _number(config: dict[str, Any], name: str) -> int:
+    return config[name] if isinstance(config.get(name), int) else 0
+
+
+def _image_tokens(config: dict[str, Any]) -> tuple[int, ...]:
+    """Begin, placeholder and end of one image, as far as the model's configuration names them."""
+    names = (
+        ("vision_start_token_id", "boi_token_index", "boi_token_id"),
+        ("image_token_id", "image_token_index"),
+        ("vision_end_token_id", "eoi_token_index", "eoi_token_id"),
+    )
+    found = [
+        next((config[name] for name in place if isinstance(config.get(name), int)), None)
+        for place in names
+    ]
+    return tuple(one for one in found if one is not None) if found[1] is not None else ()

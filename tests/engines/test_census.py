@@ -1,0 +1,206 @@
+"""The census: each entry has its treatment, and without the treatment a test here fails."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.kinds import KINDS
+from engines.launch import invocation
+from engines.protocol import Endpoint, WorkerType
+from engines.protocol.census.embedded import CENSUS as EMBEDDED
+from engines.protocol.census.entries import Cache, Census, Sign, Treatment, is_on, namespace
+from engines.protocol.kind import Kind
+from engines.protocol.spec import EngineSpec
+
+HERE = Endpoint("127.0.0.1", 4000)
+ROOT = Path(__file__).parents[2]
+ENTRIES = [(kind, cache) for kind in KINDS.values() for cache in kind.census.caches]
+IDS = [f"{kind.name}-{cache.name}" for kind, cache in ENTRIES]
+IN_EACH = pytest.mark.parametrize(("kind", "cache"), ENTRIES, ids=IDS)
+
+
+def start(kind: Kind, options: dict[str, Any], *inherited: str, **spec: Any) -> dict[str, str]:
+    """The environment of an engine, with variables that it inherits at 100."""
+    given = EngineSpec("e-0", kind.name, "/nowhere", "/e.log", options=options, **spec)
+    return dict(invocation(given, HERE, {"PATH": "/bin"} | dict.fromkeys(inherited, "100")).env)
+
+
+def check_disabled(kind: Kind, cache: Cache) -> None:
+    assert start(kind, {})[cache.variable] == "0"
+    assert cache.variable not in start(kind, {}, keeps_embeddings=True)
+    for more in ({}, {"env": {cache.variable: "100"}}):
+        with pytest.raises(ValueError, match=rf"^{cache.variable} = 100: .*unset it, or "):
+            start(kind, {}, *([] if more else [cache.variable]), **more)
+
+
+def check_refused(kind: Kind, cache: Cache) -> None:
+    options = [option for option in cache.options if not set("*?[") & set(option)]
+    assert options
+    for option in options:
+        with pytest.raises(ValueError, match=f"^{option}: .*leave it out"):
+            start(kind, {option.replace("_", "-"): "on"})
+        assert start(kind, {option: False}) is not None
+        if cache.is_of_encoder:
+            assert start(kind, {option: True}, keeps_embeddings=True) is not None
+
+
+CHECKS: dict[Treatment, Callable[[Kind, Cache], None]] = {
+    Treatment.DISABLED: check_disabled,
+    Treatment.REFUSED: check_refused,
+}
+TREATED = [
+    pytest.param(kind, cache, id=name)
+    for (kind, cache), name in zip(ENTRIES, IDS, strict=True)
+    if cache.treatment in CHECKS and kind.invocation is not None
+]
+
+
+@pytest.mark.parametrize(("kind", "cache"), TREATED)
+def test_what_is_disabled_or_refused_is_so_when_an_engine_is_launched(
+    kind: Kind, cache: Cache
+) -> None:
+    CHECKS[cache.treatment](kind, cache)
+
+
+@pytest.mark.parametrize(("kind", "cache"), TREATED)
+def test_an_entry_without_its_treatment_fails_the_check(
+    kind: Kind, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tuple(one for one in kind.census.caches if one is not cache)
+    without = replace(kind, census=replace(kind.census, caches=others))
+    monkeypatch.setitem(KINDS, kind.name, without)
+    with pytest.raises((pytest.fail.Exception, KeyError)):
+        CHECKS[cache.treatment](without, cache)
+
+
+@IN_EACH
+def test_each_entry_says_what_is_done_and_where_the_source_has_it(kind: Kind, cache: Cache) -> None:
+    assert cache.by
+    assert cache.source
+    assert (cache.treatment is Treatment.DISABLED) == bool(cache.variable)
+    assert len({one.name for one in kind.census.caches}) == len(kind.census.caches)
+
+
+def test_each_kind_has_a_census_and_versions_that_were_read() -> None:
+    assert all(kind.census.caches and kind.census.versions for kind in KINDS.values())
+    assert KINDS["attached"].census is KINDS["sglang"].census
+
+
+def test_sources_of_our_own_engines_exist() -> None:
+    for name in ("embedded", "fake"):
+        for cache in KINDS[name].census.caches:
+            file, _, function = cache.source.partition(": ")
+            tree = ast.parse((ROOT / "engines" / name / file).read_text())
+            names = {one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+            assert function in names, cache
+
+
+def test_an_encoder_worker_has_no_embeddings_either() -> None:
+    env = start(KINDS["sglang"], {}, worker_type=WorkerType.ENCODER)
+    assert env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+
+
+# -- versions and options that are not in it -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_known"),
+    [
+        ("sglang", "0.5.20", True),
+        ("sglang", "0.5.23.post1", True),
+        ("sglang", "0.5.2", False),
+        ("sglang", "0.5.230", False),
+        ("sglang", "0.5.24", False),
+        ("vllm", "0.32.0+cpu", True),
+        ("vllm", "0.33.1", True),
+        ("vllm", "0.31.0", False),
+    ],
+)
+def test_versions_whose_source_was_read(name: str, version: str, is_known: bool) -> None:
+    found = KINDS[name].census.unproved(version, ())
+    assert found == ([] if is_known else [f"version {version} (read: {read(name)})"])
+
+
+def read(name: str) -> str:
+    return ", ".join(KINDS[name].census.versions)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "is_known"),
+    [
+        ("sglang", "--tp", True),
+        ("sglang", "hicache-storage-backend", True),
+        ("sglang", "cpu-offload-gb", False),
+        ("sglang", "new_kv_store", False),
+        ("vllm", "kv-offloading-size", True),
+        ("vllm", "offload_backend", False),
+        ("embedded", "max-total-tokens", True),
+    ],
+)
+def test_options_that_may_add_an_entry_are_in_the_census(
+    name: str, option: str, is_known: bool
+) -> None:
+    found = KINDS[name].census.unproved("", [option])
+    assert bool(found) is not is_known
+    assert is_known or found == [f"option {option.replace('-', '_')}"]
+
+
+def test_what_an_option_adds_is_suspected_first() -> None:
+    census = KINDS["sglang"].census
+    plain = [cache.name for cache in census.suspects(Sign.PREFIX, ())]
+    tiered = [cache.name for cache in census.suspects(Sign.PREFIX, ["hicache-storage-backend"])]
+    assert plain[0] == "prefix cache"
+    assert tiered[0].startswith("storage tier")
+    refused = [cache.name for cache in census.suspects(Sign.PREFIX, ["enable-lmcache"])]
+    assert refused[0].startswith("LMCache")
+    assert not any(name.startswith("LMCache") for name in plain + tiered)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_so"),
+    [
+        ("sglang", {}, False),
+        ("sglang", {"hicache_storage_backend": "file"}, True),
+        ("sglang", {"hicache_storage_backend": None}, False),
+        ("sglang", {"enable_hierarchical_cache": True}, False),
+        ("sglang", {"enable_lora": True}, False),
+        ("vllm", {"kv_offloading_size": 4}, False),
+        ("fake", {"storage_cache": "tier"}, True),
+    ],
+)
+def test_a_store_that_no_call_clears_needs_names(
+    name: str, options: dict[str, Any], is_so: bool
+) -> None:
+    assert KINDS[name].census.needs_names(options) is is_so
+
+
+def test_an_option_that_is_off_adds_nothing() -> None:
+    values = (None, False, 0, "", "off", "none", True, "file", 1)
+    assert [value for value in values if is_on(value)] == [True, "file", 1]
+    census = KINDS["sglang"].census
+    assert census.why_refused({"enable_lmcache": False}, keeps_embeddings=False) == []
+    assert len(census.why_refused({"enable_lmcache": True}, keeps_embeddings=True)) == 1
+
+
+def test_no_two_runs_and_no_two_versions_share_a_name() -> None:
+    names = [namespace(run, version) for run in ("a", "b") for version in (None, 0, 1, 12, 2)]
+    assert len(set(names)) == len(names)
+
+
+def options_of(census: Census) -> Iterator[str]:
+    return (option for cache in census.caches for option in cache.options)
+
+
+def test_the_embedded_engine_has_every_option_that_its_census_names() -> None:
+    from engines.embedded.core.config import EmbeddedConfig
+
+    has = Cache(
+        name="", treatment=Treatment.CLEARED, by="", source="", options=tuple(options_of(EMBEDDED))
+    )
+    assert any(has.is_of(name) for name in EmbeddedConfig.__dataclass_fields__)
