@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from engines.protocol.census.entries import namespace
 from rollout.config import RouterConfig
 from rollout.router.continuation.core import Decode
 from rollout.router.gate.gate import Gate, Refusal
@@ -138,7 +139,7 @@ class Proxy:
 
     def namespace(self, weight_version: int | None) -> str:
         """What names the prefixes that weights of this version computed in this run."""
-        return self._run if weight_version is None else f"{self._run}:v{weight_version}"
+        return namespace(self._run, weight_version)
 
     def hint_of(self, request: Request) -> Hint:
         """The affinity and prompt of a request, as far as the policy uses them."""

@@ -33,7 +33,7 @@ from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.request import Request, read_request
-from rollout.router.http.routes import COMPLETION_PATHS
+from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.engine_errors import (
@@ -52,6 +52,7 @@ from rollout.router.proxy.prefill_decode import (
     PrefillReply,
     Prompt,
     bootstrap_fields,
+    why_not_together,
 )
 from rollout.router.proxy.reader_choice import read_for_base, read_forwarded, read_tokens
 from rollout.router.proxy.token_reader import (
@@ -290,6 +291,9 @@ class Exchange:
         pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
         version, more = admission.weight_version, self._added_name(admission)
         namespace = self._proxy.namespace(version)
+        if why := _why_refused(request, admission):
+            self._end_with(responses.error(400, "bad_request", why))
+            return
         if admission.partner is not None:
             more = {**more, **bootstrap_fields(admission.partner)}
             self._prefill = PrefillReply(
@@ -671,3 +675,15 @@ class Exchange:
         self._body = b""
         self._request = None
         self._proxy.live.discard(self)
+
+
+def _why_refused(request: Request, admission: Admission) -> str:
+    """Why this engine must not get the request, although it would answer; empty if it may."""
+    path = request.head.route.path
+    if admission.member.needs_names and not request.adds_extra_key and path not in TOKENIZER_PATHS:
+        return (
+            f"{path}: a request there has no name of its weight version, and engine "
+            f"{admission.member.engine_id} has a store of prefixes that no push clears; use "
+            f"{', '.join(sorted(COMPLETION_PATHS))}, or engines without that store"
+        )
+    return why_not_together(request.body) if admission.partner is not None else ""

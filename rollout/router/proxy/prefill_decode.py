@@ -4,7 +4,8 @@ Both get the body with the same bootstrap fields; the decode engine fetches the 
 the prefill engine and sends the reply.  The field names are those of SGLang
 0.5.23 (``GenerateReqInput`` and its OpenAI protocol); its own router sets them the same way.
 Only the prefill engine knows the log-probs of the prompt: a request for them gets them from its
-reply, before those that the decode engine reports (none, in that version).
+reply, before those that the decode engine reports (none, in that version).  Other results of the
+prompt are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rollout.router.continuation.core import UNUSABLE
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.fast_json import loads
 from rollout.router.http.head_cache import ReplyHead
+from rollout.router.http.request import find_field
 from rollout.rules.routing import Backend
 
 PromptLogprobs = Mapping[str, list[Any]]
@@ -32,6 +34,24 @@ def bootstrap_fields(prefill: Backend) -> dict[str, str | int]:
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": secrets.randbelow(1 << 63),
     }
+
+
+def why_not_together(body: bytes) -> str:
+    """Why no pair can answer a request; empty if one can.
+
+    The decode engine reports routed experts and echoed log-probs of prompt tokens that only the
+    prefill engine computed: those at the same places of an earlier request.
+    """
+    if find_field(body, "return_routed_experts")[1]:
+        what = "return_routed_experts"
+    elif find_field(body, "echo")[1] and find_field(body, "logprobs")[1] is not None:
+        what = "echo with logprobs"
+    else:
+        return ""
+    return (
+        f"{what}: prefill and decode engines answer this request together, and only the prefill "
+        "engine computes the prompt; ask a server whose groups have regular engines"
+    )
 
 
 def read_prompt_logprobs(reply: bytes) -> PromptLogprobs:

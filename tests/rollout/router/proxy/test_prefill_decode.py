@@ -194,3 +194,29 @@ async def test_prompts_with_the_same_beginning_reach_the_same_engine(make_bench)
         (await bench.ask(json={"input_ids": [*shared, n]})).headers["x-engine-id"] for n in range(6)
     }
     assert len(chosen) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted", "is_refused"),
+    [
+        ("/generate", {"return_routed_experts": True}, True),
+        ("/v1/chat/completions", {"return_routed_experts": True}, True),
+        ("/v1/completions", {"echo": True, "logprobs": 0}, True),
+        ("/generate", {"return_routed_experts": False}, False),
+        ("/v1/completions", {"echo": True}, False),
+    ],
+)
+async def test_results_of_the_prompt_that_the_decode_engine_did_not_compute_are_refused(
+    make_bench, path, wanted, is_refused
+):
+    bench = await pair(make_bench, reply(b"prefill"), reply(b"decode"))
+    got = await bench.ask(path, json={"text": "a", **wanted})
+    if is_refused:
+        assert got.status == 400
+        assert f"{next(iter(wanted))}" in got.json["error"]["message"]
+        assert "only the prefill engine computes the prompt" in got.json["error"]["message"]
+        assert not [seen for engine in bench.engines for seen in engine.seen]
+    else:
+        assert got.body == b"decode"
+    engines = (await bench.host.stats())["engines"]
+    assert [engine["num_in_flight"] for engine in engines] == [0, 0]
