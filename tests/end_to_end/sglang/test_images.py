@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 from safetensors.torch import load_file
 
 import rollout
+from engines.launch import LocalLauncher
+from engines.protocol.spec import EngineSpec
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.attached_config import config as attached_config
+from tests.support.contract import CPU_OPTIONS
 from tests.support.real_policy import one_engine, real_config
 from tests.support.vision_model import (
     PROMPT,
@@ -73,3 +77,41 @@ def test_an_image_seen_before_a_push_is_seen_by_the_new_tower_after_it(tmp_path:
                 # With the old embedding of an image it would be the other way round.
                 gaps = gap(answer, new, image), gap(answer, stale, image)
                 assert gaps[0] < 1e-3 < 0.1 < gaps[1], gaps
+
+
+async def test_an_attached_engine_that_has_embeddings_although_it_says_not_is_fenced(
+    tmp_path: Path,
+) -> None:
+    """The sentinel shows each engine the same image before and after a push."""
+    models = [make_vision_model(tmp_path / f"weights-{seed}", seed) for seed in range(2)]
+    spec = EngineSpec(
+        "theirs-0",
+        "sglang",
+        str(models[0]),
+        str(tmp_path / "theirs.log"),
+        python="sglang-cpu",
+        options=CPU_OPTIONS["sglang"],
+        keeps_embeddings=True,
+    )
+    theirs = await LocalLauncher().launch(spec)
+    claims = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    config = attached_config(theirs.endpoint.url, models[0], tmp_path, env=claims)
+    try:
+        await asyncio.to_thread(_push_to, config, models[1])
+    finally:
+        await theirs.stop(5)
+
+
+def _push_to(config: rollout.RolloutConfig, weights: Path) -> None:
+    pushed = load_file(weights / "model.safetensors")
+    with launch_local(config) as deployment:
+        policy = deployment["policy"]
+        with (
+            pytest.raises(
+                rollout.RolloutError,
+                match=r"answers from state that older weights computed: log-probs of the "
+                r"sentinel's image prompt differ .*suspected: embeddings of images and sounds",
+            ),
+            policy.offloaded() as window,
+        ):
+            window.push(pushed, version=1)
