@@ -85,8 +85,9 @@ def first_line(error: Exception) -> str:
 
 
 def give_up(reason: str) -> NoReturn:
-    print(f"engines.embedded: {reason}", file=sys.stderr)
-    sys.exit(2)
+    print(f"engines.embedded: {reason}", file=sys.stderr, flush=True)
+    # Not sys.exit: after a region of torch_memory_saver in mode torch, that ends with status 1.
+    os._exit(2)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from engines.protocol.spec import EngineSpec
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tests.engines.embedded.engine_client import Server, connected
+from tests.support.nvml import logical_gpu_environment
 
 ROOT = Path(__file__).parents[4]
 
@@ -105,6 +106,29 @@ def test_a_library_that_refuses_another_is_one_line_and_status_2(tmp_path: Path)
         )
     ended = run("--model-path", str(tmp_path), "--port", "0", PYTHONPATH=path)
     assert one_line(ended).endswith(f"cannot be imported by {sys.executable}: {words}")
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(2)", 1), ("give_up('why')", 2)])
+def test_an_engine_that_gives_up_after_a_region_of_the_saver_ends_with_its_own_status(
+    tmp_path: Path, end: str, status: int
+) -> None:
+    """In mode torch, the double ends any other exit with status 1, as the real one does."""
+    program = (
+        "import sys, torch\n"
+        "from engines.embedded.__main__ import give_up\n"
+        "from engines.embedded.memory.regions import Memory\n"
+        "from engines.protocol import MemoryTag\n"
+        "memory = Memory(torch.device('cuda'), saver=True, weights_backup=False)\n"
+        "memory.allocate(MemoryTag.WEIGHTS, [(torch.Size([4]), torch.float32)])\n"
+    )
+    env = {**os.environ, **logical_gpu_environment(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program + end], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ("engines.embedded: why" in ended.stderr) is (status == 2)
 
 
 @pytest.mark.embedded

@@ -6,8 +6,9 @@ Here every storage that torch allocates inside ``region`` is remembered under th
 holding zeros, or what they held before where the region asked for a backup.  A block that is not
 paused is resident whether used or not, as on a GPU.
 
-As in the real one: touching paused memory is a fault, and pausing what is paused or resuming what
-is not ends the process with status 1.
+As in the real one: touching paused memory is a fault; pausing what is paused or resuming what is
+not ends the process with status 1, and so does each exit but ``os._exit`` after a region in mode
+``torch``, whose allocator frees when its own objects are gone.
 
 Where ``NVML_DOUBLE`` names a folder of GPUs, regions are device memory: a pause leaves the host
 memory of the process as it is, and what is not paused is written to the file of this process for
@@ -16,6 +17,7 @@ each GPU of ``CUDA_VISIBLE_DEVICES``, where a double of NVML reads it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -141,6 +143,9 @@ class MemorySaver:
     def region(
         self, tag: str = "default", enable_cpu_backup: bool = False, **options: Any
     ) -> Iterator[None]:
+        if self.hook_mode == "torch":
+            atexit.unregister(_die_at_exit)
+            atexit.register(_die_at_exit)
         recorder = _Recorder()
         try:
             with recorder:
@@ -201,6 +206,11 @@ def _gpus() -> list[Path]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = Path(os.environ["NVML_DOUBLE"]).iterdir()
     return [gpu for gpu in gpus if gpu.name.partition("_")[0] in visible]
+
+
+def _die_at_exit() -> None:
+    sys.stdout.flush()
+    _die("cannot free at exit in mode torch")
 
 
 def _check(status: int) -> None:
