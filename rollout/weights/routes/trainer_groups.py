@@ -512,7 +512,9 @@ def _backend(config: ServerConfig, *, is_on_cuda: bool) -> str:
                 why_no_nccl,
             )
         return backend
-    if why := why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem):
+    why = f"weights.backend = nccl: {why_no_nccl}" if why_no_nccl else ""
+    why = why or why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem)
+    if why:
         raise ConfigError(why, setting="weights.backend", value=wanted)
     return backend
 

@@ -94,6 +94,15 @@ def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_se
     on_gpus(idle, transport="distributed", backend="nccl")
 
 
+def test_nccl_by_name_to_engines_on_the_trainers_gpus_is_refused_before_anything_is_sent(
+    idle: IdleGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of one group on one GPU end both processes' ends of it, in NCCL itself."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    with pytest.raises(ConfigError, match="weights.backend = nccl: group main: it offloads"):
+        on_gpus(idle, offloads=True, backend="nccl")
+
+
 def test_auto_says_why_tensors_on_a_gpu_go_by_gloo(
     idle: IdleGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
