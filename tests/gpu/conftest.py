@@ -10,6 +10,22 @@ import pytest
 from tests.support.gpu.machine import Gpu, devices, the_gpu
 from tests.support.gpu.model import make_model
 
+_MARK = "gpu"
+_passed: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed and _MARK in report.keywords:
+        _passed.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run for the GPU in which no test used it has shown nothing, so it has failed."""
+    selected = [one for one in session.items if one.get_closest_marker(_MARK)]
+    if selected and not _passed and not session.config.option.collectonly:
+        print(f"\nof {len(selected)} tests for a GPU none was run and passed")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
 
 @pytest.fixture(scope="module", params=devices())
 def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:

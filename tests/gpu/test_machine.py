@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gpu.figures import FILE_VARIABLE, record
+from tests.support.gpu.machine import bytes_to_host, collect_handles
 
 ROOT = Path(__file__).parents[2]
 # What such a machine has; the rest comes from the folder of wheels.
@@ -106,14 +107,71 @@ def test_collecting_imports_nothing_that_the_machine_lacks(tmp_path: Path) -> No
             assert f"tests/gpu/{file}::test_{test}" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.parametrize("module", ["test_facts.py", "test_saver.py"])
+def test_a_run_for_the_gpu_that_used_none_has_failed(module: str) -> None:
+    """Neither a machine without a GPU, nor one without the saver, may look like a success."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"tests/gpu/{module}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no CUDA device" in done.stdout
+    assert "tests for a GPU none was run and passed" in done.stdout
+
+
+def test_skipped_tests_for_the_gpu_are_a_failed_run(tmp_path: Path) -> None:
+    tests = "import pytest\npytestmark = pytest.mark.gpu\n"
+    tests += "@pytest.mark.skipif({}, reason='not there')\ndef test_one(): pass\n"
+    hooks = (ROOT / "tests/gpu/conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(hooks)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    for is_skipped, status in ((True, 1), (False, 0)):
+        (tmp_path / "test_it.py").write_text(tests.format(is_skipped))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_copies_to_the_host_are_counted_by_what_the_profiler_writes() -> None:
+    """The form of Kineto's ``output_json.cpp``; ``KinetoEvent.nbytes`` is 0 for copies."""
+    copy = {"ph": "X", "cat": "gpu_memcpy", "args": {"device": 0, "stream": 7, "bytes": 4096}}
+    others = ["Memcpy HtoD (Pageable -> Device)", "Memcpy DtoD (Device -> Device)"]
+    names = ["Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)", *others]
+    events: list[dict[str, object]] = [{**copy, "name": name} for name in names]
+    events += [{"ph": "M", "args": {"name": "python"}}, {"ph": "X", "name": "cudaMemcpyAsync"}]
+    assert bytes_to_host({"traceEvents": events}) == 2 * 4096
+
+
+def test_handles_that_a_process_still_uses_are_an_error_and_not_left_behind(tmp_path: Path) -> None:
+    counters = tmp_path / f"torch_{os.getpid()}_1_0"
+    (tmp_path / "torch_1_2_0").touch()  # of another process
+    counters.touch()
+    collected = iter([lambda: None, lambda: None, counters.unlink])
+    collect_handles(lambda: next(collected)(), folder=tmp_path)
+    counters.touch()
+    with pytest.raises(pytest.fail.Exception, match=counters.name):
+        collect_handles(lambda: None, timeout_s=0.2, folder=tmp_path)
+
+
 def test_figures_of_all_tests_are_in_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "figures.json"))
     record("saver", seconds=2.0, num_bytes=4 << 30)
     record("facts", driver="1.2")
-    assert json.loads((tmp_path / "figures.json").read_text()) == {
-        "saver": {"seconds": 2.0, "num_bytes": 4 << 30, "gib_per_s": 2.0},
-        "facts": {"driver": "1.2"},
-    }
+    lines = (tmp_path / "figures.json").read_text().splitlines()
+    assert list(map(json.loads, lines)) == [
+        {"test": "saver", "seconds": 2.0, "num_bytes": 4 << 30, "gib_per_s": 2.0},
+        {"test": "facts", "driver": "1.2"},
+    ]
     assert "saver: seconds 2, num_bytes 4294967296, gib_per_s 2\n" in capsys.readouterr().out

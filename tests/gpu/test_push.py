@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
-from rollout.core.errors import RolloutError
+from rollout.core.errors import ConfigError
 from rollout.runtime.handle import ServerHandle
 from tests.support.gpu.figures import record
 from tests.support.gpu.machine import Gpu, copied_to_host, need, timed, with_engines
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.embedded, with_engines]
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk", "cuda_ipc"]
 NUM_PUSHES = {"cpu": 6, "cuda": 200}
 FLAT_AFTER = {"cpu": 2, "cuda": 50}
+# With a large model not all of them fit into the time of a test.
+MOST_S = 120.0
 TIED, ITS_TWIN = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -86,11 +89,14 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
     gpu = policy.gpu
     handle = pushing_by(policy)
     tensors = renewed(policy)
-    number, flat_after = NUM_PUSHES[gpu.device], FLAT_AFTER[gpu.device]
+    flat_after = FLAT_AFTER[gpu.device]
     used: list[int] = []
 
     def push_all() -> None:
-        for index in range(number):
+        ends_at = time.monotonic() + MOST_S
+        for index in range(NUM_PUSHES[gpu.device]):
+            if time.monotonic() > ends_at and len(used) >= 2:
+                return
             for one in tensors.values():
                 one.fill_(index / 256)
             handle.serve_weights(tensors).result(TIMEOUT_S)
@@ -108,22 +114,23 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
     handle.serve_weights(policy.tensors).result(TIMEOUT_S)
     check_held(policy, policy.tensors)
     handle.close()
+    number = flat_after + len(used)
     num_bytes = number * sum(one.nbytes for one in tensors.values())
     record(f"push many {gpu.device}", seconds=seconds, num_bytes=num_bytes, pushes=number)
 
 
-def test_a_push_by_ipc_copies_little_to_the_host(policy: OneEngine) -> None:
+def test_a_push_by_ipc_copies_little_to_the_host(policy: OneEngine, tmp_path: Path) -> None:
     if not policy.gpu.is_real:
         pytest.skip("cuda_ipc: the tensors are not on a GPU")
     handle = pushing_by(policy, transport="cuda_ipc")
     tensors = renewed(policy)
     copied, seconds = copied_to_host(
-        policy.gpu, lambda: handle.serve_weights(tensors).result(TIMEOUT_S)
+        lambda: handle.serve_weights(tensors).result(TIMEOUT_S), tmp_path / "trace.json"
     )
     handle.close()
     num_bytes = sum(one.nbytes for one in tensors.values())
     record("push cuda_ipc profiled", seconds=seconds, num_bytes=num_bytes, copied_bytes=copied)
-    assert copied < num_bytes / 16
+    assert 0 < copied < num_bytes / 16  # the fingerprints
 
 
 def test_a_pusher_hands_over_memory_of_its_gpu(policy: OneEngine) -> None:
@@ -141,10 +148,11 @@ def test_a_pusher_hands_over_memory_of_its_gpu(policy: OneEngine) -> None:
 
 
 def test_nccl_onto_the_trainers_own_gpu_is_refused_in_words(policy: OneEngine) -> None:
-    if not policy.gpu.is_real:
-        pytest.skip("NCCL: the tensors are not on a GPU")
+    """Two ranks of a group on one GPU would end in NCCL itself, on both sides."""
+    before = policy.fingerprints()
     handle = pushing_by(policy, transport="distributed", backend="nccl")
-    with pytest.raises(RolloutError, match=r"(?i)nccl"):
+    with pytest.raises(ConfigError, match="nccl: group main: it offloads"):
         handle.serve_weights(policy.tensors).result(TIMEOUT_S)
     handle.close()
-    check_held(policy, policy.tensors)
+    assert policy.state == "serving"
+    assert policy.fingerprints() == before

@@ -1,4 +1,7 @@
-"""Figures of a run on a GPU: printed, and added to the JSON file that ``GPU_JSON`` names."""
+"""Figures of a run on a GPU: printed, and added to the file that ``GPU_JSON`` names.
+
+Each is a line of JSON, on disk before the next test begins: a run that is ended loses none.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,13 @@ def record(test: str, **figures: Any) -> str:
     if "seconds" in figures and "num_bytes" in figures:
         figures["gib_per_s"] = figures["num_bytes"] / GIB / max(figures["seconds"], 1e-9)
     line = f"{test}: " + ", ".join(f"{name} {_text(value)}" for name, value in figures.items())
-    print(line)
+    print(line, flush=True)
     if path := os.environ.get(FILE_VARIABLE):
-        _add(Path(path), test, figures)
+        with Path(path).open("a") as file:
+            print(json.dumps({"test": test, **figures}), file=file)
+            file.flush()
+            os.fsync(file.fileno())
     return line
-
-
-def _add(path: Path, test: str, figures: dict[str, Any]) -> None:
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    known[test] = figures
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(known, indent=1))
-    partial.replace(path)
 
 
 def _text(value: Any) -> str:

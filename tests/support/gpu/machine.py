@@ -6,12 +6,14 @@ sizes are a thousandth: what a test calls a GiB is a MiB there.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +30,11 @@ from tests.support.nvml import logical_gpus
 ROOT = Path(__file__).parents[3]
 PROGRAM_TIMEOUT_S = 120.0
 _LOGICAL_BYTES = 1 << 30
+# NVML counts some memory of the driver as used, which CUDA counts neither as used nor as free.
+_LOGICAL_RESERVE_BYTES = 600 << 10
+_CONTROL_BYTES = 4 << 20
+COUNTER_FILES = "torch_{pid}_*"
+"""In /dev/shm: torch's counters of the CUDA IPC handles that a process has made."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +94,40 @@ def _measured(gpu_id: GpuId) -> tuple[str, int, int]:
 def the_gpu(device: str, folder: Path) -> Iterator[Gpu]:
     """The first GPU of this machine, or a logical one."""
     if device == "cpu":
-        with logical_gpus(folder, 1, _LOGICAL_BYTES):
+        with logical_gpus(folder, 1, _LOGICAL_BYTES) as double:
+            double.hold(0, _LOGICAL_RESERVE_BYTES)
             yield Gpu("cpu", 0, 1 << 20)
         return
     import torch
 
+    # No skip: a run for the GPU that could not use it must not look like one that did.
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.fail("no CUDA device: torch.cuda.is_available() is False", pytrace=False)
     gpus = visible_gpus()
     if not gpus or gpu_memory(gpus[:1]) is None:
-        pytest.skip("NVML does not measure this machine's GPUs")
+        pytest.fail("NVML does not measure this machine's GPUs", pytrace=False)
     yield Gpu("cuda", gpus[0], 1 << 30)
+    collect_handles(torch.cuda.ipc_collect)
+
+
+def collect_handles(
+    collect: Callable[[], object], *, timeout_s: float = 20.0, folder: Path = Path("/dev/shm")
+) -> None:
+    """Wait until no process uses memory of this one any more, and torch's counters of it are gone.
+
+    Args:
+        collect: ``torch.cuda.ipc_collect``; without it torch keeps the file to the process's end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        gc.collect()
+        collect()
+        left = sorted(path.name for path in folder.glob(COUNTER_FILES.format(pid=os.getpid())))
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"a process still uses memory of this one: {folder}: {left}", pytrace=False)
+        time.sleep(0.1)
 
 
 def need(package: str, gpu: Gpu) -> None:
@@ -144,12 +174,14 @@ class Holder:
         """Let it give the memory back and end."""
         if self.process.poll() is None:
             self.process.communicate(timeout=PROGRAM_TIMEOUT_S)
+            assert self.process.returncode in (0, -signal.SIGKILL)
 
 
 @contextmanager
 def holder(gpu: Gpu, num_bytes: int, pinned_bytes: int = 0, **env: str) -> Iterator[Holder]:
     """A process that holds so much of the GPU, and so much pinned memory of the host."""
-    process = program("holder", gpu.device, str(num_bytes), str(pinned_bytes), **env)
+    arguments = gpu.device, str(gpu.gpu_id), str(num_bytes), str(pinned_bytes)
+    process = program("holder", *arguments, **env)
     try:
         held = Holder(process)
         yield held
@@ -176,18 +208,30 @@ def timed(work: Callable[[], Any]) -> float:
     return time.monotonic() - started
 
 
-def copied_to_host(gpu: Gpu, work: Any) -> tuple[int, float]:
-    """Bytes that ``work`` copied from the GPU, by torch's profiler, and seconds."""
-    if not gpu.is_real:
-        return 0, timed(work)
+def copied_to_host(work: Callable[[], Any], trace: Path) -> tuple[int, float]:
+    """Bytes that ``work`` copied from the GPU to the host, in all threads, and seconds.
+
+    Args:
+        trace: file for what torch's profiler has seen.  It must have seen a copy of a known size.
+    """
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
+    control = torch.ones(_CONTROL_BYTES, dtype=torch.uint8, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        control.cpu()
         seconds = timed(work)
-    events: Any = profiler.profiler
-    return sum(
-        event.nbytes() for event in events.kineto_results.events() if "Memcpy DtoH" in event.name()
-    ), seconds
+    profiler.export_chrome_trace(str(trace))
+    copied = bytes_to_host(json.loads(trace.read_text()))
+    assert copied >= _CONTROL_BYTES, f"the profiler saw {copied} of {_CONTROL_BYTES} bytes"
+    return copied - _CONTROL_BYTES, seconds
+
+
+def bytes_to_host(trace: Mapping[str, Any]) -> int:
+    """Bytes of all copies from a GPU to the host in a Chrome trace of torch's profiler."""
+    events = trace["traceEvents"]
+    copies = [one for one in events if one.get("name", "").startswith("Memcpy DtoH")]
+    return sum(one["args"]["bytes"] for one in copies)
 
 
 def devices(*, cpu: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
@@ -196,7 +240,7 @@ def devices(*, cpu: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
     Args:
         cpu: marks of the tests on a logical GPU.
     """
-    real = [pytest.mark.gpu, pytest.mark.timeout(300)]
+    real = [pytest.mark.gpu, pytest.mark.timeout(200)]
     return [pytest.param("cpu", marks=cpu), pytest.param("cuda", marks=real)]
 
 

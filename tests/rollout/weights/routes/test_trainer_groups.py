@@ -99,7 +99,7 @@ def test_nccl_by_name_to_engines_on_the_trainers_gpus_is_refused_before_anything
 ) -> None:
     """Two ranks of one group on one GPU end both processes' ends of it, in NCCL itself."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    with pytest.raises(ConfigError, match="weights.backend = nccl: group main: it offloads"):
+    with pytest.raises(ConfigError, match="nccl: group main: it offloads"):
         on_gpus(idle, offloads=True, backend="nccl")
 
 
