@@ -15,8 +15,7 @@ RESOLUTION ?= lowest-direct
 WHEELS ?=
 GPU_PYTHON ?=
 GPU_VENV ?= build/gpu
-# The others cannot be imported with so few packages.
-GPU_TESTS := tests/gpu tests/engines/embedded tests/rollout/weights/tensors
+GPU_PARTS ?= 1 2 3
 # Two processes, each test file in one of them: most tests wait for processes they started.  No
 # reordering: by default xdist runs the files with few tests last, and those are the slow ones.
 TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -113,7 +112,9 @@ gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch int
 
 # Without WHEELS the usual environment must have torch with CUDA.
 test-gpu: $(if $(WHEELS),$(GPU_VENV)/.installed,$(DEV_STAMP)) ## run the tests that need a GPU; WHEELS= where there is no network
-	PYTHONPATH=. $(if $(WHEELS),SGLANG_SOURCES=$(WHEELS)/sglang $(GPU_VENV),$(VENV))/bin/python -m pytest -s -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
+	@status=0; for part in $(GPU_PARTS); do \
+		$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python .ci/gpu.py tests $$part $(PYTEST_ARGS) || status=1; \
+	done; exit $$status
 
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)

@@ -1,16 +1,20 @@
-"""Wheels for ``make test-gpu`` on a machine without a network, and the environment made of them.
+"""``make test-gpu`` on a machine without a network: wheels, an environment of them, and the tests.
 
     python .ci/gpu.py download FOLDER [PYTHON_VERSION]
     python .ci/gpu.py environment FOLDER VENV
+    VENV/bin/python .ci/gpu.py tests PART [PYTEST_ARGUMENT...]
 
 The machine has torch with CUDA, which is too large to bring, and transformers, often older than the
 embedded engine needs.  The environment has all packages of the interpreter that makes it; what is
-missing, or too old, comes from the folder.
+missing, or too old, comes from the folder.  The tests are in parts, each of which ends where a
+command may take ten minutes.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +32,19 @@ SAVER = "torch-memory-saver>=0.0.9"
 NOT_BROUGHT = ("numpy",)
 # Of SGLang, whose wheel is large: with these its own code opens our payloads.
 SGLANG_FILES = ("utils/common.py", "utils/patch_torch.py", "weight_sync/tensor_bucket.py")
+MOST_SECONDS = 470
+_SHORT = ("facts", "saver", "ipc_format", "fingerprint", "ranks")
+PARTS = {
+    "1": (
+        *(f"tests/gpu/test_{name}.py" for name in _SHORT),
+        "tests/engines/tensors/test_torch_fingerprint.py",
+        "tests/engines/embedded/weights/test_broadcast_receiver.py",
+        "tests/rollout/weights/tensors/test_flat_buffers.py",
+    ),
+    "2": ("tests/gpu/test_embedded.py", "tests/gpu/test_environment.py"),
+    "3": ("tests/gpu/test_push.py",),
+}
+_BULK = "engines/tensors/_bulk"
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
@@ -82,6 +99,44 @@ def make_environment(wheels: Path, target: Path) -> None:
     offline = ["install", "--no-index", "--find-links", str(wheels)]
     command = [*_PIP, "--python", str(python), *offline, *requirements()]
     subprocess.run(command, check=True)
+    if (wheels / "sglang").is_dir():
+        shutil.copytree(wheels / "sglang", target / "sglang", dirs_exist_ok=True)
+    print(compile_bulk(ROOT / f"{_BULK}.abi3.so"))
+
+
+def compile_bulk(target: Path) -> str:
+    """Compile the copies into host memory, which a wheel would bring; what became of it."""
+    slower = "pushes through host memory take Python's copies, at half the speed or less"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return f"{_BULK}.c is not compiled, there is no compiler: {slower}"
+    options = ["-O3", "-fvisibility=hidden", "-shared", "-fPIC"]
+    partial = target.with_name(f"{target.name}.partial")
+    command = [compiler, *options, str(ROOT / f"{_BULK}.c"), "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return f"{_BULK}.c is not compiled: {slower}\n{done.stderr}"
+    partial.replace(target)  # a process may have the old one open
+    return f"{_BULK}.c is compiled"
+
+
+def run_tests(part: str, arguments: list[str]) -> int:
+    """Run one part; its exit status, 124 where it was ended because it took too long."""
+    if part not in PARTS:
+        sys.exit(f"there is no part {part}; the parts are {', '.join(PARTS)}")
+    env = {"PYTHONPATH": str(ROOT), **os.environ}
+    if (sources := Path(sys.prefix, "sglang")).is_dir():
+        env.setdefault("SGLANG_SOURCES", str(sources))
+    # What a version of torch calls deprecated that CI has not seen is no error there.
+    options = ["-s", "-m", "gpu", "-W", "default", *PARTS[part], *arguments]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options], cwd=ROOT, env=env, timeout=MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        print(f"part {part} was ended after {MOST_SECONDS} s", file=sys.stderr)
+        return 124
+    return done.returncode
 
 
 def main() -> None:
@@ -89,6 +144,8 @@ def main() -> None:
     if action == "environment":
         make_environment(Path(folder), Path(rest[0]))
         return
+    if action == "tests":
+        sys.exit(run_tests(folder, rest))
     num_bytes = download(Path(folder), rest[0] if rest else "")
     print(f"{folder}: {num_bytes / 2**20:.1f} MiB")
     if num_bytes > MOST_BYTES:
