@@ -75,6 +75,14 @@ ROUTER = {
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
 RECOVERY = {"detect", "boot", "admit", "restore", "verify", "total"}
+SAVER = {
+    f"{command}{kind}_gib_per_s"
+    for command in ("release", "resume")
+    for kind in ("", "_first", "_worst")
+}
+UPDATE = {f"{part}_s" for part in ("make", "handle", "apply", "update", "verify", "continue")}
+SYNC = UPDATE | {"pause_s", "flush_s", "rest_s", "median_s", "worst_s", "repeats"}
+STEP = SYNC | {"offload_s", "onload_s", "release_s", "resume_weights_s", "resume_kv_s"}
 STEP_SHARE = "share of one core, a step of 10 s (%)"
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -82,6 +90,29 @@ KEYS: dict[str, dict[str, Any]] = {
         "tokens_per_s_1": None,
         "tokens_per_s_16": None,
         "generate_tokens_per_s_16": None,
+        "repeats": None,
+    },
+    "gpu": {
+        "limits": {
+            "host_memcpy",
+            "pcie_in",
+            "pcie_out",
+            "pageable_out",
+            "gpu_copy",
+            "fingerprint",
+            "fingerprint_worst",
+        },
+        "saver": {"goal": str, "none_1_gib": SAVER, "backup_1_gib": SAVER},
+        "qwen3-0.6b": {
+            "goal": str,
+            "routes": str,
+            "tensors": None,
+            "bytes": None,
+            "sync": SYNC | {"gib_per_s"},
+            "step": STEP,
+            "peak_bytes": {"sync_trainer", "sync_engine", "step_trainer", "step_engine"},
+        },
+        "is_real": None,
         "repeats": None,
     },
     "lifecycle": {
@@ -172,8 +203,10 @@ KEYS: dict[str, dict[str, Any]] = {
 MACHINE = {"cores", "memory_gib", "versions"}
 # Where Mooncake is installed.
 OPTIONAL = {"restore_half_mooncake"}
+ARGUMENTS = {"gpu": ["--families", "saver", "qwen3-0.6b"]}
 MARKS = {
     "embedded": [pytest.mark.embedded],
+    "gpu": [pytest.mark.embedded],
     "lifecycle": [pytest.mark.ray],
     "recovery": [pytest.mark.embedded],
     "router": [pytest.mark.ray, pytest.mark.embedded],
@@ -185,7 +218,8 @@ MARKS = {
     "name", [pytest.param(name, marks=MARKS.get(name, [])) for name in sorted(KEYS)]
 )
 def test_a_benchmark_runs_and_reports_its_figures(name: str) -> None:
-    with program("-m", f"benchmarks.{name}", "--smoke", "--json") as benchmark:
+    more = ARGUMENTS.get(name, [])
+    with program("-m", f"benchmarks.{name}", "--smoke", "--json", *more) as benchmark:
         assert benchmark.finish(400) == 0, benchmark.output
         assert wait_until(lambda: not benchmark.descendants(), 20), benchmark.descendants()
     lines = [line for line in benchmark.output.splitlines() if line.startswith("{")]
@@ -196,9 +230,9 @@ def test_a_benchmark_runs_and_reports_its_figures(name: str) -> None:
 
 
 def assert_keys(figures: Any, expected: Any, path: str) -> None:
-    """Compare keys on all levels; a leaf is a number."""
-    if expected is None:
-        assert isinstance(figures, int | float), f"{path}: {figures!r}"
+    """Compare keys on all levels; a leaf is a number, or a text where ``str`` is expected."""
+    if expected in (None, str):
+        assert isinstance(figures, expected or int | float), f"{path}: {figures!r}"
         return
     assert set(figures) - OPTIONAL == set(expected), path
     for key in expected:

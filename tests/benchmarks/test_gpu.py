@@ -1,0 +1,77 @@
+"""Parts of ``benchmarks.gpu``: checkpoints of real sizes without their bytes, and repetitions."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.embedded
+# Tensors and bytes of the published checkpoints in bfloat16, without the twin of a tied one.
+PUBLISHED = {
+    "qwen3-0.6b": (310, 1_192_099_840),
+    "qwen3-8b": (399, 16_381_470_720),
+    "qwen3-30b-a3b": (18_867, 61_064_245_248),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_has_the_tensors_of_the_published_model(tmp_path: Path, name: str) -> None:
+    from benchmarks.gpu.shapes import checkpoint_bytes, make_checkpoint
+
+    assert make_checkpoint(tmp_path, name) == PUBLISHED[name]
+    assert checkpoint_bytes(name) == PUBLISHED[name][1]
+    file = (tmp_path / "model.safetensors").stat()
+    assert file.st_size > PUBLISHED[name][1]
+    assert file.st_blocks * 512 < 8 << 20  # the header
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_a_tiny_one_is_loaded_whole_by_transformers(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.gpu.shapes import make_checkpoint
+    from engines.embedded.weights.model_weights import ModelWeights
+
+    num_tensors, num_bytes = make_checkpoint(tmp_path, name, is_tiny=True)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys"))
+    weights = ModelWeights(model)
+    assert weights.num_bytes == num_bytes
+    assert len([one for one in weights.manifest() if not one["is_tied"]]) == num_tensors
+
+
+def test_a_peak_in_the_middle_of_the_work_is_seen() -> None:
+    from benchmarks.gpu.sync import peak_during
+
+    used, was_read = [5], threading.Event()
+
+    def read() -> int:
+        if used[0] == 70:
+            was_read.set()
+        return used[0]
+
+    def work() -> None:
+        used[0] = 70
+        assert was_read.wait(10)
+        used[0] = 6
+
+    assert peak_during(work, read) == 70
+
+
+def test_work_that_takes_long_is_repeated_less_often_but_twice() -> None:
+    from benchmarks.gpu.repeats import rates, repeat
+
+    assert len(repeat(list, 10, budget_s=60)) == 10
+    assert len(repeat(list, 10, budget_s=-1)) == 2
+    assert rates([1.0, 4.0, 2.0], 8 << 30) == (4.0, 2.0)
+
+
+def test_the_documentation_has_a_command_and_a_goal_for_each_family() -> None:
+    from benchmarks.gpu.__main__ import FAMILIES, GOALS
+
+    text = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    assert re.findall(r"-m benchmarks\.gpu --families (\S+)", text) == list(FAMILIES)
+    assert list(GOALS) == list(FAMILIES)
