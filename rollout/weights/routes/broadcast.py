@@ -42,15 +42,7 @@ class ByBroadcast(Route):
     deadline: then the trainer closes its store (``trainer_groups``).  SGLang itself would
     wait 30 minutes.
 
-    Behaviour of SGLang 0.5.23 with groups on CPU (``contract/test_contract_groups.py``):
-
-    - A group exists until ``destroy_weights_update_group`` names it, over any number of pushes.
-    - ``init_weights_update_group`` with a name in use returns 400 once it has reached the trainer's
-      store; the existing group still works.  After it is destroyed the name is free.
-    - ``destroy_weights_update_group`` with an unknown name returns 400.
-    - A group whose rank 0 has exited stays, with its sockets, until it is destroyed (200).  So
-      engines get that request.  A broadcast in such a group returns 400 at once, over gloo.
-    - A flattened bucket with a bad layout returns 400 before the broadcast; the group still works.
+    What SGLang does with groups is tested in ``contract/test_contract_groups.py``.
     """
 
     needs_session = True

@@ -160,7 +160,7 @@ def gpu_with(named_tensors: Any) -> str:
     """
     import torch
 
-    from rollout.weights.tensors.exportable import why_not_exportable
+    from rollout.weights.tensors.payload import why_not_exportable
 
     if not torch.cuda.is_initialized():
         return ""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import ServerConfig, Transport
 from rollout.core.errors import ConfigError
+from rollout.weights.format.bucket_layout import lay_out
 from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow
 from rollout.weights.routes.route import Chosen, EnginePlace, Payload
 from rollout.weights.routes.shared_memory import ByPath
 
 if TYPE_CHECKING:
-    from rollout.weights.tensors.bucket_bytes import CheckpointWriter
     from rollout.weights.tensors.sources import Pairs
 
 
@@ -25,12 +28,8 @@ def open_share(end: RankEnd, chosen: Chosen) -> CheckpointBuilder | None:
     """Rank 0 writes; the other ranks only gather."""
     if end.rank:
         return None
-    from rollout.weights.tensors.bucket_bytes import CheckpointWriter
-
     folder = folder_of(end.config, end.terms.version)
-    return CheckpointBuilder(
-        CheckpointWriter(folder, end.config.model_path, end.terms.fingerprints)
-    )
+    return CheckpointBuilder(folder, end.config.model_path, end.terms.fingerprints)
 
 
 def folder_of(config: ServerConfig, version: int) -> str:
@@ -50,20 +49,56 @@ def folder_of(config: ServerConfig, version: int) -> str:
 
 
 class CheckpointBuilder:
-    """Writes each bucket as a file of the checkpoint."""
+    """Writes a checkpoint into a temporary folder, one file per bucket; renamed when complete.
 
-    def __init__(self, writer: CheckpointWriter) -> None:
-        self._writer = writer
+    Args:
+        folder: its path; an existing folder is replaced.
+        copied: the checkpoint that the engines started from, for config and tokenizer.
+        method: of the fingerprints; empty takes none.
+    """
+
+    def __init__(self, folder: str | Path, copied: str | Path, method: str = "") -> None:
+        self._method = method
+        self._folder = Path(folder)
+        self._beside = self._folder.with_name(f".{self._folder.name}.writing")
+        self._copied = Path(copied)
+        self._num_files = 0
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
-        return {"fingerprints": self._writer.add(pairs)}
+        from engines.tensors.torch_fingerprint import as_bytes
+        from rollout.weights.tensors.bucket_bytes import fingerprints_of
+
+        layout = lay_out(pairs.specs)
+        if not self._num_files:
+            shutil.rmtree(self._beside, ignore_errors=True)
+            self._beside.mkdir(parents=True)
+        self._num_files += 1
+        with (self._beside / f"bucket-{self._num_files:05d}.safetensors").open("wb") as file:
+            file.write(layout.header)
+            for name, tensor in sorted(pairs, key=lambda pair: layout.offsets[pair[0]][0]):
+                assert file.tell() == layout.offsets[name][0]
+                file.write(memoryview(as_bytes(tensor).cpu().numpy()))  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        return {"fingerprints": fingerprints_of(pairs, self._method)}
 
     def finish(self) -> Payload:
         """Complete the checkpoint; what the engines get after the last bucket."""
-        return {"path": str(self._writer.finish())}
+        for file in self._copied.glob("*"):
+            if file.is_file() and not file.name.startswith(".") and not _holds_weights(file):
+                shutil.copy2(file, self._beside / file.name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._beside.rename(self._folder)
+        return {"path": str(self._folder)}
 
     def close(self) -> None:
-        self._writer.drop()
+        shutil.rmtree(self._beside, ignore_errors=True)
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(
+        ".index.json"
+    )
 
 
 ROW = RouteRow(Transport.DISK, reach, lambda chosen: ByPath(), open_share, is_automatic=False)

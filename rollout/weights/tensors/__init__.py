@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
-from rollout.weights.tensors.bucket_bytes import CheckpointWriter
 from rollout.weights.tensors.fp8_quantiser import fp8_block_quantiser
 from rollout.weights.tensors.push_plan import Dtype, NameMap, PushPlanCache
 from rollout.weights.tensors.sources import NamedTensors, PlannedSource
@@ -38,7 +37,6 @@ def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[f
 
 
 __all__ = [
-    "CheckpointWriter",
     "Dtype",
     "NameMap",
     "NamedTensors",

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from engines.tensors.torch_fingerprint import (
     device_fingerprints,
     is_in_memory,
 )
-from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, lay_out, split_by_size
+from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, split_by_size
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.tensors.sources import Pairs
 
@@ -220,56 +218,3 @@ def describe_tensors(specs: Sequence[TensorSpec]) -> dict[str, Any]:
         "dtypes": [spec.dtype for spec in specs],
         "shapes": [list(spec.shape) for spec in specs],
     }
-
-
-class CheckpointWriter:
-    """Writes a checkpoint of one version into a temporary folder, and renames it when complete.
-
-    Args:
-        folder: its path; an existing folder is replaced.
-        copied: the checkpoint that the engines started from, for config and tokenizer.
-        method: of the fingerprints; empty takes none.
-    """
-
-    def __init__(self, folder: str | Path, copied: str | Path, method: str = "") -> None:
-        self._method = method
-        self.folder = Path(folder)
-        self._beside = self.folder.with_name(f".{self.folder.name}.writing")
-        self._copied = Path(copied)
-        self._num_files = 0
-
-    def add(self, pairs: Pairs) -> dict[str, str]:
-        """Write a bucket as another file; returns its fingerprints."""
-        layout = lay_out(pairs.specs)
-        if not self._num_files:
-            shutil.rmtree(self._beside, ignore_errors=True)
-            self._beside.mkdir(parents=True)
-        self._num_files += 1
-        with (self._beside / f"bucket-{self._num_files:05d}.safetensors").open("wb") as file:
-            file.write(layout.header)
-            for name, tensor in sorted(pairs, key=lambda pair: layout.offsets[pair[0]][0]):
-                array: Any = as_bytes(tensor).cpu().numpy()
-                assert file.tell() == layout.offsets[name][0]
-                file.write(memoryview(array))
-            file.flush()
-            os.fsync(file.fileno())
-        return fingerprints_of(pairs, self._method)
-
-    def finish(self) -> Path:
-        """Complete it, and rename it to its path."""
-        for file in self._copied.glob("*"):
-            if file.is_file() and not file.name.startswith(".") and not _holds_weights(file):
-                shutil.copy2(file, self._beside / file.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._beside.rename(self.folder)
-        return self.folder
-
-    def drop(self) -> None:
-        """Remove the temporary folder."""
-        shutil.rmtree(self._beside, ignore_errors=True)
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(
-        ".index.json"
-    )

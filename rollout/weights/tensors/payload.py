@@ -1,7 +1,8 @@
 """Encodes tensors for SGLang's ``update_weights_from_tensor`` and its LoRA equivalent.
 
 Always true: a payload is a copy: it holds no view's whole storage, and does not change with the
-trainer's tensor.  CUDA IPC handles are the one exception.
+trainer's tensor.  CUDA IPC handles are the one exception; another process can open their memory,
+whatever torch's allocator is set to.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import copyreg
 import io
 import pickle
 import struct
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -21,7 +24,6 @@ from torch.multiprocessing import reductions
 
 from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.errors import WeightMismatch
-from rollout.weights.tensors.exportable import exportable_memory
 
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
@@ -207,3 +209,73 @@ def adapter_payload(pairs: Pairs) -> bytes:
     """Encode a LoRA adapter's tensors: SGLang loads a dict."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in pairs}
     return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+# -- memory that another process can open ------------------------------------------------------
+
+# With ``expandable_segments`` torch exports a file descriptor, which the engine must take from
+# this process with ``pidfd_getfd``.  That needs the rights of a debugger, which containers refuse,
+# and an engine ends of it.  Torch uses no expandable segment for what is allocated while they are
+# off.
+_EXPANDABLE = "expandable_segments"
+# The settings are of the process: two pushes must not take each other's for the trainer's.
+_allocator_lock = threading.Lock()
+
+
+def why_not_exportable() -> str:
+    """Why memory that this process allocates cannot be opened in another; empty if it can."""
+    try:
+        with exportable_memory():
+            return ""
+    except Exception as error:  # of torch's interfaces for this, none is public
+        return (
+            "torch's allocator uses expandable_segments, and they cannot be switched off for what "
+            f"is pushed ({error})"
+        )
+
+
+@contextmanager
+def exportable_memory() -> Iterator[None]:
+    """What is allocated inside is in no expandable segment; the settings are as before afterwards.
+
+    Raises:
+        Exception: torch's own; the settings cannot be read or changed.
+    """
+    with _allocator_lock:
+        before = _allocator_settings()
+        fields = [field.strip() for field in before.split(",")]
+        if not any(map(_is_expandable, fields)):
+            yield
+            return
+        # All fields: torch resets those that the text does not have.
+        kept = [field for field in fields if field and not field.startswith(_EXPANDABLE)]
+        _set_allocator(",".join([*kept, f"{_EXPANDABLE}:False"]))
+        try:
+            yield
+        finally:
+            _set_allocator(before)
+
+
+def _is_expandable(field: str) -> bool:
+    name, _, value = field.partition(":")
+    return name.strip() == _EXPANDABLE and value.strip().lower() in ("true", "1")
+
+
+def _allocator_settings() -> str:
+    """Those in effect, which a trainer may have changed since its environment was read."""
+    internals: Any = torch._C
+    if hasattr(internals, "_accelerator_getAllocatorSettings"):
+        return str(internals._accelerator_getAllocatorSettings())
+    found: Any = torch.cuda.memory._snapshot()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = found["allocator_settings"]
+    return next((str(settings[name]) for name in names if settings.get(name)), "")
+
+
+def _set_allocator(settings: str) -> None:
+    internals: Any = torch._C
+    if hasattr(internals, "_accelerator_setAllocatorSettings"):
+        internals._accelerator_setAllocatorSettings(settings)
+        return
+    of_cuda: Any = torch.cuda.memory
+    of_cuda._set_allocator_settings(settings)

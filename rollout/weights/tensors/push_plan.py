@@ -21,29 +21,8 @@ from rollout.weights.format.manifest import Manifest, TensorSpec
 
 NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 """Maps a trainer's tensor to the checkpoint's. It is called with a tensor on the meta device, for
-names and shapes, and at every push with the real tensor.  For a framework that has other names and
-fused weights (Megatron):
-
-    def to_hf(name, tensor):
-        layer = name.split(".")[2]
-        if name.endswith("self_attention.linear_qkv.weight"):
-            # [groups * (q_per_group + 2) * head_dim, hidden], a group's queries, key and value
-            grouped = tensor.view(num_groups, q_per_group + 2, head_dim, hidden)
-            at = f"model.layers.{layer}.self_attn"
-            yield f"{at}.q_proj.weight", grouped[:, :q_per_group].reshape(-1, hidden)
-            yield f"{at}.k_proj.weight", grouped[:, -2].reshape(-1, hidden)
-            yield f"{at}.v_proj.weight", grouped[:, -1].reshape(-1, hidden)
-        elif name.endswith("mlp.linear_fc1.weight"):
-            gate, up = tensor.chunk(2)
-            yield f"model.layers.{layer}.mlp.gate_proj.weight", gate
-            yield f"model.layers.{layer}.mlp.up_proj.weight", up
-        else:
-            yield HF_NAMES[name], tensor
-
-    policy.phases.update_weights(megatron_tensors, name_map=to_hf)
-
-DTensors are gathered here.  The caller gathers all other shards of tensor, pipeline and expert
-parallelism: pass an iterable of (name, tensor) that uses the framework's own gathers.
+names and shapes, and at every push with the real tensor.  docs/how-to/megatron.md has one for a
+framework with other names and fused weights.
 """
 
 Dtype = torch.dtype

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from rollout.weights.routes.buffers import ShmBufferPool  # noqa: E402
 from rollout.weights.routes.cuda_ipc import HandleBuilder, gpu_with, pinned  # noqa: E402
-from rollout.weights.tensors.exportable import exportable_memory  # noqa: E402
+from rollout.weights.tensors.payload import exportable_memory  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
 
