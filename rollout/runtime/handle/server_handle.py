@@ -205,9 +205,8 @@ class ServerHandle:
         if not self._has_pusher:  # whose push would end the window
             check_window(self._config.weights, is_copy=weights is None)
         chosen = None if version is None else checked_version(version)
-        check_reach = self._check_reach if self._pushes_near else None
         return OffloadWindow(
-            self, self._pushes, weights, chosen, before_kv, check_reach=check_reach
+            self, self._pushes, weights, chosen, before_kv, check_reach=self._reach_check()
         )
 
     # -- samples ----------------------------------------------------------------------------
@@ -342,17 +341,16 @@ class ServerHandle:
         pushes = self._pushes
         return Pusher(pushes.server, link, timeout_s=rank_timeout_s, idle_group=pushes.idle_group)
 
-    @property
-    def _pushes_near(self) -> bool:
-        """Whether pushes of this handle reach engines on this host alone."""
-        weights = self._config.weights
+    def _reach_check(self) -> Callable[[ServerStatus], None] | None:
+        """Raises ConfigError if a push of this handle would not reach an engine, which is known
+        from a status; None if each is reached."""
+        weights, server = self._config.weights, self._pushes.server
         is_frozen = weights.update is WeightUpdate.FROZEN
-        return weights.transport in NEAR_ONLY and not is_frozen and not self._has_pusher
-
-    def _check_reach(self, status: ServerStatus) -> None:
-        """Raise ConfigError if the transport cannot reach an engine from this process."""
-        server = self._pushes.server
-        check_reach(self._config.weights.transport, [server.own_node], server.places(status))
+        if weights.transport not in NEAR_ONLY or is_frozen or self._has_pusher:
+            return None
+        return lambda status: check_reach(
+            weights.transport, [server.own_node], server.places(status)
+        )
 
     def close(self) -> None:
         """Close all pushes and remove their files; the server keeps running."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engines.protocol.plain_text import describe
@@ -38,6 +39,41 @@ _CLOSE_TIMEOUT_S = 20.0
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class _Outcomes:
+    """What has become of the pushes that were offered.
+
+    Attributes:
+        num_failures: in a row.
+        num_dropped: a later push came first.
+        write_s: seconds of the last write that succeeded.
+        reason: why the last write failed, or why the store is off.
+    """
+
+    max_failures: int
+    kept: Write | None = None
+    num_failures: int = 0
+    num_dropped: int = 0
+    write_s: float = 0.0
+    reason: str = ""
+    is_off: bool = False
+
+    def succeeded(self, write: Write, elapsed_s: float) -> None:
+        self.kept, self.write_s, self.num_failures, self.reason = write, elapsed_s, 0, ""
+        logger.info("store: %s kept in %.2f s", write, elapsed_s)
+
+    def failed(self, reason: str) -> None:
+        self.num_failures += 1
+        self.reason = reason
+        logger.warning("store: %s", reason)
+        if self.num_failures >= self.max_failures:
+            self.switch_off(f"switched off after {self.num_failures} failures; last: {reason}")
+
+    def switch_off(self, reason: str) -> None:
+        self.is_off, self.reason = True, reason
+        logger.error("store: %s", reason)
+
+
 class WeightStore:
     """Keeps what a server has published.
 
@@ -59,12 +95,7 @@ class WeightStore:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._kept: Write | None = None
-        self._num_failures = 0
-        self._num_dropped = 0
-        self._write_s = 0.0
-        self._reason = ""
-        self._is_off = False
+        self._outcomes = _Outcomes(terms.config.max_failures)
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -75,8 +106,7 @@ class WeightStore:
         try:
             self._coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
         except AGENT_ERRORS as error:
-            self._is_off, self._reason = True, f"could not begin: {describe(error)}"
-            logger.error("store: %s", self._reason)
+            self._outcomes.switch_off(f"could not begin: {describe(error)}")
             return
         self._tasks = [
             asyncio.create_task(self._write_offered(), name="store:write"),
@@ -106,10 +136,10 @@ class WeightStore:
         buckets are gone: the trainer offers copies of them.
         """
         is_whole = push.contents_under(self._update) is WeightUpdate.FULL
-        if self._is_off or not self._tasks or not is_whole or not push.buckets:
+        if self._outcomes.is_off or not self._tasks or not is_whole or not push.buckets:
             return
         if self._next is not None:
-            self._num_dropped += 1
+            self._outcomes.num_dropped += 1
         self._next = push
         self._idle.clear()
         self._wake.set()
@@ -118,7 +148,7 @@ class WeightStore:
         """A later push begins: drop the one that waits.  Returns the version that is read now."""
         if self._next is not None:
             self._next = None
-            self._num_dropped += 1
+            self._outcomes.num_dropped += 1
             self._wake.set()
         return self._reads
 
@@ -149,13 +179,13 @@ class WeightStore:
                 if limit.expired()
                 else describe(error)
             )
-            self._has_failed(f"weight version {push.version} is not kept: {why}")
+            self._outcomes.failed(f"weight version {push.version} is not kept: {why}")
+            if self._outcomes.is_off:
+                self._next = None
             return
         finally:
             self._reads = None
-        self._write_s = asyncio.get_running_loop().time() - started
-        self._kept, self._num_failures, self._reason = record.write, 0, ""
-        logger.info("store: %s kept in %.2f s", record.write, self._write_s)
+        self._outcomes.succeeded(record.write, asyncio.get_running_loop().time() - started)
 
     async def _in_thread(self, push: WeightPush) -> StoreRecord:
         """Write in a thread, because it blocks; buckets are awaited on this loop."""
@@ -173,16 +203,7 @@ class WeightStore:
 
         return await _in_own_thread(write, buckets.give_up)
 
-    def _has_failed(self, reason: str) -> None:
-        self._num_failures += 1
-        self._reason = reason
-        logger.warning("store: %s", reason)
-        if self._num_failures >= self._config.max_failures:
-            self._is_off, self._next = True, None
-            self._reason = f"switched off after {self._num_failures} failures; last: {reason}"
-            logger.error("store: %s", self._reason)
-
-    # -- lease, status-------------------------------------------------------------------------
+    # -- lease, status -----------------------------------------------------------------------
 
     async def _keep_lease(self) -> None:
         assert self._coordinator is not None
@@ -197,14 +218,15 @@ class WeightStore:
         nodes: dict[str, int] = {}
         if self._coordinator is not None and self._tasks:
             nodes = await asyncio.to_thread(self._coordinator.num_bytes)
+        done = self._outcomes
         return StoreStatus(
-            is_on=not self._is_off and bool(self._tasks),
-            reason=self._reason,
-            version=self._kept.version if self._kept else None,
+            is_on=not done.is_off and bool(self._tasks),
+            reason=done.reason,
+            version=done.kept.version if done.kept else None,
             is_writing=not self._idle.is_set(),
             node_bytes=nodes,
-            write_s=self._write_s,
-            num_dropped=self._num_dropped,
+            write_s=done.write_s,
+            num_dropped=done.num_dropped,
         )
 
 

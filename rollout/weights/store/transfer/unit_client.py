@@ -34,6 +34,106 @@ _LONG_TIMEOUT_S = 300.0
 _MAX_REPLY = 1 << 30
 
 
+class AgentConnections:
+    """The connections to one agent; an idle one is used again.
+
+    Args:
+        find: returns the agent's address; called again when the agent is unreachable.
+        when_lost: called when the agent is not at its last address.
+    """
+
+    def __init__(
+        self, node: str, find: Callable[[], wire.Address], token: str, when_lost: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._find = find
+        self._address: wire.Address | None = None
+        self._token = token
+        self._when_lost = when_lost
+        self._lock = threading.Lock()
+        self._idle: list[wire.Connection] = []
+
+    def address(self) -> wire.Address:
+        if self._address is None:
+            self._address = self._find()
+        return self._address
+
+    def call(
+        self,
+        call: str,
+        fields: Mapping[str, Any] | None = None,
+        body: bytes = b"",
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> tuple[dict[str, Any], bytes]:
+        with self.connection(timeout_s) as connection:
+            connection.send({**(fields or {}), "call": call}, body)
+            reply, num_bytes = reply_head(connection)
+            return reply, connection.body(num_bytes, _MAX_REPLY)
+
+    @contextmanager
+    def connection(self, timeout_s: float) -> Iterator[wire.Connection]:
+        connection = self.take(timeout_s)
+        try:
+            yield connection
+        except BaseException:
+            # A reply may still arrive on this connection, or it has ended.
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+
+    def take(self, timeout_s: float) -> wire.Connection:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None and connection.has_ended():
+            connection.close()
+            self.disconnect()
+            connection = None
+        if connection is None:
+            try:
+                connection = self._connect()
+            except wire.Refused as refusal:
+                raise WeightsUnavailable(
+                    f"the store's agent of node {self._node}: {refusal}"
+                ) from None
+        connection.timeout_s = timeout_s
+        return connection
+
+    def _connect(self) -> wire.Connection:
+        known = self._address
+        try:
+            return self._connect_to(self.address())
+        except OSError:
+            self._address = None
+            self._when_lost()
+            if known is None or self.address() == known:
+                raise
+            return self._connect_to(self.address())
+
+    def _connect_to(self, address: wire.Address) -> wire.Connection:
+        return wire.connect(
+            address, self._token, connect_s=_CONNECT_TIMEOUT_S, timeout_s=_CALL_TIMEOUT_S
+        )
+
+    def disconnect(self) -> None:
+        """Close the idle connections. Later calls connect again."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+
+def reply_head(connection: wire.Connection) -> tuple[wire.Head, int]:
+    """The head of a reply, and the length of its body.
+
+    Raises:
+        WeightsUnavailable: the agent's own words.
+    """
+    reply, num_bytes = connection.receive()
+    if "error" in reply:
+        raise WeightsUnavailable(reply["error"])
+    return reply, num_bytes
+
+
 class AgentClient:
     """Calls one agent.
 
@@ -54,33 +154,33 @@ class AgentClient:
         rdma: RdmaTransfer | None = None,
     ) -> None:
         self.node = node
-        self._find = address if callable(address) else lambda: address
-        self._address: wire.Address | None = None
-        self._token = token
+        find = address if callable(address) else lambda: address
+        self.connections = AgentConnections(node, find, token, self._forget_files)
         self._rdma = rdma
         self._files = Files()
         self._mapped_files = mapped_files or MappedSegments(self._files)
-        self._lock = threading.Lock()
-        self._idle: list[wire.Connection] = []
         self._shares_files: bool | None = None
 
     # -- calls, as ``StoreAgent`` has them --------------------------------------------------
 
     def state(self) -> NodeState:
-        reply = self._call("state")[0]["value"]
+        reply = self.connections.call("state")[0]["value"]
         committed = reply["committed"]
         return NodeState(
             committed and Write(*committed), frozenset(Write(*write) for write in reply["sealed"])
         )
 
     def record(self, write: Write) -> StoreRecord:
-        return load(self._call("record", {"write": write.to_json()})[1], where=f"node {self.node}")
+        return load(
+            self.connections.call("record", {"write": write.to_json()})[1],
+            where=f"node {self.node}",
+        )
 
     def begin(self, record: StoreRecord, current: Write | None) -> Mapping[str, str]:
         fields = {"counts": current and current.to_json()}
-        reply: dict[str, str] = self._call("begin", fields, dump(record), _LONG_TIMEOUT_S)[0][
-            "value"
-        ]
+        reply: dict[str, str] = self.connections.call(
+            "begin", fields, dump(record), _LONG_TIMEOUT_S
+        )[0]["value"]
         return reply
 
     def sink(self, record: StoreRecord, paths: Mapping[str, str]) -> NodeSink:
@@ -90,10 +190,10 @@ class AgentClient:
         return _StreamSink(self, record, paths)
 
     def seal(self, record: StoreRecord) -> None:
-        self._call("seal", {}, dump(record))
+        self.connections.call("seal", {}, dump(record))
 
     def commit(self, write: Write) -> None:
-        self._call("commit", {"write": write.to_json()})
+        self.connections.call("commit", {"write": write.to_json()})
 
     def unit_readers(self) -> Mapping[str, ReadUnit]:
         """Functions that read a unit, by name of the transport, in order of preference."""
@@ -103,23 +203,23 @@ class AgentClient:
         return {"mooncake": partial(self._read_by, rdma), "tcp": self.read}
 
     def read(self, write: Write, unit: int, into: memoryview) -> None:
-        with self._connection(_CALL_TIMEOUT_S) as connection:
+        with self.connections.connection(_CALL_TIMEOUT_S) as connection:
             self._request_unit(connection, "read", write, unit)
-            _check_length(self._reply_head(connection)[1], into)
+            _check_length(reply_head(connection)[1], into)
             connection.receive_into(into)
 
     def _read_by(self, rdma: RdmaTransfer, write: Write, unit: int, into: memoryview) -> None:
         """Read a unit, piece by piece, from memory that the agent exports."""
         try:
-            with self._connection(_CALL_TIMEOUT_S) as connection:
+            with self.connections.connection(_CALL_TIMEOUT_S) as connection:
                 self._request_unit(connection, "lend", write, unit)
-                exported = self._reply_head(connection)[0]["value"]
+                exported = reply_head(connection)[0]["value"]
                 _check_length(exported["num_bytes"], into)
                 step = min(rdma.piece_bytes, exported["piece_bytes"])
                 for at in range(0, len(into), step):
                     part = into[at : at + step]
                     connection.send({"at": at, "length": len(part)})
-                    self._reply_head(connection)
+                    reply_head(connection)
                     rdma.fetch(exported["session"], exported["address"], part)
                 connection.send({"end": True})
         except (OSError, WeightsUnavailable) as error:
@@ -140,109 +240,37 @@ class AgentClient:
         addresses = {}
         for node, peer in peers.items():
             with suppress(OSError, WeightsUnavailable):  # a peer without an address is not used
-                addresses[node] = peer.address()
+                addresses[node] = peer.connections.address()
         fields = {"peers": addresses, "wanted": asdict(wanted)}
-        reply = self._call("assemble", fields, dump(record), _LONG_TIMEOUT_S)[0]["value"]
+        reply = self.connections.call("assemble", fields, dump(record), _LONG_TIMEOUT_S)[0]["value"]
         return AssembledFolder(**{**reply, "troubles": tuple(reply["troubles"])})
 
     def give_back(self, path: str) -> None:
-        self._call("give_back", {"path": path})
+        self.connections.call("give_back", {"path": path})
 
     def renew(self) -> None:
-        self._call("renew")
+        self.connections.call("renew")
 
     def num_bytes(self) -> int:
-        reply: int = self._call("num_bytes")[0]["value"]
+        reply: int = self.connections.call("num_bytes")[0]["value"]
         return reply
 
     def close(self, *, clear: bool) -> None:
         try:
-            self._call("close", {"clear": clear})
+            self.connections.call("close", {"clear": clear})
         finally:
-            self.disconnect()
+            self.connections.disconnect()
             self._mapped_files.close()
-
-    def address(self) -> wire.Address:
-        if self._address is None:
-            self._address = self._find()
-        return self._address
-
-    # -- connections ------------------------------------------------------------------------
 
     def _has_its_files(self) -> bool:
         if self._shares_files is None:
-            path, mark = self._call("mark")[0]["value"]
+            path, mark = self.connections.call("mark")[0]["value"]
             found = self._files.read(Path(path))
             self._shares_files = bool(mark) and found == mark.encode()
         return self._shares_files
 
-    def _call(
-        self,
-        call: str,
-        fields: Mapping[str, Any] | None = None,
-        body: bytes = b"",
-        timeout_s: float = _CALL_TIMEOUT_S,
-    ) -> tuple[dict[str, Any], bytes]:
-        with self._connection(timeout_s) as connection:
-            connection.send({**(fields or {}), "call": call}, body)
-            reply, num_bytes = self._reply_head(connection)
-            return reply, connection.body(num_bytes, _MAX_REPLY)
-
-    def _reply_head(self, connection: wire.Connection) -> tuple[wire.Head, int]:
-        reply, num_bytes = connection.receive()
-        if "error" in reply:
-            raise WeightsUnavailable(reply["error"])
-        return reply, num_bytes
-
-    @contextmanager
-    def _connection(self, timeout_s: float) -> Iterator[wire.Connection]:
-        connection = self._take(timeout_s)
-        try:
-            yield connection
-        except BaseException:
-            # A reply may still arrive on this connection, or it has ended.
-            connection.close()
-            raise
-        with self._lock:
-            self._idle.append(connection)
-
-    def _take(self, timeout_s: float) -> wire.Connection:
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is not None and connection.has_ended():
-            connection.close()
-            self.disconnect()
-            connection = None
-        if connection is None:
-            try:
-                connection = self._connect()
-            except wire.Refused as refusal:
-                raise WeightsUnavailable(
-                    f"the store's agent of node {self.node}: {refusal}"
-                ) from None
-        connection.timeout_s = timeout_s
-        return connection
-
-    def _connect(self) -> wire.Connection:
-        known = self._address
-        try:
-            return self._connect_to(self.address())
-        except OSError:
-            self._address = self._shares_files = None
-            if known is None or self.address() == known:
-                raise
-            return self._connect_to(self.address())
-
-    def _connect_to(self, address: wire.Address) -> wire.Connection:
-        return wire.connect(
-            address, self._token, connect_s=_CONNECT_TIMEOUT_S, timeout_s=_CALL_TIMEOUT_S
-        )
-
-    def disconnect(self) -> None:
-        """Close the idle connections. Later calls connect again."""
-        with self._lock:
-            while self._idle:
-                self._idle.pop().close()
+    def _forget_files(self) -> None:
+        self._shares_files = None
 
 
 def _check_length(num_bytes: int, into: memoryview) -> None:
@@ -254,11 +282,10 @@ class _StreamSink:
     """A node whose files cannot be mapped here: its agent writes the bytes it receives."""
 
     def __init__(self, client: AgentClient, record: StoreRecord, paths: Mapping[str, str]) -> None:
-        self._client = client
-        self._connection = client._take(_LONG_TIMEOUT_S)
+        self._connection = client.connections.take(_LONG_TIMEOUT_S)
         self._is_open = True
         self._connection.send({"call": "fill", "paths": dict(paths)}, dump(record))
-        client._reply_head(self._connection)
+        reply_head(self._connection)
 
     def open(self, place: TensorRange) -> None:
         self._connection.announce({"tensor": place.tensor.name}, place.num_bytes)
@@ -272,6 +299,6 @@ class _StreamSink:
         self._is_open = False
         try:
             self._connection.send({"end": True})
-            self._client._reply_head(self._connection)
+            reply_head(self._connection)
         finally:
             self._connection.close()

@@ -123,7 +123,7 @@ class _AgentConnection:
             assembled = self._agent.assemble(load(body), peers, AssemblyRequest(**fields["wanted"]))
         finally:
             for peer in peers.values():
-                peer.disconnect()
+                peer.connections.disconnect()
         return asdict(assembled)
 
     def _send_unit(self, fields: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def test_whoever_does_not_know_the_token_is_told_nothing(served: Served) -> None
     for call in (stranger.state, stranger.renew, lambda: stranger.close(clear=True)):
         with pytest.raises(WeightsUnavailable, match="wrong token"):
             call()
-    stranger.disconnect()
+    stranger.connections.disconnect()
     assert restored(served, 1, "node-0") == contents(served.world.manifest, 1)
 
 
@@ -88,7 +88,7 @@ def test_a_peer_that_breaks_off_in_a_unit_is_replaced_by_the_other(served: Serve
         assert assembled.fetched_bytes
         agent.give_back(assembled.path)
         for peer in peers.values():
-            peer.disconnect()
+            peer.connections.disconnect()
 
 
 def _break_off(liar: socket.socket) -> None:

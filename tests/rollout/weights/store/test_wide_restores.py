@@ -265,7 +265,7 @@ def apart(node: str, base: Path) -> Iterator[tuple[AgentClient, int]]:
         try:
             yield client, process.pid
         finally:
-            client.disconnect()
+            client.connections.disconnect()
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
