@@ -111,19 +111,19 @@ class EngineProcess:
     def pid(self) -> int | None:
         """The engine's main process, leader of its own session and process group."""
         self._guarded.hear()
-        return self._guarded.pid
+        return self._guarded.report.pid
 
     @property
     def identity(self) -> ProcessIdentity | None:
         """Finds it again, also after this process has ended."""
         self._guarded.hear()
-        return self._guarded.identity
+        return self._guarded.report.identity
 
     @property
     def exit_status(self) -> int | None:
         """As ``Popen.returncode``: None while it runs, negative for a signal."""
         self._guarded.hear()
-        return self._guarded.exit_status
+        return self._guarded.report.exit_status
 
     def is_alive(self) -> bool:
         """Whether the engine's main process runs."""
@@ -175,7 +175,7 @@ class EngineProcess:
         self._guarded.send(TERMINATE)
         try:
             if await self._wait(self._is_gone, grace_s):
-                return self._guarded.num_killed > 0 or self._guarded.is_lost
+                return self._guarded.report.num_killed > 0 or self._guarded.is_lost
         except BaseException:
             self._guarded.send(KILL)
             raise
@@ -232,7 +232,7 @@ class EngineProcess:
     async def _note(self) -> None:
         """Has the guard note what to clean up, while the engine surely lives."""
         self._guarded.note()
-        await self._wait(lambda: self._guarded.is_noted or not self.is_alive(), _NOTE_S)
+        await self._wait(lambda: self._guarded.report.is_noted or not self.is_alive(), _NOTE_S)
 
     async def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
         """Polls, for a pipe reader would tie the process to one event loop."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,20 +29,58 @@ NOTE, TERMINATE, KILL = b"n", b"t", b"k"
 _SCRIPT = Path(__file__).with_name("guard.py")
 
 
-class GuardedProcess:
-    """One command under one guard.
+@dataclass(slots=True)
+class GuardReport:
+    """What a guard has reported so far.
 
     Attributes:
         guard_pid: None until the guard has reported.
+        guard: its start time by its pid.
         pid: the command's own process, leader of its session; None until it is started.
+        identity: by which the command is found again, also after this process has ended.
         exit_status: as ``Popen.returncode``; None while it runs.  -9 also where the guard was
             killed, since the kernel then kills the command.
         is_noted: the guard has carried out ``note``.
         num_killed: processes that had to be killed, known once it is gone.
+        is_end: every process of the command is reaped.
+    """
+
+    guard_pid: int | None = None
+    guard: dict[int, int] = field(default_factory=dict)
+    pid: int | None = None
+    identity: ProcessIdentity | None = None
+    exit_status: int | None = None
+    is_noted: bool = False
+    num_killed: int = 0
+    is_end: bool = False
+
+    def take(self, line: bytes, token: str) -> None:
+        """Add a line of the guard, whose command has this token."""
+        word, *texts = line.decode().split()
+        numbers = [int(text) for text in texts]
+        match word:
+            case "started":
+                self.guard_pid, self.pid = numbers
+                self.identity = identify(self.pid, token)
+                guard = identify(self.guard_pid)
+                self.guard = {} if guard is None else {guard.pid: guard.started}
+            case "noted":
+                self.is_noted = True
+            case "exited":
+                (self.exit_status,) = numbers
+            case "gone":
+                (self.num_killed,) = numbers
+                self.is_end = True
+
+
+class GuardedProcess:
+    """One command under one guard.
+
+    Attributes:
+        report: of the guard, up to the last ``hear``.
         is_gone: every process of the command is reaped.
         is_lost: the guard died before it could report.
         log_start: length of the log before this command wrote to it.
-        identity: by which the command is found again, also after this process has ended.
     """
 
     def __init__(
@@ -55,19 +94,12 @@ class GuardedProcess:
         folder_variable: str = "",
         name: str = "",
     ) -> None:
-        self.guard_pid: int | None = None
-        self.pid: int | None = None
-        self.exit_status: int | None = None
-        self.is_noted = False
-        self.num_killed = 0
+        self.report = GuardReport()
         self.is_gone = False
         self.is_lost = False
         self.log_start = 0
-        self.identity: ProcessIdentity | None = None
-        self._is_confirmed = False
         self._token = secrets.token_hex(16)
-        self._guard: dict[int, int] = {}
-        self._known: dict[int, int] = {}  # pid -> start time, as in ``_guard``
+        self._known: dict[int, int] = {}  # pid -> start time
         self._unread = b""
         self._lock = threading.Lock()  # health and control may run in threads of their own
         order = {
@@ -113,44 +145,28 @@ class GuardedProcess:
                 self._unread += part
             *lines, self._unread = self._unread.split(b"\n")
             for line in lines:
-                word, *numbers = line.decode().split()
-                self._take(word, [int(number) for number in numbers])
+                self.report.take(line, self._token)
             if part is not None and self._is_guard_reaped():  # end of file: the guard has exited
-                self.is_gone = self._is_confirmed
-                self.is_lost = not self._is_confirmed
-                if self.is_lost and self.exit_status is None:
-                    self.exit_status = -signal.SIGKILL
+                self.is_gone = self.report.is_end
+                self.is_lost = not self.is_gone
+                if self.is_lost and self.report.exit_status is None:
+                    self.report.exit_status = -signal.SIGKILL
                 self._close()
-
-    def _take(self, word: str, numbers: list[int]) -> None:
-        match word:
-            case "started":
-                self.guard_pid, self.pid = numbers
-                self.identity = identify(self.pid, self._token)
-                guard = identify(self.guard_pid)
-                self._guard = {} if guard is None else {guard.pid: guard.started}
-            case "noted":
-                self.is_noted = True
-            case "exited":
-                (self.exit_status,) = numbers
-            case "gone":
-                (self.num_killed,) = numbers
-                self._is_confirmed = True
 
     def _is_guard_reaped(self) -> bool:
         """True once no zombie of ours is left; the guard is our child only if we adopt orphans."""
         if self._launcher.poll() is None:
             return False
-        if self.guard_pid is None:
+        if self.report.guard_pid is None:
             return True
         try:
-            return os.waitpid(self.guard_pid, os.WNOHANG)[0] != 0
+            return os.waitpid(self.report.guard_pid, os.WNOHANG)[0] != 0
         except ChildProcessError:
             return True
 
     def processes(self) -> dict[int, int]:
         """The engine's processes below the guard at this moment: pid -> start time."""
-        return find_processes("", self._guard).engine
+        return find_processes("", self.report.guard).engine
 
     def note(self) -> None:
         """Remembers the engine's processes, here and in the guard, for a clean-up after it."""

@@ -48,7 +48,7 @@ class Server:
         """The port is in the log, in a line that comes just before the engine listens."""
         # ``_has_ended`` first: it also hears the process id.
         assert wait_until(lambda: self._has_ended() or self._has_port(), 100)
-        assert self.process.pid is not None
+        assert self.process.report.pid is not None
         assert self.port, self._log_path.read_text()
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"{self.url}/ready").status_code == 200
@@ -61,14 +61,14 @@ class Server:
 
     def _has_ended(self) -> bool:
         self.process.hear()
-        return self.process.exit_status is not None
+        return self.process.report.exit_status is not None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def resident_bytes(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss)
+        return int(psutil.Process(self.process.report.pid).memory_info().rss)
 
     def stop(self) -> None:
         self.process.send(TERMINATE)

@@ -39,8 +39,8 @@ def guarded(tmp_path: Path) -> Iterator[GuardedProcess]:
 
 
 def identity_of(guarded: GuardedProcess) -> ProcessIdentity:
-    assert guarded.identity is not None
-    return guarded.identity
+    assert guarded.report.identity is not None
+    return guarded.report.identity
 
 
 def test_an_engine_is_found_with_all_it_started_and_ended_whole(guarded: GuardedProcess) -> None:
@@ -48,7 +48,7 @@ def test_an_engine_is_found_with_all_it_started_and_ended_whole(guarded: Guarded
     assert is_running(identity)
     pids = pids_of(identity)
     assert len(pids) == 3
-    assert guarded.guard_pid not in pids
+    assert guarded.report.guard_pid not in pids
     assert resident_bytes([identity]) > 3 * 2**20
     assert end(identity) >= 1
     assert not is_running(identity)
@@ -60,8 +60,8 @@ def test_an_engine_is_found_with_all_it_started_and_ended_whole(guarded: Guarded
 def test_what_a_killed_guard_left_is_found_by_its_token(guarded: GuardedProcess) -> None:
     identity = identity_of(guarded)
     guarded.note()
-    assert guarded.guard_pid is not None
-    os.kill(guarded.guard_pid, 9)
+    assert guarded.report.guard_pid is not None
+    os.kill(guarded.report.guard_pid, 9)
     assert wait_until(lambda: not is_running(identity), 10)
     # The one with its parent's environment; who carries nothing and has no parent is lost.
     assert len(pids_of(identity)) == 1
