@@ -254,11 +254,11 @@ class PushBuffers:
         self._joined.append(self._pool.join(folders or own))
         return self._joined[-1]
 
-    def release(self, *, but: int = 0) -> None:
-        """Give all to the pool, but so many that were taken last."""
+    def release(self) -> None:
+        """Give all to the pool."""
         while self._joined:
             shutil.rmtree(self._joined.pop(), ignore_errors=True)
-        while len(self._taken) > but:
+        while self._taken:
             self._pool.give(self._taken.pop(0))
 
 
