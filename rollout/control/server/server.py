@@ -71,6 +71,16 @@ _AFTER_PATH_CHECK = (
     "checkpoint. When they have, serve() serves it"
 )
 _WITHOUT_RECOVERY = "health.recover is false, so nothing restarts the engines: launch again"
+# Command -> its name in the public API, and whether only groups that offload take part.
+_ALONE = {
+    Command.PAUSE: ("pause_generation", False),
+    Command.FLUSH: ("flush_cache", False),
+    Command.RELEASE: ("release_memory_occupation", True),
+    Command.RESUME_WEIGHTS: ("onload_weights", True),
+    Command.VERIFY: ("verify", False),
+    Command.RESUME_KV: ("onload_kv", True),
+    Command.CONTINUE: ("continue_generation", False),
+}
 
 
 class PageApi(Protocol):
@@ -324,25 +334,19 @@ class RolloutServer:
         async with self._lock.held("make_idle"):
             return await self._phase_runner.advance(*MAKE_IDLE)
 
-    async def pause_generation(self) -> StepReport:
-        """Close the gate and stop generation on every group."""
-        async with self._lock.held("pause_generation"):
-            return await self._phase_runner.run(Command.PAUSE, self._registry.groups)
+    async def run(self, command: Command) -> StepReport:
+        """Run this command alone, on the groups that take part in it.
 
-    async def flush_cache(self) -> StepReport:
-        """Wait until no engine has requests in flight, and drop the prefix caches."""
-        async with self._lock.held("flush_cache"):
-            return await self._phase_runner.run(Command.FLUSH, self._registry.groups)
-
-    async def release_memory_occupation(self) -> StepReport:
-        """Release the memory of the groups that offload."""
-        async with self._lock.held("release_memory_occupation"):
-            return await self._phase_runner.run(Command.RELEASE, self._registry.offloading())
-
-    async def onload_weights(self) -> StepReport:
-        """Resume the memory of the weights; nothing serves yet."""
-        async with self._lock.held("onload_weights"):
-            return await self._phase_runner.run(Command.RESUME_WEIGHTS, self._registry.offloading())
+        Raises:
+            LifecycleError: it is not legal in the phase of a group.
+        """
+        owner, needs_offload = _ALONE[command]
+        async with self._lock.held(owner):
+            registry = self._registry
+            names = registry.offloading() if needs_offload else list(registry.groups)
+            if command is Command.VERIFY:
+                names = registry.that_need(command)
+            return await self._phase_runner.run(command, names)
 
     async def update_weights(self, push: WeightPush) -> StepReport:
         """Push new weights to every group that is not frozen.
@@ -352,23 +356,6 @@ class RolloutServer:
         """
         async with self._lock.held("update_weights"):
             return await self._update_weights(push)
-
-    async def verify(self) -> StepReport:
-        """Verify that every engine holds the published weight version."""
-        async with self._lock.held("verify"):
-            return await self._phase_runner.run(
-                Command.VERIFY, self._registry.that_need(Command.VERIFY)
-            )
-
-    async def onload_kv(self) -> StepReport:
-        """Resume the memory of KV caches and CUDA graphs."""
-        async with self._lock.held("onload_kv"):
-            return await self._phase_runner.run(Command.RESUME_KV, self._registry.offloading())
-
-    async def continue_generation(self) -> StepReport:
-        """Continue generation and open the gate."""
-        async with self._lock.held("continue_generation"):
-            return await self._phase_runner.run(Command.CONTINUE, self._registry.groups)
 
     # -- remove and add engines -------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
+from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.calls.server_pushes import ServerPushes
 from rollout.weights.push.push import Push, PushRequest
@@ -36,7 +37,7 @@ class PhaseCommands:
                 is not legal in this phase; the error names those that are.
             PhaseFailed: too few engines are left.
         """
-        return self._caller.call(RolloutServer.pause_generation)
+        return self._caller.call(RolloutServer.run, Command.PAUSE)
 
     def flush_cache(self) -> Pending[StepReport]:
         """Wait until no request is in flight, and drop the prefix caches.
@@ -44,7 +45,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: generation is not paused.
         """
-        return self._caller.call(RolloutServer.flush_cache)
+        return self._caller.call(RolloutServer.run, Command.FLUSH)
 
     def release_memory_occupation(self) -> Pending[StepReport]:
         """Release the memory of the groups that offload; ``freed_bytes`` is measured.
@@ -52,7 +53,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: the caches are not flushed.
         """
-        return self._caller.call(RolloutServer.release_memory_occupation)
+        return self._caller.call(RolloutServer.run, Command.RELEASE)
 
     def onload_weights(self) -> Pending[StepReport]:
         """Resume the memory of the weights; what it holds is not trusted yet.
@@ -60,7 +61,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: the memory is not released.
         """
-        return self._caller.call(RolloutServer.onload_weights)
+        return self._caller.call(RolloutServer.run, Command.RESUME_WEIGHTS)
 
     def make_push(
         self,
@@ -121,7 +122,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: they have no weights.
         """
-        return self._caller.call(RolloutServer.verify)
+        return self._caller.call(RolloutServer.run, Command.VERIFY)
 
     def onload_kv(self) -> Pending[StepReport]:
         """Resume the memory of KV caches and CUDA graphs.
@@ -129,7 +130,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: the weights are not verified.
         """
-        return self._caller.call(RolloutServer.onload_kv)
+        return self._caller.call(RolloutServer.run, Command.RESUME_KV)
 
     def continue_generation(self) -> Pending[StepReport]:
         """Generate again, and open the gate.
@@ -137,4 +138,4 @@ class PhaseCommands:
         Raises:
             LifecycleError: the engines lack verified weights or KV caches.
         """
-        return self._caller.call(RolloutServer.continue_generation)
+        return self._caller.call(RolloutServer.run, Command.CONTINUE)

@@ -328,9 +328,9 @@ async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
             await offload()
     assert (await bench.server.status()).gate == "open"
     # The single commands still get there; then the push is refused.
-    await bench.server.pause_generation()
-    await bench.server.flush_cache()
-    await bench.server.release_memory_occupation()
+    await bench.server.run(Command.PAUSE)
+    await bench.server.run(Command.FLUSH)
+    await bench.server.run(Command.RELEASE)
     with pytest.raises(WeightMismatch, match="check_first_push is true"):
         await bench.server.serve_weights(push(1))
     await bench.server.stop()

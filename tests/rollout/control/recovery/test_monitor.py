@@ -22,7 +22,7 @@ from rollout.core.command_lock import CommandLock
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.types import EngineStatus
 from rollout.rules.health import ProbeResult
-from rollout.rules.lifecycle import Phase
+from rollout.rules.lifecycle import Command, Phase
 from tests.support.builders import RecordingRouter, ServerBench, make_server, push
 from tests.support.virtual_time import virtual_time
 
@@ -163,7 +163,7 @@ async def test_an_offloaded_engine_is_neither_probed_nor_killed(tmp_path: Path) 
 @virtual_time
 async def test_a_paused_engine_need_not_be_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.pause_generation()
+        await bench.server.run(Command.PAUSE)
         await asyncio.sleep(60)
         assert "is_ready" in bench["main-0"].operations()
         assert len(bench.launcher.specs) == 2
@@ -680,7 +680,7 @@ async def test_a_group_that_keeps_its_gpus_is_mended_while_the_trainer_trains(
 async def test_a_new_engine_is_led_to_where_the_others_are_in_an_onload(tmp_path: Path) -> None:
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
         await bench.server.give_memory()
-        await bench.server.onload_weights()
+        await bench.server.run(Command.RESUME_WEIGHTS)
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         assert bench["main-0"].released == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}

@@ -79,10 +79,10 @@ async def serves(bench: ServerBench, version: int) -> None:
 
 async def onload_up_to_kv(bench: ServerBench, version: int) -> None:
     await bench.server.give_memory()
-    await bench.server.onload_weights()
+    await bench.server.run(Command.RESUME_WEIGHTS)
     await bench.server.update_weights(push(version))
-    await bench.server.verify()
-    await bench.server.onload_kv()
+    await bench.server.run(Command.VERIFY)
+    await bench.server.run(Command.RESUME_KV)
 
 
 @virtual_time
@@ -92,7 +92,7 @@ async def test_continue_fails_when_every_engine_came_back_without_weights(tmp_pa
         await kill_all(bench)
         message = r"main-0.*main-1.*lack.*weight version 1.*push"
         with pytest.raises(PhaseFailed, match=message):
-            await bench.server.continue_generation()
+            await bench.server.run(Command.CONTINUE)
         assert await phase(bench) == "kv_onloaded"
         assert bench.router.gate == "closed"
         assert "main-0" in bench.router.gates[-1]["reason"]
@@ -103,13 +103,13 @@ async def test_continue_fails_when_every_engine_came_back_without_weights(tmp_pa
 @virtual_time
 async def test_sync_weights_again_after_all_died_before_continue(tmp_path: Path) -> None:
     async with recovering(tmp_path, KEEPING) as bench:
-        await bench.server.pause_generation()
-        await bench.server.flush_cache()
+        await bench.server.run(Command.PAUSE)
+        await bench.server.run(Command.FLUSH)
         await bench.server.update_weights(push(1))
-        await bench.server.verify()
+        await bench.server.run(Command.VERIFY)
         await kill_all(bench)
         with pytest.raises(PhaseFailed, match="serve_weights"):
-            await bench.server.continue_generation()
+            await bench.server.run(Command.CONTINUE)
         assert await phase(bench) == "verified"
         await bench.server.serve_weights(push(1))
         await serves(bench, 1)
@@ -126,7 +126,7 @@ async def test_continue_restores_from_a_source_what_no_engine_holds(tmp_path: Pa
         for engine in bench.engines:
             engine.die("killed -9")
         await asyncio.sleep(20)
-        await bench.server.continue_generation()
+        await bench.server.run(Command.CONTINUE)
         assert set(bench.router.states.values()) == {"serving"}
 
 
@@ -261,7 +261,7 @@ async def test_an_engine_that_was_restarted_to_be_released_holds_no_version(tmp_
         await bench.server.give_memory()
         bench["main-0"].die("killed -9")
         await asyncio.sleep(20)
-        await bench.server.onload_weights()
+        await bench.server.run(Command.RESUME_WEIGHTS)
         await asyncio.sleep(20)
         assert bench["main-0"].weights_are_garbage
         held = {one.engine_id: one for one in (await bench.server.status()).groups[0].engines}

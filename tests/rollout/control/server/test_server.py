@@ -100,7 +100,7 @@ async def test_no_engine_is_further_than_the_slowest_of_all_groups_on_the_way_up
 async def test_nothing_continues_before_every_kv_cache_is_back(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     await bench.server.give_memory()
-    await bench.server.onload_weights()
+    await bench.server.run(Command.RESUME_WEIGHTS)
     await bench.server.update_weights(push(1))
     gate = bench["shared-1"].hold("resume_memory_occupation")
     onloading = asyncio.create_task(bench.server.serve())
@@ -147,14 +147,14 @@ async def test_a_group_that_keeps_its_gpus_goes_along_without_release_and_resume
 async def test_a_step_by_hand_goes_the_same_way(tmp_path: Path) -> None:
     by_hand = await started_server(tmp_path)
     server = by_hand.server
-    await server.pause_generation()
-    await server.flush_cache()
-    await server.release_memory_occupation()
-    await server.onload_weights()
+    await server.run(Command.PAUSE)
+    await server.run(Command.FLUSH)
+    await server.run(Command.RELEASE)
+    await server.run(Command.RESUME_WEIGHTS)
     await server.update_weights(push(1))
-    await server.verify()
-    await server.onload_kv()
-    await server.continue_generation()
+    await server.run(Command.VERIFY)
+    await server.run(Command.RESUME_KV)
+    await server.run(Command.CONTINUE)
     at_once = await started_server(tmp_path)
     await at_once.server.give_memory()
     await at_once.server.serve_weights(push(1))
@@ -166,11 +166,11 @@ async def test_a_step_by_hand_goes_the_same_way(tmp_path: Path) -> None:
 async def test_continue_by_hand_is_refused_before_the_kv_cache_is_back(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     await bench.server.give_memory()
-    await bench.server.onload_weights()
+    await bench.server.run(Command.RESUME_WEIGHTS)
     await bench.server.update_weights(push(1))
-    await bench.server.verify()
+    await bench.server.run(Command.VERIFY)
     with pytest.raises(LifecycleError, match=r"cannot continue while verified; .* resume_kv"):
-        await bench.server.continue_generation()
+        await bench.server.run(Command.CONTINUE)
     assert bench.router.gate == "holding"  # a refused command ends no held request
     assert not any(engine.is_dead for engine in bench.engines)
 
@@ -294,11 +294,11 @@ async def test_a_router_that_fails_too_does_not_hide_what_failed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = await started_server(tmp_path, lifecycle=RAISE)
-    await bench.server.pause_generation()
+    await bench.server.run(Command.PAUSE)
     bench["apart-0"].fail_next("flush_cache", BROKEN)
     monkeypatch.setattr(bench.router, "set_gate", _fail)
     with pytest.raises(PhaseFailed, match="engine apart-0: flush failed"):
-        await bench.server.flush_cache()
+        await bench.server.run(Command.FLUSH)
     assert await phases(bench) == {"shared": "flushed", "apart": "paused"}
 
 
@@ -385,7 +385,7 @@ async def test_a_command_that_only_one_group_refused_is_known_to_have_moved_the_
     with pytest.raises(PhaseFailed):
         await bench.server.give_memory()
     with pytest.raises(LifecycleError, match="cannot continue while offloaded"):
-        await bench.server.continue_generation()
+        await bench.server.run(Command.CONTINUE)
     assert bench["apart-0"].paused is None
     await bench.server.give_memory()
     assert bench["apart-0"].paused is not None
@@ -403,7 +403,7 @@ async def test_an_onload_after_a_half_failure_goes_on_where_each_group_is(
     }
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
     await bench.server.give_memory()
-    await bench.server.onload_weights()
+    await bench.server.run(Command.RESUME_WEIGHTS)
     await bench.server.update_weights(push(1))
     bench["shared-0"].fail_next(failing, BROKEN)
     with pytest.raises(PhaseFailed):
@@ -708,7 +708,7 @@ async def test_engines_are_stopped_even_when_the_router_cannot_be(
 
 async def test_new_weights_reach_groups_that_were_only_paused(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.pause_generation()
+    await bench.server.run(Command.PAUSE)
     await bench.server.serve_weights(push(1))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
     assert bench["shared-0"].operations().count("flush_cache") == 1

@@ -13,6 +13,7 @@ from engines.fake import FakeTensor, faults
 from engines.fake.engine.fake_weights import fingerprint_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import ServerStatus
+from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
 from tests.explore.steered import CONTROL
@@ -41,13 +42,13 @@ OPERATIONS = sorted(CONTROL - {"canary"})
 CALLS: Mapping[str, Any] = {
     "give_memory": RolloutServer.give_memory,
     "serve": RolloutServer.serve,
-    "pause": RolloutServer.pause_generation,
-    "flush": RolloutServer.flush_cache,
-    "release": RolloutServer.release_memory_occupation,
-    "onload_weights": RolloutServer.onload_weights,
-    "verify": RolloutServer.verify,
-    "onload_kv": RolloutServer.onload_kv,
-    "continue": RolloutServer.continue_generation,
+    "pause": lambda server: server.run(Command.PAUSE),
+    "flush": lambda server: server.run(Command.FLUSH),
+    "release": lambda server: server.run(Command.RELEASE),
+    "onload_weights": lambda server: server.run(Command.RESUME_WEIGHTS),
+    "verify": lambda server: server.run(Command.VERIFY),
+    "onload_kv": lambda server: server.run(Command.RESUME_KV),
+    "continue": lambda server: server.run(Command.CONTINUE),
 }
 PUSHES: Mapping[str, Any] = {
     "serve_weights": RolloutServer.serve_weights,
