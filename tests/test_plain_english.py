@@ -89,7 +89,7 @@ NAMES_ALLOWED: dict[str, tuple[str, str]] = {
     "engines/embedded/memory/mapped_files.py": ("kept", "files that stay mapped"),
     "engines/embedded/weights/broadcast_receiver.py": ("kept", "tensors kept between pushes"),
     "engines/fake/engine/fake_engine.py": ("held", "requests held at a gate"),
-    "engines/process/": ("found word", "a search of this machine's processes; a line of a guard"),
+    "engines/process/": ("found", "a search of this machine's processes"),
     "engines/tensors/": ("word words", "of a processor, and of a safetensors header"),
     "engines/vllm_plugin/": ("kept", "tensors kept for the next push"),
     "rollout/config/http.py": ("held", "requests held at the gate"),
