@@ -11,7 +11,7 @@ from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.driver import RolloutDriver
-from rollout.testing.fake_generation_client import FakeGenerationClient
+from tests.support.fake_generation_client import FakeGenerationClient
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 

@@ -20,8 +20,8 @@ from rollout.driver.driver import RolloutDriver
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
-from rollout.testing.fake_generation_client import FakeGenerationClient
 from tests.support.driving import numbers, push, source
+from tests.support.fake_generation_client import FakeGenerationClient
 from tests.support.virtual_time import VirtualTimeLoop
 
 NUM_PROMPTS = 40
