@@ -13,6 +13,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.protocol.errors import EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError, PhaseFailed, RolloutError, WeightMismatch
+from rollout.rules.lifecycle import Command
 from rollout.runtime.local import launch_local
 from tests.support.builders import ServerBench, make_server, push
 from tests.support.served_fakes import config
@@ -64,9 +65,9 @@ async def test_no_command_opens_it_without_the_push(tmp_path: Path, command: str
         with pytest.raises(RolloutError):
             await server.serve()
     elif command == "phases":
-        await server.pause_generation()
+        await server.run(Command.PAUSE)
         with pytest.raises(PhaseFailed, match=EXPECTED):
-            await server.continue_generation()
+            await server.run(Command.CONTINUE)
     else:
         for engine in bench.engines:
             engine.fail_next("update_weights_from_tensor", EngineUnreachable("connection broke"))
