@@ -12,6 +12,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -302,6 +303,11 @@ class GroupHealth:
     def num_up(self) -> int:
         return sum(not engine.is_out for engine in self.engines.values())
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it has too few engines to continue."""
+        return self.num_up < self.min_engines
+
     def restartable(self) -> dict[str, EngineHealth]:
         """Its dead engines that may be restarted once more."""
         return {
@@ -346,19 +352,48 @@ def plan_recovery(
         Restart(group.name, engine_id)
         for group in groups
         if may_use_memory(group)
-        and (
-            group.phase is Phase.SERVING
-            or not group.needs_offload
-            or group.num_up < group.min_engines
-        )
+        and (group.phase is Phase.SERVING or not group.needs_offload or group.is_short)
         for engine_id in due_restarts(group, now_s)
     ]
-    num_booting = sum(
-        engine.state is RecoveryState.BOOTING
-        for group in groups
-        for engine in group.engines.values()
-    )
+    num_booting = len(engines_in(RecoveryState.BOOTING, groups))
     return plan[: max(config.max_parallel_restarts - num_booting, 0)]
+
+
+def plan_for_short(
+    groups: Iterable[GroupHealth], names: Collection[str], config: HealthConfig
+) -> list[Restart]:
+    """The engines to restart so that these groups can continue; ignores backoffs."""
+    return [
+        Restart(group.name, engine_id)
+        for group in groups
+        if group.name in names and group.is_short
+        for engine_id in due_restarts(group, math.inf)[: config.max_parallel_restarts]
+    ]
+
+
+def engines_in(state: RecoveryState, groups: Iterable[GroupHealth]) -> list[tuple[str, str]]:
+    """Group and id of each engine that is in this state."""
+    return [
+        (group.name, engine_id)
+        for group in groups
+        for engine_id, health in group.engines.items()
+        if health.state is state
+    ]
+
+
+def unfenced_dead(groups: Iterable[GroupHealth]) -> list[tuple[str, str]]:
+    """Group and id of each engine that is dead and not yet ended."""
+    return [
+        (group.name, engine_id)
+        for group in groups
+        for engine_id, health in group.engines.items()
+        if health.state is RecoveryState.DEAD and not health.is_fenced
+    ]
+
+
+def stale_engines(groups: Iterable[GroupHealth]) -> list[tuple[str, str]]:
+    """Group and id of each stale engine that may restore its weights now."""
+    return engines_in(RecoveryState.STALE, filter(may_use_memory, groups))
 
 
 def due_restarts(group: GroupHealth, now_s: float) -> list[str]:

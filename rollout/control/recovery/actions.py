@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from rollout.config import HealthConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.health_tracker import HealthTracker
 from rollout.core.fanout import wait_all
-from rollout.rules.health import Restart
+from rollout.rules.health import (
+    EngineHealth,
+    RecoveryState,
+    Restart,
+    engines_in,
+    stale_engines,
+    unfenced_dead,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +54,14 @@ class RecoveryActions:
 
     async def fence_dead(self) -> None:
         """Fence dead engines now, also those that must not restart yet."""
-        await self._run_all(self._fence(*engine) for engine in self._tracker.unfenced_dead())
+        dead = unfenced_dead(self._tracker.groups())
+        await self._run_all(self._fence(*engine) for engine in dead)
 
     async def _fence(self, group: str, engine_id: str) -> None:
         reason = self._tracker.why_dead(group, engine_id)
         async with asyncio.timeout(self._tracker.terms[group].margin_s):
             await self._groups[group].fence(engine_id, reason)
-        self._tracker.mark_fenced(group, engine_id)
+        self._tracker.change(group, engine_id, lambda one, _: replace(one, is_fenced=True))
 
     def boot(self, plan: Iterable[Restart], *, memory_is_free: bool = False) -> None:
         """Start new engines for these, in the background, each on its slot.
@@ -62,7 +71,7 @@ class RecoveryActions:
         """
         for engine in plan:
             key = engine.group, engine.engine_id
-            self._tracker.mark_booting(*key)
+            self._tracker.change(*key, EngineHealth.booting)
             boot = asyncio.create_task(self._boot(*key, memory_is_free), name=f"boot:{key[1]}")
             self._boots[key] = boot
             boot.add_done_callback(partial(self._has_ended, key))
@@ -112,11 +121,8 @@ class RecoveryActions:
 
     async def admit(self, groups: Collection[str]) -> None:
         """Let the engines of these groups that have booted join them."""
-        await self._run_all(
-            self._admit(group, engine_id)
-            for group, engine_id in self._tracker.booted()
-            if group in groups
-        )
+        booted = engines_in(RecoveryState.BOOTED, self._tracker.groups())
+        await self._run_all(self._admit(*engine) for engine in booted if engine[0] in groups)
 
     async def _admit(self, group: str, engine_id: str) -> None:
         try:
@@ -126,7 +132,7 @@ class RecoveryActions:
             self._mark_dead(group, engine_id, "could not join its group", error)
             return
         if has_joined:
-            self._tracker.mark_admitted(group, engine_id)
+            self._tracker.change(group, engine_id, EngineHealth.admitted)
         else:
             self._mark_interrupted(group, engine_id)
 
@@ -136,7 +142,8 @@ class RecoveryActions:
 
     async def readmit_stale(self, version: int) -> None:
         """Let stale engines serve that hold ``version`` or can restore it."""
-        await self._run_all(self._readmit(*engine, version) for engine in self._tracker.stale())
+        stale = stale_engines(self._tracker.groups())
+        await self._run_all(self._readmit(*engine, version) for engine in stale)
 
     async def _readmit(self, group: str, engine_id: str, version: int) -> None:
         try:
@@ -147,10 +154,10 @@ class RecoveryActions:
             self._mark_dead(group, engine_id, what, error)
             return
         if serves:
-            self._tracker.mark_verified(group, engine_id)
+            self._tracker.change(group, engine_id, EngineHealth.verified)
             logger.info("engine %s serves again at weight version %d", engine_id, version)
         else:
-            self._tracker.mark_not_readmitted(group, engine_id)
+            self._tracker.change(group, engine_id, lambda one, _: one.not_readmitted())
 
     def _mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         self._tracker.mark_dead(group, engine_id, what, error)

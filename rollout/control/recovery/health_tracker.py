@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig, ServerConfig
@@ -22,15 +22,10 @@ from rollout.rules.health import (
     Liveness,
     ProbeResult,
     RecoveryState,
-    Restart,
-    due_restarts,
     has_enough_without,
     liveness,
     may_return,
-    may_use_memory,
-    next_retry_s,
     out_of_routing,
-    plan_recovery,
 )
 from rollout.rules.lifecycle import Phase
 
@@ -167,43 +162,30 @@ class HealthTracker:
 
     # -- results of actions -----------------------------------------------------------------
 
-    def mark_fenced(self, group: str, engine_id: str) -> None:
+    def change(
+        self, group: str, engine_id: str, change: Callable[[EngineHealth, float], EngineHealth]
+    ) -> None:
+        """An action on an engine has changed its health; ``change`` gets that, and the time."""
         engines = self._engines[group]
-        engines[engine_id] = replace(engines[engine_id], is_fenced=True)
-
-    def mark_booting(self, group: str, engine_id: str) -> None:
-        engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].booting(self._clock())
+        engines[engine_id] = change(engines[engine_id], self._clock())
 
     def mark_booted(self, group: str, engine_id: str) -> float:
         """Record the end of a boot; returns its duration in seconds."""
-        engines = self._engines[group]
-        elapsed_s = self._clock() - engines[engine_id].since_s
-        engines[engine_id] = engines[engine_id].booted(self._clock())
-        return elapsed_s
+        since_s = self._engines[group][engine_id].since_s
+        self.change(group, engine_id, EngineHealth.booted)
+        return self._engines[group][engine_id].since_s - since_s
 
     def mark_interrupted(self, group: str, engine_id: str) -> None:
-        engines = self._engines[group]
-        if engine_id in engines:  # it was not removed meanwhile
-            engines[engine_id] = engines[engine_id].interrupted(self._clock())
-
-    def mark_admitted(self, group: str, engine_id: str) -> None:
-        engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].admitted(self._clock())
-
-    def mark_verified(self, group: str, engine_id: str) -> None:
-        engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].verified(self._clock())
-
-    def mark_not_readmitted(self, group: str, engine_id: str) -> None:
-        engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].not_readmitted()
+        """A boot was ended, unless its engine was removed meanwhile."""
+        if engine_id in self._engines[group]:
+            self.change(group, engine_id, EngineHealth.interrupted)
 
     def mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         reason = f"engine {engine_id} {what}: {describe(error)}"
         logger.error("%s", reason, extra={"engine_id": engine_id})
-        engines = self._engines[group]
-        engines[engine_id] = engines[engine_id].died(reason, self._clock(), self._config)
+        self.change(
+            group, engine_id, lambda health, now_s: health.died(reason, now_s, self._config)
+        )
 
     # -- decisions --------------------------------------------------------------------------
 
@@ -222,7 +204,7 @@ class HealthTracker:
     def out_of_routing(self) -> dict[str, tuple[Liveness, str]]:
         """Engines without requests, also if their group reports them as serving, and why."""
         out: dict[str, tuple[Liveness, str]] = {}
-        for group in self._group_health():
+        for group in self.groups():
             out |= out_of_routing(group, self._config)
         return out
 
@@ -240,59 +222,8 @@ class HealthTracker:
             )
         }
 
-    def unfenced_dead(self) -> list[tuple[str, str]]:
-        """Group and id of each engine that is dead and not yet ended."""
-        return [
-            (group, engine_id)
-            for group, engines in self._engines.items()
-            for engine_id, health in engines.items()
-            if health.state is RecoveryState.DEAD and not health.is_fenced
-        ]
-
-    def booted(self) -> list[tuple[str, str]]:
-        """Group and id of each engine that has booted and waits for its admission."""
-        return [
-            (group, engine_id)
-            for group, engines in self._engines.items()
-            for engine_id, health in engines.items()
-            if health.state is RecoveryState.BOOTED
-        ]
-
-    def stale(self) -> list[tuple[str, str]]:
-        """Group and id of each stale engine that may restore its weights now."""
-        return [
-            (group.name, engine_id)
-            for group in self._group_health()
-            if may_use_memory(group)
-            for engine_id, health in group.engines.items()
-            if health.state is RecoveryState.STALE
-        ]
-
-    def plan(self) -> list[Restart]:
-        """Engines to restart now."""
-        return plan_recovery(self._group_health(), self._clock(), self._config)
-
-    def plan_for_short(self, groups: Collection[str]) -> list[Restart]:
-        """Engines to restart so that these groups can continue; ignores backoffs."""
-        return [
-            Restart(group.name, engine_id)
-            for group in self._group_health()
-            if group.name in groups and group.num_up < group.min_engines
-            for engine_id in due_restarts(group, math.inf)[: self._config.max_parallel_restarts]
-        ]
-
-    def is_any_short(self, groups: Collection[str]) -> bool:
-        """Whether one of these groups has too few engines to continue."""
-        return any(
-            group.name in groups and group.num_up < group.min_engines
-            for group in self._group_health()
-        )
-
-    def next_retry_s(self) -> float | None:
-        """When the next backoff ends, in seconds of the clock; None if there is none."""
-        return next_retry_s(self._group_health())
-
-    def _group_health(self) -> list[GroupHealth]:
+    def groups(self) -> list[GroupHealth]:
+        """The health of each group in its phase, for the decisions of ``rules.health``."""
         phases = self._phases()
         return [
             GroupHealth(

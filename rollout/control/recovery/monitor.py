@@ -28,7 +28,17 @@ from rollout.control.recovery.health_tracker import GroupTerms, HealthTracker
 from rollout.core.command_lock import CommandLock
 from rollout.core.errors import ActorLost, LifecycleError
 from rollout.core.fanout import wait_all
-from rollout.rules.health import Liveness
+from rollout.rules.health import (
+    Liveness,
+    RecoveryState,
+    Restart,
+    engines_in,
+    next_retry_s,
+    plan_for_short,
+    plan_recovery,
+    stale_engines,
+    unfenced_dead,
+)
 from rollout.rules.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -198,7 +208,7 @@ class RecoveryMonitor:
 
     async def _recover(self) -> None:
         """Recover as soon as a probe finds work, or a backoff ends."""
-        retry_s = self.tracker.next_retry_s()
+        retry_s = next_retry_s(self.tracker.groups())
         # A timer may fire a little early; the minimum wait prevents a busy loop.
         wait_s = max(retry_s - _now(), 0.001) if retry_s and retry_s > _now() else None
         with suppress(TimeoutError):
@@ -215,7 +225,7 @@ class RecoveryMonitor:
             async with self._lock.held(OWNER):
                 await self._replace_lost_groups()
                 await self._actions.fence_dead()
-                self._actions.boot(self.tracker.plan())
+                self._actions.boot(self._plan())
                 await self._actions.admit(self._groups)
                 await self._actions.readmit_stale(self._server.weight_version)
                 await self._server.publish_members()
@@ -235,22 +245,28 @@ class RecoveryMonitor:
             await self.probe_once()
 
     def _has_work(self) -> bool:
+        groups = self.tracker.groups()
         return bool(
             self._lost_groups
-            or self.tracker.unfenced_dead()
-            or self.tracker.plan()
-            or self.tracker.booted()
-            or (self._has_sources and self.tracker.stale())
+            or unfenced_dead(groups)
+            or self._plan()
+            or engines_in(RecoveryState.BOOTED, groups)
+            or (self._has_sources and stale_engines(groups))
         )
+
+    def _plan(self) -> list[Restart]:
+        return plan_recovery(self.tracker.groups(), _now(), self._config)
 
     async def restart_if_short(self, groups: Collection[str]) -> None:
         """Restart dead engines of groups that have too few to continue; ignores backoffs.
 
         The caller holds the lock, and the trainer has just freed the memory.
         """
-        if self._config.recover and self.tracker.is_any_short(groups):
+        health = self.tracker.groups()
+        if self._config.recover and any(one.is_short for one in health if one.name in groups):
             await self._actions.fence_dead()
-            self._actions.boot(self.tracker.plan_for_short(groups), memory_is_free=True)
+            plan = plan_for_short(self.tracker.groups(), groups, self._config)
+            self._actions.boot(plan, memory_is_free=True)
             await self._actions.wait_for_boots(groups)
             await self._actions.admit(groups)
 

@@ -21,7 +21,7 @@ from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.core.command_lock import CommandLock
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.types import EngineStatus
-from rollout.rules.health import ProbeResult
+from rollout.rules.health import ProbeResult, RecoveryState, engines_in
 from rollout.rules.lifecycle import Command, Phase
 from tests.support.builders import RecordingRouter, ServerBench, make_server, push
 from tests.support.virtual_time import virtual_time
@@ -570,7 +570,8 @@ async def test_an_engine_that_has_booted_is_released_with_the_others(tmp_path: P
         offloading = asyncio.create_task(bench.server.give_memory())
         await gate.entered.wait()
         launch.open()
-        await until(lambda: bench.server._recovery.tracker.booted())
+        groups = bench.server._recovery.tracker.groups
+        await until(lambda: engines_in(RecoveryState.BOOTED, groups()))
         gate.open()
         await offloading
         assert bench["main-0"].released == bench["main-1"].released == set(MemoryTag)
