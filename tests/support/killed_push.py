@@ -26,7 +26,7 @@ from rollout.runtime.calls.server_pushes import ServerPushes
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
-from rollout.weights.ranks.link import LocalTexts, RankLink
+from rollout.weights.ranks.link import RankLink
 from rollout.weights.routes.route import EnginePlace
 from tests.support.processes import wait_until
 from tests.support.still_server import HERE, StillServer
@@ -225,7 +225,7 @@ class Trainer:
         self.pushes.server = server
         self.pusher = Pusher(
             server,
-            link or RankLink(0, 1, LocalTexts()),
+            link or RankLink(),
             timeout_s=TIMEOUT_S,
             idle_group=self.pushes.idle_group,
         )

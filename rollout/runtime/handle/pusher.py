@@ -208,5 +208,5 @@ class Pusher:
         self._keys_left.append(round_.keys_left())
         if len(self._keys_left) > _ROUNDS_REMEMBERED:
             keys = self._keys_left.pop(0)
-            if self.link.rank == 0:
+            if self.link.rank == 0 and self.link.texts is not None:
                 self.link.texts.delete(keys)

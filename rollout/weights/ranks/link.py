@@ -37,26 +37,6 @@ class TextStore(Protocol):
     def delete(self, keys: Sequence[str]) -> None: ...
 
 
-class LocalTexts:
-    """The store of a single rank."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def put(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def claim(self, key: str, text: str) -> str:
-        return self._texts.setdefault(key, text)
-
-    def get(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
-        return [self._texts.get(key) for key in keys]
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._texts.pop(key, None)
-
-
 class SharedTexts:
     """A ``TCPStore`` between the ranks.
 
@@ -125,12 +105,13 @@ class RankLink:
     """The ranks that push together.
 
     Attributes:
+        texts: where their messages are; None for a single rank, which has none.
         group: their process group; None for a single rank.
     """
 
-    rank: int
-    num_ranks: int
-    texts: TextStore
+    rank: int = 0
+    num_ranks: int = 1
+    texts: TextStore | None = None
     group: Any = None
 
     def run(self, steps: Steps[T], do: Callable[[Step], Any]) -> T:
@@ -159,7 +140,7 @@ class RankLink:
         Raises:
             RankFailure: a rank did not call it.
         """
-        if self.num_ranks == 1:
+        if self.texts is None:
             return [0]
         ranks = range(self.num_ranks)
         with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
@@ -170,12 +151,15 @@ class RankLink:
             return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
 
     def _expect(self, keys: Sequence[str]) -> list[str]:
+        assert self.texts is not None
         texts = self.texts.get(keys, _CONNECT_S)
         if None in texts:
             raise RankFailure(f"not all ranks called pusher() within {_CONNECT_S:g} s")
         return [text for text in texts if text is not None]
 
     def _exchanged(self, step: Step) -> Any:
+        if self.texts is None:
+            return step.message if isinstance(step, Claim) else []
         try:
             match step:
                 case Put(key, message):
@@ -210,12 +194,12 @@ def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> R
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigError("pusher(group=...): torch.distributed is not initialized here")
-        return RankLink(0, 1, LocalTexts())
+        return RankLink()
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ConfigError("pusher(group=...): this process is not a rank of that group")
     if num_ranks == 1:
-        return RankLink(0, 1, LocalTexts(), group)
+        return RankLink(group=group)
     store = _meet(rank, own_host, group)
     return RankLink(rank, num_ranks, SharedTexts(store, store.clone(), answer_s), group)
 
