@@ -120,17 +120,9 @@ def launch(
 
     After an error, nothing is running.
     """
-    from rollout.config import RolloutConfig
-    from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
 
-    if not isinstance(config, RolloutConfig):
-        raise ConfigError(
-            f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
-            "and from_file make one"
-        )
-    if not isinstance(expect_version, int) or expect_version < 0:
-        raise wrong("expect_version", expect_version, "a weight version, from 0")
+    _check_launch(config, expect_version)
     if backend == "local":
         if placement_group is not None or bundles is not None:
             raise ConfigError("placement_group and bundles need backend='ray'")
@@ -148,6 +140,20 @@ def launch(
         expect_version=expect_version,
         wait=wait,
     )
+
+
+def _check_launch(config: Any, expect_version: Any) -> None:
+    from rollout.config import RolloutConfig
+    from rollout.core.arguments import wrong
+    from rollout.core.errors import ConfigError
+
+    if not isinstance(config, RolloutConfig):
+        raise ConfigError(
+            f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
+            "and from_file make one"
+        )
+    if not isinstance(expect_version, int) or expect_version < 0:
+        raise wrong("expect_version", expect_version, "a weight version, from 0")
 
 
 def connect(

@@ -99,6 +99,12 @@ def group_settings(
     )
 
 
+def server_journal(config: RolloutConfig, server: str, backend: str) -> ServerJournal:
+    """The journal of a server in this launch."""
+    run = RunFolder.of(config)
+    return ServerJournal.of(run.of_server(server) / JOURNAL_FILE, run.run_id, server, backend)
+
+
 def started_groups(config: RolloutConfig, server: str) -> list[str]:
     """Names of the groups that start engines; placeholders only reserve their slots."""
     return [
@@ -212,12 +218,8 @@ def launch_local(
         PhaseFailed: an engine did not start; nothing is left running.
     """
     check_before_launch(config, launches_here=launcher is None)
-    run = RunFolder.of(config)
-    lock = RunLock(run)
-    journals = {
-        name: ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "local")
-        for name in config.servers
-    }
+    lock = RunLock(RunFolder.of(config))
+    journals = {name: server_journal(config, name, "local") for name in config.servers}
     try:
         plan = plan_of(config)
         granted = local_bundles(plan, visible_gpus(), float(os.cpu_count() or 1))

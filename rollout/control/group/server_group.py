@@ -93,13 +93,7 @@ class ServerGroup:
         starter = self._starter = Starter(
             settings,
             launcher,
-            connect
-            or connect_http(
-                settings.lifecycle,
-                settings.health,
-                settings.group.engine.kind,
-                weights_cpu_backup=self._policy.weights_cpu_backup,
-            ),
+            connect or _over_http(settings, self._policy.weights_cpu_backup),
             logprob_check=self._logprob_check,
             sentinel=self._sentinel,
             memory_saver=self._traits.needs_offload,
@@ -441,6 +435,15 @@ class ServerGroup:
             if serves:
                 self.timeline.event("readmitted", f"at version {version}", engine_id=engine_id)
             return serves
+
+
+def _over_http(settings: GroupSettings, weights_cpu_backup: bool) -> Connect:
+    return connect_http(
+        settings.lifecycle,
+        settings.health,
+        settings.group.engine.kind,
+        weights_cpu_backup=weights_cpu_backup,
+    )
 
 
 __all__ = ["GroupSettings", "ServerGroup"]

@@ -14,9 +14,8 @@ from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.config import RolloutConfig, ServerConfig
-from rollout.config.run_dir import JOURNAL_FILE, RunFolder
+from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
-from rollout.control.server.journal import ServerJournal
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
@@ -26,6 +25,7 @@ from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import (
     group_settings,
     lock_timeout_s,
+    server_journal,
     started_groups,
     store_nodes,
     store_terms,
@@ -160,7 +160,7 @@ def _make_server(
         undo.agents.append(agents)
         sources = (StoreSource(terms, agents, server.model_path),)
     run = RunFolder.of(config)
-    journal = ServerJournal.of(run.of_server(name) / JOURNAL_FILE, run.run_id, name, "ray")
+    journal = server_journal(config, name, "ray")
     parts = ServerParts(
         router_class=ray.remote(**control)(RouterActor),
         group_class=ray.remote(**control)(ServerGroupActor),
