@@ -4,6 +4,9 @@ Always true: all ranks start the same gathers in the same order, also after one 
 late rank still finds its peers; besides the whole tensors, memory holds at most the pieces under
 way, each at most ``_PIECE_BYTES`` or a quarter of the tensors, unless one tensor is larger.
 
+On a GPU, this process waits once for all gathers of a bucket, before its stream waits for any: a
+rank that never joins leaves the stream free.  Over gloo few are under way at once, see below.
+
 Small shards are copied together and gathered at once.  A gather of its own for each costs six times
 the CPU over gloo.  ``DTensor.full_tensor()`` and ``redistribute()`` are used only for placements
 that are not understood here.  In torch 2.13 they start a gather while they hold the interpreter's
@@ -27,6 +30,10 @@ from rollout.weights.tensors.push_plan import cast_dtype
 
 _PIECE_BYTES = 8 << 20
 _MOST_UNDER_WAY = 2
+# On a GPU: of inputs and of outputs that are copied.
+_MOST_DEVICE_BYTES = 64 << 20
+# The driver takes about a thousand calls before it makes the caller wait.
+_MOST_ON_DEVICE = 256
 # A tensor of this size is gathered into its own memory.
 _LARGE_BYTES = 1 << 20
 _POLL_S = 0.0005
@@ -58,7 +65,7 @@ def gathered_whole(
     """The whole tensors; shards are cast to ``dtype`` before they are gathered.
 
     Args:
-        timeout_s: for each gather; None leaves it to the process group.
+        timeout_s: for each gather, on a GPU for all of them; None leaves it to the process group.
 
     Raises:
         GatherTimeout: a gather was late.  All gathers of these tensors are started.
@@ -175,31 +182,69 @@ class _Piece:
             begin += shard.part_numel
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A gather that was started."""
+
+    piece: _Piece
+    work: Any
+    own: torch.Tensor
+    parts: torch.Tensor
+
+    @property
+    def more_bytes(self) -> int:
+        """What it takes besides the whole tensors and the shards."""
+        first = self.piece.shards[0]
+        if not first.is_large:
+            return self.own.nbytes + self.parts.nbytes
+        return 0 if self.own.data_ptr() == first.local.data_ptr() else self.own.nbytes
+
+
 class _Gathers:
     """Gathers pieces, some under way at once."""
 
     def __init__(self, results: list[Any], timeout_s: float | None) -> None:
         self._results = results
         self._timeout_s = timeout_s
-        self._under_way: list[tuple[_Piece, Any, torch.Tensor, torch.Tensor]] = []
+        self._under_way: list[_UnderWay] = []
 
     def run(self, pieces: Iterator[_Piece]) -> None:
         try:
             for piece in pieces:
-                self._under_way.append((piece, *piece.started()))
-                if len(self._under_way) == _MOST_UNDER_WAY:
-                    self._end_first()
+                self._under_way.append(_UnderWay(piece, *piece.started()))
+                if self._is_full():
+                    self._end()
             while self._under_way:
-                self._end_first()
+                self._end()
         except GatherTimeout:
             _late.append((self._under_way, [piece.started() for piece in pieces]))
             raise
 
-    def _end_first(self) -> None:
-        piece, work, own, parts = self._under_way[0]
-        _wait(work, self._timeout_s, is_on_cuda=own.is_cuda)
-        piece.ended(parts, self._results)
-        del self._under_way[0]
+    def _is_full(self) -> bool:
+        number = len(self._under_way)
+        if not self._is_on_stream:
+            return number == _MOST_UNDER_WAY
+        more_bytes = sum(one.more_bytes for one in self._under_way)
+        return number == _MOST_ON_DEVICE or more_bytes >= _MOST_DEVICE_BYTES
+
+    @property
+    def _is_on_stream(self) -> bool:
+        """Whether the gathers run one after the other on a GPU, without a thread of gloo."""
+        shard = self._under_way[0].piece.shards[0]
+        return shard.device != "cpu" and str(dist.get_backend(shard.group)) != "gloo"
+
+    def _end(self) -> None:
+        """Wait for the first gather, on a GPU for all that are under way."""
+        ending = self._under_way[: None if self._is_on_stream else 1]
+        works = [one.work for one in ending]
+        if self._timeout_s is not None and ending[0].own.device.type != "cpu":
+            _wait_on_device(works, self._timeout_s)
+        else:
+            for work in works:
+                _wait(work, self._timeout_s)
+        for one in ending:
+            one.piece.ended(one.parts, self._results)
+        del self._under_way[: len(ending)]
 
 
 def _gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
@@ -208,8 +253,8 @@ def _gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
     return gather(parts, own, group=group, async_op=True)
 
 
-def _wait(work: Any, timeout_s: float | None, *, is_on_cuda: bool) -> None:
-    """Wait for a gather.
+def _wait(work: Any, timeout_s: float | None) -> None:
+    """Wait for a gather; with a deadline only in host memory.
 
     Raises:
         GatherTimeout: it is late.
@@ -217,22 +262,33 @@ def _wait(work: Any, timeout_s: float | None, *, is_on_cuda: bool) -> None:
     if timeout_s is None:
         work.wait()
         return
-    late = GatherTimeout(f"a gather was not done within {timeout_s:g} s: a rank did not join it")
-    if is_on_cuda:
-        # With a deadline, NCCL's own wait would abort the communicator.
-        deadline = time.monotonic() + timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise late
-            time.sleep(_POLL_S)
-        work.wait()
-        return
     try:
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError:
         if work.is_completed():  # with an error of its own
             raise
-        raise late from None
+        raise _too_late(timeout_s) from None
+
+
+def _wait_on_device(works: Sequence[Any], timeout_s: float) -> None:
+    """Wait for gathers on a GPU: for the last of them first, after which the others are done.
+
+    Raises:
+        GatherTimeout: one is late.  No stream waits for it: with a deadline, NCCL's own wait would
+            abort the communicator.
+    """
+    deadline = time.monotonic() + timeout_s
+    for work in reversed(works):
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise _too_late(timeout_s)
+            time.sleep(_POLL_S)
+    for work in works:
+        work.wait()
+
+
+def _too_late(timeout_s: float) -> GatherTimeout:
+    return GatherTimeout(f"a gather was not done within {timeout_s:g} s: a rank did not join it")
 
 
 def _shard_of(index: int, tensor: Any, dtype: torch.dtype) -> _Shard | None:

@@ -1,11 +1,17 @@
 """Shards of FSDP2 are gathered bucket by bucket: two real ranks over gloo."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
+from rollout.weights.tensors import shard_gather
 from tests.rollout.weights.tensors.gathering_ranks import WORKER, gather_by_ranks
 
 pytestmark = pytest.mark.embedded
@@ -55,8 +61,6 @@ def test_a_late_rank_ends_a_gather_and_still_finds_its_peers(tmp_path: Path) -> 
 
 
 def test_pieces_are_small_beside_the_tensors_and_never_mix_dtypes() -> None:
-    from types import SimpleNamespace
-
     from rollout.weights.tensors.shard_gather import _PIECE_BYTES, _pieces, _Shard
 
     group = SimpleNamespace(group_name="all")
@@ -80,18 +84,113 @@ def test_pieces_are_small_beside_the_tensors_and_never_mix_dtypes() -> None:
     assert len(sizes([shard(number, rows=8192) for number in range(3)])) == 3
 
 
+def sharded_on_device(rows: int, num_parts: int = 2, device: str = "cpu") -> Any:
+    """As a DTensor on a mesh of a GPU, for which ``meta`` stands; this rank's part may be in host
+    memory."""
+    local = torch.ones(1, 1, device=device).expand(rows // num_parts, 4)
+    group = SimpleNamespace(group_name="all")
+    return SimpleNamespace(
+        device_mesh=SimpleNamespace(
+            device_type="meta", get_group=lambda at: group, size=lambda at: num_parts
+        ),
+        placements=[Shard(0)],
+        shape=torch.Size([rows, 4]),
+        ndim=2,
+        dtype=local.dtype,
+        is_floating_point=lambda: True,
+        to_local=lambda: local,
+        full_tensor=None,
+    )
+
+
+class StreamDouble:
+    """Gathers on a GPU: those that were started are done when the process has slept once.
+
+    Attributes:
+        backend: of the group.
+        num_waits: sleeps of the process.
+        most_bytes: of the inputs of gathers that were started and not done.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:
+        self.num_waits = self.most_bytes = 0
+        self.most_under_way = self.num_started = 0
+        self._under_way: list[int] = []
+        self._num_done = 0
+        monkeypatch.setattr(shard_gather, "_gather", self._started)
+        monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+        monkeypatch.setattr(time, "sleep", self._slept)
+
+    def _slept(self, seconds: float) -> None:
+        self.num_waits += 1
+        self._num_done = self.num_started
+        self._under_way.clear()
+
+    def _started(self, parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+        number = self.num_started
+        self.num_started += 1
+        self._under_way.append(own.nbytes)
+        self.most_under_way = max(self.most_under_way, len(self._under_way))
+        self.most_bytes = max(self.most_bytes, sum(self._under_way))
+
+        def wait() -> None:
+            assert number < self._num_done, "the stream waits for what may never come"
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: number < self._num_done)
+
+
+def test_on_a_gpu_a_process_waits_once_for_the_gathers_of_a_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = StreamDouble(monkeypatch)
+    shards = [sharded_on_device(rows, device="meta") for rows in [1 << 18] * 100 + [64]]
+    shard_gather.gathered_whole(shards, timeout_s=5)
+    assert stream.num_started == 101
+    assert stream.num_waits == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "number", "rows", "most"),
+    [
+        ("nccl", 1000, 1 << 18, lambda stream: stream.most_under_way <= 256),
+        # Each rank casts its part before the gather: 8 MiB.
+        ("nccl", 100, 1 << 22, lambda stream: stream.most_bytes <= 72 << 20),
+        ("gloo", 100, 1 << 18, lambda stream: stream.most_under_way <= 2),
+    ],
+)
+def test_what_is_under_way_on_a_gpu_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    number: int,
+    rows: int,
+    most: Callable[[StreamDouble], bool],
+) -> None:
+    stream = StreamDouble(monkeypatch, backend)
+    shards = [sharded_on_device(rows, num_parts=4) for _ in range(number)]
+    shard_gather.gathered_whole(shards, torch.bfloat16, timeout_s=5)
+    assert stream.num_started == number
+    assert most(stream)
+
+
+def test_a_gather_on_a_gpu_that_is_late_leaves_the_stream_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = StreamDouble(monkeypatch)
+    now_s = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    shards = [sharded_on_device(1 << 18) for _ in range(300)]
+    with pytest.raises(shard_gather.GatherTimeout, match="within 5 s"):
+        shard_gather.gathered_whole(shards, timeout_s=5)
+    assert stream.num_started == 300, "the other ranks find this one in all gathers"
+
+
 def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a double: FSDP2's CPU offload on a mesh of another device, whose group cannot gather in
     host memory.
     """
-    from types import SimpleNamespace
-
-    from torch.distributed.tensor import Shard
-
-    from rollout.weights.tensors import shard_gather
-
     gathered_on = []
 
     def gather(parts: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
@@ -99,24 +198,10 @@ def test_shards_in_host_memory_are_gathered_on_the_devices_of_their_mesh(
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(shard_gather, "_gather", gather)
-    group = SimpleNamespace(group_name="all")
-
-    def sharded(rows: int) -> Any:
-        local = torch.ones(rows // 2, 4)
-        return SimpleNamespace(
-            device_mesh=SimpleNamespace(
-                device_type="meta", get_group=lambda at: group, size=lambda at: 2
-            ),
-            placements=[Shard(0)],
-            shape=torch.Size([rows, 4]),
-            ndim=2,
-            dtype=local.dtype,
-            is_floating_point=lambda: True,
-            to_local=lambda: local,
-            full_tensor=None,
-        )
-
-    small, large = shard_gather.gathered_whole([sharded(4), sharded(1 << 18)], torch.bfloat16)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    small, large = shard_gather.gathered_whole(
+        [sharded_on_device(4), sharded_on_device(1 << 18)], torch.bfloat16
+    )
     assert gathered_on == [("meta", torch.bfloat16)] * 2
     for whole, rows in ((small, 4), (large, 1 << 18)):
         assert (whole.device.type, whole.dtype) == ("meta", torch.bfloat16)
