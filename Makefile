@@ -8,8 +8,10 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
-# Of make test-versions: lowest-direct or highest.
+# Of make test-versions: lowest-direct or highest; and torch, where the package index has no other CPU build: TORCH=torch==2.13.0+cpu.
+# uv reads UV_FIND_LINKS, UV_INDEX and UV_TORCH_BACKEND=cpu, and no setting of pip.
 RESOLUTION ?= lowest-direct
+TORCH ?=
 # Of make test-gpu, for a machine without a network: a folder that make gpu-wheels has filled, and
 # the Python version of that machine where it is another one.
 WHEELS ?=
@@ -26,6 +28,8 @@ RUN_EXTRAS := ray,embedded,bench,data
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev,otel
+# All but sglang, which needs CUDA.  make test-sglang and make test-vllm install pinned versions for CPUs.
+VERSIONS_EXTRAS := $(DEV_EXTRAS),agents,docs
 FAST_TESTS := not (ray or embedded or slow or sglang or vllm or chaos or gpu)
 # A stamp file in the environment records each installation; it runs again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
@@ -66,13 +70,14 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 	done
 
 # Not with the pins of constraints.txt.  What an old version calls deprecated is no error there.
-test-versions: build/uv/bin/uv ## run the fast tests with the lowest versions of direct dependencies; RESOLUTION=highest
-	$< pip compile -q pyproject.toml $(foreach extra,$(subst $(comma), ,$(FAST_EXTRAS)),--extra $(extra)) \
-		--resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
+test-versions: build/uv/bin/uv ## run the default suite with the lowest versions of all extras; RESOLUTION=highest
+	printf '%s\n' $(TORCH) > build/torch.txt
+	$< pip compile -q pyproject.toml $(foreach extra,$(subst $(comma), ,$(VERSIONS_EXTRAS)),--extra $(extra)) \
+		--override build/torch.txt --resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
 	$< venv -q --clear --python build/uv/bin/python build/$(RESOLUTION)
 	$< pip install -q --python build/$(RESOLUTION)/bin/python -r build/$(RESOLUTION).txt
 	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps -e .
-	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" -W default::DeprecationWarning $(PYTEST_ARGS)
+	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -W default::DeprecationWarning $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ from engines.protocol.census.sglang import CENSUS as SGLANG_CENSUS
 from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
 from engines.protocol.kind import Kind
 from engines.sglang import features as sglang_features
+from engines.sglang.environment import nccl_cumem
 from engines.sglang.parallel import num_stages
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
@@ -57,7 +58,7 @@ _SGLANG = Kind(
     quantises_at_start=True,
     census=SGLANG_CENSUS,
     num_stages=num_stages,
-    sets_nccl_cumem=True,
+    nccl_cumem=nccl_cumem,
     packs_at_each_load=True,
     why_undrivable=sglang_features.why_undrivable,
     is_retract_safe=sglang_features.is_retract_safe,

@@ -39,7 +39,8 @@ class Kind:
         quantises_at_start: its options can quantise a checkpoint that is not.
         census: what it has of its weights after a request.
         num_stages: its pipeline stages, by its options.
-        sets_nccl_cumem: it chooses ``NCCL_CUMEM_ENABLE`` itself.
+        nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
+            result is None if only its hosts know.  None for a kind that leaves it to NCCL.
         packs_at_each_load: a load from a path restores and packs all modules again.
         why_no_adapters: why no adapter can be pushed to it; empty if one can.
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
@@ -79,7 +80,7 @@ class Kind:
     quantises_at_start: bool = False
     census: Census = EMPTY
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
-    sets_nccl_cumem: bool = False
+    nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
     packs_at_each_load: bool = False
     why_no_adapters: str = ""
     adapter_stacks: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)

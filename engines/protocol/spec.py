@@ -121,6 +121,8 @@ class EngineSpec:
         return options
 
 
+NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
+"""The variable that must be equal in all processes of an NCCL group."""
 OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables that are meant for the interpreter that launches, and wrong for another one."""
 # What torchrun gives to each rank.  With its store setting, an engine waits for ever to be joined.

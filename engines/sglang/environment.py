@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engines.process.allocator import refuse_expandable_segments
-from engines.protocol.spec import EngineSpec, inherited_environment
+from engines.protocol.spec import NCCL_CUMEM, EngineSpec, inherited_environment, spelled
 from engines.sglang.parallel import Parallel
 
 CLEANUP = (
@@ -38,6 +39,27 @@ _NO_CRASH_DUMPS = {
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
 _FALSE = ("", "0", "false", "no")
+
+
+def nccl_cumem(options: Mapping[str, Any], env: Mapping[str, str], num_nodes: int) -> str | None:
+    """``NCCL_CUMEM_ENABLE`` of an engine, which all ranks of an NCCL group must have; None if
+    SGLang chooses it on the engine's hosts.
+
+    SGLang 0.5.23 takes 1 with these options, and with NVLink between nodes.
+
+    Args:
+        options, env: those of the engine.
+    """
+    named = {spelled(name): value for name, value in options.items()}
+    if named.get("enable_symm_mem"):
+        return "1"
+    if NCCL_CUMEM in env:
+        return env[NCCL_CUMEM]
+    if named.get("moe_a2a_backend") == "deepep_v2":
+        return "1"
+    if num_nodes > 1:
+        return None
+    return "1" if named.get("enable_kv_cache_sharding") else "0"
 
 
 def build_environment(
@@ -72,6 +94,10 @@ def build_environment(
     elif spec.memory_saver:
         for name, value in _BESIDE_A_TRAINER.items():
             env.setdefault(name, value)
+    cumem = nccl_cumem(spec.options, spec.env, spec.num_nodes)
+    if cumem is not None and not spec.is_on_cpu:
+        # Not that of the process which launches: a push compares it with the trainer's.
+        env[NCCL_CUMEM] = cumem
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)

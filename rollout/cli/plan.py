@@ -29,6 +29,7 @@ from rollout.runtime.preflight import wrong_settings
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.choice import is_only_streamed, stream_note, why_loads_cost
+from rollout.weights.routes.nccl import why_nccl_fails
 from rollout.weights.store.layout.placement import node_bytes
 
 # Numbers of nodes for which the cost of a weight store is shown.
@@ -204,6 +205,8 @@ def _push_notes(config: RolloutConfig) -> Iterator[str]:
             yield f"servers.{name}: {note}"
         elif wanted in (Transport.AUTO, Transport.SHARED_MEMORY) and why:
             yield f"servers.{name}: a push by shared memory is loaded in one call: {why}"
+        if wanted in (Transport.AUTO, Transport.DISTRIBUTED) and (why := why_nccl_fails(server)):
+            yield f"servers.{name}: a broadcast by NCCL from an environment like this fails: {why}"
 
 
 def _cache_notes(config: RolloutConfig) -> Iterator[str]:

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from engines.kinds import KINDS, kind_of
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
-from engines.protocol.spec import spelled
 from rollout.config.base import ConfigSection, Seconds
 
 
@@ -76,14 +75,6 @@ class EngineConfig(ConfigSection):
         """Its engines already run, and it does not say that they keep none."""
         variable = self.of_kind.census.variable
         return self.is_attached and bool(variable) and self.env.get(variable) != "0"
-
-    @property
-    def nccl_cumem(self) -> str | None:
-        """``NCCL_CUMEM_ENABLE`` of an SGLang engine; None if only its owner knows."""
-        if self.is_attached:
-            return None
-        named = {spelled(name): value for name, value in self.options.items()}
-        return "1" if named.get("enable_symm_mem") else self.env.get("NCCL_CUMEM_ENABLE", "0")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.is_attached and self.of_kind.can_attach:

@@ -45,9 +45,15 @@ class ServerConfig(ConfigSection):
 
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:
-        """Group -> ``NCCL_CUMEM_ENABLE`` of its SGLang engines; None if only their owner knows."""
-        engines = ((name, group.engine) for name, group in self.groups.items())
-        return {name: one.nccl_cumem for name, one in engines if one.of_kind.sets_nccl_cumem}
+        """Group -> ``NCCL_CUMEM_ENABLE`` of its engines, if they set it; None if only their hosts
+        know."""
+        found: dict[str, str | None] = {}
+        for name, group in self.groups.items():
+            one = group.engine
+            if (ask := one.of_kind.nccl_cumem) is not None:
+                known = None if one.is_attached else ask(one.options, one.env, one.nodes)
+                found[name] = known
+        return found
 
     @property
     def why_no_nccl(self) -> str:

@@ -51,6 +51,10 @@ class ServerCalls:
     def places(self, status: ServerStatus) -> list[EnginePlace]:
         return engine_places(status, self.caller)
 
+    def has_far_engines(self) -> bool:
+        """Whether an engine that gets a push is on another host than this process."""
+        return any(one.node != self.own_node for one in self.places(self.status()))
+
     def fingerprint_method(self) -> str:
         if not self.config.weights.fingerprint:
             return ""

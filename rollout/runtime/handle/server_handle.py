@@ -32,6 +32,7 @@ from rollout.weights.push.push import Push
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.choice import NEAR_ONLY, check_reach, check_window
+from rollout.weights.routes.nccl import check_nccl
 
 if TYPE_CHECKING:
     from rollout.runtime.handle.pusher import Pusher
@@ -329,13 +330,15 @@ class ServerHandle:
                 nine tenths of ``lifecycle.update_timeout_s`` where that is less.
 
         Raises:
-            ConfigError: an argument is wrong, or torch is not installed.
+            ConfigError: an argument is wrong, torch is not installed, or a broadcast from here
+                would fail.
         """
         with needs_torch():
             from rollout.runtime.handle.pusher import Pusher
             from rollout.weights.ranks.link import link_ranks
         if not rank_timeout_s >= 1:
             raise wrong("rank_timeout_s", rank_timeout_s, "at least 1")
+        check_nccl(self._config, self._pushes.server.has_far_engines)
         link = link_ranks(self._caller.own_host(), group, answer_s=rank_timeout_s / 4)
         self._has_pusher = True
         pushes = self._pushes

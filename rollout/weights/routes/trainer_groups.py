@@ -31,9 +31,11 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from engines.protocol.spec import NCCL_CUMEM
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import ServerConfig
-from rollout.core.errors import ConfigError, WeightsUnavailable
+from rollout.core.errors import WeightsUnavailable
+from rollout.weights.routes.nccl import backend_of
 from rollout.weights.routes.route import BroadcastMember, BroadcastTask, PushTerms, StreamedBucket
 from rollout.weights.tensors.bucket_bytes import (
     FlatLayoutCache,
@@ -48,7 +50,6 @@ from rollout.weights.tensors.sources import Pairs
 logger = logging.getLogger(__name__)
 
 _MOST_IDLE_S = 240.0
-NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 class BroadcastRoot:
@@ -81,7 +82,7 @@ class BroadcastRoot:
         self.backend = backend
         self._host = host
         self._join_timeout_s = join_timeout_s
-        self._send_timeout = timedelta(seconds=send_timeout_s)
+        self._send_timeout = self._timeout = timedelta(seconds=send_timeout_s)
         self._world_size = 0
         self._store: Any = None
         self._group: Any = None
@@ -144,9 +145,9 @@ class BroadcastRoot:
             )
             ranks = {rank: rank for rank in range(self._world_size)}
             distributed_c10d._world.pg_group_ranks[self._group] = ranks
-            # Joining may take longer than sending.  A broadcast without receivers delays the end of
-            # the group by this timeout.
-            distributed_c10d._set_pg_timeout(self._send_timeout, self._group)
+            # NCCL connects in the first broadcast: SGLang makes no collective when it joins.
+            is_late = self.backend == "nccl"
+            self._set_timeout(self._send_timeout + timeout if is_late else self._send_timeout)
         except (RuntimeError, ValueError) as error:
             self.close()
             raise WeightsUnavailable(
@@ -154,8 +155,13 @@ class BroadcastRoot:
                 f"within {self._join_timeout_s:g} s: {error}"
             ) from error
 
+    def _set_timeout(self, timeout: timedelta) -> None:
+        """For a broadcast.  One without receivers delays the end of the group by it."""
+        self._timeout = timeout
+        distributed_c10d._set_pg_timeout(timeout, self._group)
+
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast the tensors in order.
+        """Broadcast the tensors in order; by NCCL, the first has the time for joining, too.
 
         Raises:
             WeightsUnavailable: an engine did not receive them in time; the group is closed.
@@ -168,7 +174,9 @@ class BroadcastRoot:
                 for tensor in tensors
             ]
             for work in works:
-                work.wait(self._send_timeout)
+                work.wait(self._timeout)
+            if self._timeout != self._send_timeout:
+                self._set_timeout(self._send_timeout)
         except RuntimeError as error:
             with suppress(RuntimeError):
                 self._group.abort()  # ends NCCL kernels that wait on the device
@@ -320,7 +328,7 @@ class BroadcastPush:
         # For the other senders, if they must join new groups.
         self.terms_of_others: Mapping[str, Any] = {}
         self._must_join = True
-        self._backend = _backend(config, is_on_cuda=is_on_cuda)
+        self._backend = backend_of(config, is_on_cuda=is_on_cuda)
 
     def terms(self, members: Sequence[BroadcastMember]) -> Mapping[str, Any]:
         """Terms of the group for this push: the idle one if it fits, else a new one."""
@@ -499,49 +507,3 @@ def broadcast_parts(
         yield StreamedBucket(payload, not parts, flat.fingerprints, send)
         if not parts:
             return
-
-
-def _backend(config: ServerConfig, *, is_on_cuda: bool) -> str:
-    wanted, why_no_nccl = config.weights.backend, config.why_no_nccl
-    backend = choose_backend(wanted, why_no_nccl, is_on_cuda=is_on_cuda)
-    if backend != "nccl":
-        if is_on_cuda and wanted == "auto":
-            logger.warning(
-                "weights.transport = distributed sends by gloo, through host memory: %s; "
-                "cuda_ipc or shared_memory is faster",
-                why_no_nccl,
-            )
-        return backend
-    why = f"weights.backend = nccl: {why_no_nccl}" if why_no_nccl else ""
-    why = why or why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem)
-    if why:
-        raise ConfigError(why, setting="weights.backend", value=wanted)
-    return backend
-
-
-def choose_backend(wanted: str, why_no_nccl: str, *, is_on_cuda: bool) -> str:
-    """The backend of a broadcast: ``auto`` is NCCL for tensors on a GPU that NCCL can send."""
-    if wanted != "auto":
-        return wanted
-    return "nccl" if is_on_cuda and not why_no_nccl else "gloo"
-
-
-def why_cumem_differs(own: str | None, engines: Mapping[str, str | None]) -> str:
-    """Why a broadcast by NCCL would fail between this process and the engines; empty if not.
-
-    NCCL reads the variable once, and all ranks of a group must have the same value.  SGLang sets
-    it; NCCL's own default is another one.
-
-    Args:
-        own: the value in this process; None if it is not set.
-        engines: group -> the value of its engines; None if only their owner knows it.
-    """
-    for group, value in engines.items():
-        if own is None or value not in (None, own):
-            return (
-                f"{NCCL_CUMEM} is {own or 'not set'} in the trainer, and the engines of group "
-                f"{group} have {value or 'the value of their owner; SGLang takes 0'}: set "
-                f"{NCCL_CUMEM}={value or 0} in the environment of the trainer before its process "
-                "starts, or engine.env of the group to the trainer's value"
-            )
-    return ""

@@ -42,6 +42,24 @@ def test_an_engine_without_gpus_sees_none_and_runs_on_the_cpu() -> None:
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "0"),
+        ({"env": {"NCCL_CUMEM_ENABLE": "1"}}, "1"),
+        ({"options": {"moe-a2a-backend": "deepep_v2"}}, "1"),
+        ({"options": {"enable_kv_cache_sharding": True}}, "1"),
+        ({"num_nodes": 2}, "7"),  # SGLang's choice, unless it inherits one
+        ({"gpu_ids": ()}, "7"),
+    ],
+)
+def test_the_memory_of_nccl_is_what_a_push_compares_with_the_trainers(
+    fields: dict[str, Any], expected: str
+) -> None:
+    env = environment(OURS | {"NCCL_CUMEM_ENABLE": "7"}, **{"gpu_ids": (0,)} | fields)
+    assert env["NCCL_CUMEM_ENABLE"] == expected
+
+
 def test_a_server_whose_scheduler_died_ends_at_once_unless_told_to_dump() -> None:
     name = "SGLANG_PYSPY_DUMP_BEFORE_CRASH"
     env = environment()

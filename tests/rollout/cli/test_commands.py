@@ -434,3 +434,19 @@ def test_the_path_of_the_interpreter_of_sglang_has_a_json_form(
     result = invoke("sglang-cpu", "path", "--json")
     assert result.exit_code == 1
     assert "rollout sglang-cpu install" in result.output
+
+
+@pytest.mark.parametrize(
+    ("cumem", "offloads", "is_noted"), [("1", False, True), ("0", False, False), ("1", True, False)]
+)
+def test_a_plan_says_what_nccl_needs_of_the_trainers_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cumem: str, offloads: bool, is_noted: bool
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", cumem)
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    group = {"needs_offload": offloads, "engine": {"kind": "sglang", "gpus": 1}}
+    values["servers"]["policy"]["groups"] = {"main": group}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    notes = " ".join(json_of("plan", str(file))["notes"])
+    assert ("set NCCL_CUMEM_ENABLE=0 in the environment of the trainer" in notes) is is_noted

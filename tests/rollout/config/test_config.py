@@ -119,6 +119,8 @@ def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> Non
         "own": sglang(env={"NCCL_CUMEM_ENABLE": "1"}),
         "symmetric": sglang(options={"enable-symm-mem": True}),
         "plain": sglang(options={"enable_symm_mem": False}),
+        "experts": sglang(nodes=2, gpus=2, options={"moe-a2a-backend": "deepep_v2"}),
+        "nodes": sglang(nodes=2, gpus=2),
         "attached": {"engine": {"kind": "attached", "urls": ["http://a:1"]}},
         "embedded": {},
     }
@@ -128,6 +130,8 @@ def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> Non
         "own": "1",
         "symmetric": "1",
         "plain": "0",
+        "experts": "1",
+        "nodes": None,
         "attached": None,
     }
 

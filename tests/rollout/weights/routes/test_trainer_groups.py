@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError
+from rollout.weights.routes.nccl import backend_of, check_nccl, why_cumem_differs
 from rollout.weights.routes.route import BroadcastMember, PushTerms, StreamedBucket
 from tests.support.still_server import server_config
 
 torch = pytest.importorskip("torch")
+from torch.distributed import distributed_c10d  # noqa: E402
+
 from rollout.weights.routes.trainer_groups import (  # noqa: E402
     BroadcastPush,
+    BroadcastRoot,
     IdleGroup,
-    choose_backend,
-    why_cumem_differs,
 )
 from rollout.weights.tensors import PlannedSource  # noqa: E402  only where there is torch
 
@@ -49,10 +53,15 @@ def a_broadcast(idle: IdleGroup, others: list[str] | None = None) -> BroadcastPu
 
 def on_gpus(idle: IdleGroup, *, offloads: bool = False, **weights: Any) -> BroadcastPush:
     """Of tensors on a GPU, to an SGLang engine with one."""
+    config = beside_trainer(offloads=offloads, **weights)
+    return BroadcastPush(config, PushTerms(1), "127.0.0.1", idle, is_on_cuda=True)
+
+
+def beside_trainer(*, offloads: bool = False, **weights: Any) -> ServerConfig:
+    """With an SGLang engine that has a GPU, by default of its own."""
     group = {"needs_offload": offloads, "engine": {"kind": "sglang", "gpus": 1}}
     values = {"model_path": "/model", "groups": {"main": group}, "weights": weights}
-    config = ServerConfig.model_validate(values)
-    return BroadcastPush(config, PushTerms(1), "127.0.0.1", idle, is_on_cuda=True)
+    return ServerConfig.model_validate(values)
 
 
 def weights_of(**tensors: torch.Tensor) -> PlannedSource:
@@ -259,19 +268,103 @@ def test_only_the_last_part_of_the_last_bucket_is_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "why_no_nccl", "is_on_cuda", "chosen"),
+    ("wanted", "offloads", "is_on_cuda", "chosen"),
     [
-        ("auto", "", True, "nccl"),
-        ("auto", "", False, "gloo"),
-        ("auto", "it shares GPUs", True, "gloo"),
-        ("gloo", "", True, "gloo"),
-        ("nccl", "", False, "nccl"),
+        ("auto", False, True, "nccl"),
+        ("auto", False, False, "gloo"),
+        ("auto", True, True, "gloo"),
+        ("gloo", False, True, "gloo"),
+        ("nccl", False, False, "nccl"),
     ],
 )
 def test_a_broadcast_is_by_nccl_only_where_each_process_has_a_gpu(
-    wanted: str, why_no_nccl: str, is_on_cuda: bool, chosen: str
+    monkeypatch: pytest.MonkeyPatch, wanted: str, offloads: bool, is_on_cuda: bool, chosen: str
 ) -> None:
-    assert choose_backend(wanted, why_no_nccl, is_on_cuda=is_on_cuda) == chosen
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    config = beside_trainer(offloads=offloads, backend=wanted)
+    assert backend_of(config, is_on_cuda=is_on_cuda) == chosen
+
+
+def test_nccl_that_is_named_is_refused_where_processes_share_a_gpu(idle: IdleGroup) -> None:
+    """A configuration that was changed after its check, as by ``model_copy``."""
+    config = beside_trainer(offloads=True, backend="auto")
+    named = config.weights.model_copy(update={"backend": "nccl"})
+    config = config.model_copy(update={"weights": named})
+    with pytest.raises(ConfigError, match="backend = nccl: group main: it offloads, so its") as caught:
+        BroadcastPush(config, PushTerms(1), "127.0.0.1", idle, is_on_cuda=True)
+    assert caught.value.setting == "weights.backend"
+
+
+class GroupDouble:
+    """An NCCL group, whose first broadcast connects.
+
+    Attributes:
+        timeouts_s: of the group when it was made, and of each wait.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.timeouts_s: list[float] = []
+        patch = monkeypatch.setattr
+        patch(distributed_c10d, "_new_process_group_helper", lambda *_, **more: (self, None))
+        patch(distributed_c10d, "_set_pg_timeout", lambda timeout, group: self._note(timeout))
+        patch(torch.distributed, "broadcast", lambda tensor, **more: self)
+
+    def _note(self, timeout: timedelta) -> None:
+        self.timeouts_s.append(timeout.total_seconds())
+
+    def wait(self, timeout: timedelta) -> None:
+        self._note(timeout)
+
+
+@pytest.mark.parametrize(
+    ("backend", "first_s"),
+    [("nccl", 15), ("gloo", 5)],  # gloo connects when it joins
+)
+def test_nccl_has_the_time_for_joining_in_its_first_broadcast_too(
+    monkeypatch: pytest.MonkeyPatch, backend: str, first_s: float
+) -> None:
+    group = GroupDouble(monkeypatch)
+    root = BroadcastRoot("g", backend, join_timeout_s=10, send_timeout_s=5)
+    root.terms(0)
+    root.join()
+    assert group.timeouts_s == [first_s]
+    root.send([torch.ones(1)])
+    group.timeouts_s.clear()
+    root.send([torch.ones(1)])
+    assert group.timeouts_s == [5]
+    distributed_c10d._world.pg_group_ranks.pop(group)
+
+
+@pytest.mark.parametrize(
+    ("transport", "has_gpu", "is_far", "refused", "warned"),
+    [
+        ("distributed", True, False, True, False),
+        ("distributed", False, True, False, False),
+        ("auto", True, True, False, True),
+        ("auto", True, False, False, False),
+        ("shared_memory", True, True, False, False),
+    ],
+)
+def test_a_trainer_hears_of_nccls_memory_before_it_has_trained(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    has_gpu: bool,
+    is_far: bool,
+    refused: bool,
+    warned: bool,
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = beside_trainer(transport=transport)
+    context = pytest.raises(ConfigError, match="set NCCL_CUMEM_ENABLE=0") if refused else None
+    with context or nullcontext():
+        check_nccl(config, lambda: is_far)
+    assert ("engines on another host would fail: NCCL_CUMEM_ENABLE" in caplog.text) is warned
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    caplog.clear()
+    check_nccl(config, lambda: is_far)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -288,7 +381,7 @@ def test_a_broadcast_is_by_nccl_only_where_each_process_has_a_gpu(
             {"a": "0", "b": "1"},
             "group b have 1: set NCCL_CUMEM_ENABLE=1 .* before its process",
         ),
-        (None, {"main": None}, "the value of their owner; SGLang takes 0"),
+        (None, {"main": None}, "the value of their hosts; SGLang mostly takes 0"),
     ],
 )
 def test_nccl_has_the_same_memory_on_both_sides(
