@@ -59,6 +59,7 @@ _SGLANG = Kind(
     census=SGLANG_CENSUS,
     num_stages=num_stages,
     nccl_cumem=nccl_cumem,
+    graph_copy_bytes=800 << 20,  # SGLang's pull request 32718, with GLM-4.7-Flash
     packs_at_each_load=True,
     why_undrivable=sglang_features.why_undrivable,
     is_retract_safe=sglang_features.is_retract_safe,

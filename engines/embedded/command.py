@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from engines.embedded.core.config import EmbeddedConfig
+from engines.process.allocator import RETAINED_BACKUP
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import (
     EngineSpec,
@@ -77,6 +78,7 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
     environment = {
         **MEMORY,
         **inherited_environment(inherited),
+        **(RETAINED_BACKUP if spec.gpu_ids else {}),
         **spec.visible_gpus,
         **spec.env,
     }

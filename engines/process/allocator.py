@@ -1,9 +1,11 @@
-"""Settings of torch's allocator that an engine's environment must not have."""
+"""Settings of torch's allocator and of the memory saver in an engine's environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+RETAINED_BACKUP = {"TMS_RETAIN_CPU_BACKUP": "1"}
+"""The host copy of released weights keeps its pinned memory, which takes seconds to allocate."""
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

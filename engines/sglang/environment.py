@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.process.allocator import refuse_expandable_segments
+from engines.process.allocator import RETAINED_BACKUP, refuse_expandable_segments
 from engines.protocol.spec import NCCL_CUMEM, EngineSpec, inherited_environment, spelled
+from engines.sglang.features import installed_version, keeps_graphs
 from engines.sglang.parallel import Parallel
 
 CLEANUP = (
@@ -25,13 +26,13 @@ CLEANUP = (
 
 # An engine on a GPU that gives its memory to a trainer and takes it back.
 _BESIDE_A_TRAINER = {
-    # CUDA graphs lie in pausable memory; otherwise their release frees nothing.
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
     # The trainer's ranks may use their GPUs unequally while the engine starts.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-    # The host copy of the weights keeps its pinned memory, which takes seconds to allocate.
-    "TMS_RETAIN_CPU_BACKUP": "1",
+    **RETAINED_BACKUP,
 }
+# CUDA graphs lie in pausable memory; otherwise their release frees nothing.  Versions without a
+# host copy of it would read garbage there after a resume.
+_PAUSABLE_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 # A server whose scheduler has died, also by our SIGTERM, would keep its GPUs for 5 s and more, to
 # write down what its other processes do.
 _NO_CRASH_DUMPS = {
@@ -92,7 +93,8 @@ def build_environment(
         env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(spec, parallel, cpu_ids))
     elif spec.memory_saver:
-        for name, value in _BESIDE_A_TRAINER.items():
+        graphs = _PAUSABLE_GRAPHS if keeps_graphs(installed_version(python)) else {}
+        for name, value in (graphs | _BESIDE_A_TRAINER).items():
             env.setdefault(name, value)
     cumem = nccl_cumem(spec.options, spec.env, spec.num_nodes)
     if cumem is not None and not spec.is_on_cpu:

@@ -1,19 +1,18 @@
-"""What depends on the version of an SGLang server.
-
-Plain functions over its replies.
-"""
+"""What depends on the version of an SGLang server."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Set
+from importlib import metadata
+from pathlib import Path
 
 OLDEST, BELOW = (0, 5, 20), (0, 6)
 """SGLang versions that can be driven: from the first on, up to and without the second.
 
 0.5.20 is the oldest whose endpoints were looked at and are all there; older ones lack ``/ready``.
 """
-_RETRACT_SAFE = (0, 5, 21)
+_RETRACT_SAFE = _KEEPS_GRAPHS = (0, 5, 21)
 NEEDED = frozenset(
     {
         "/ready",
@@ -36,6 +35,23 @@ NEEDED = frozenset(
 def is_retract_safe(version: str) -> bool:
     """Whether it may be flushed and released while requests are retracted."""
     return (_parse(version) or (0,)) >= _RETRACT_SAFE
+
+
+def keeps_graphs(version: str) -> bool:
+    """Whether CUDA graphs that were released are whole again after a resume, from a copy in host
+    memory; an unknown version counts as a new one."""
+    return (_parse(version) or _KEEPS_GRAPHS) >= _KEEPS_GRAPHS
+
+
+def installed_version(python: str) -> str:
+    """Of SGLang in this interpreter, empty for our own, by its metadata; empty if unknown."""
+    if python:
+        found = Path(python).parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info")
+        return next((one.name.split("-")[1].removesuffix(".dist") for one in found), "")
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def why_undrivable(version: str, paths: Set[str]) -> str:

@@ -168,6 +168,9 @@ def _group(
     except ConfigError:
         weights_from, has_backup = "REFUSED", False
     backup = size_of_weights(server.model_path) * of_group.num_engines if has_backup else 0
+    engine = of_group.engine
+    if of_group.needs_offload and not engine.is_attached:
+        backup += engine.of_kind.graph_copy_bytes * engine.gpus * of_group.num_engines
     is_placeholder = of_group.worker_type is WorkerType.PLACEHOLDER
     return {
         "server": name,

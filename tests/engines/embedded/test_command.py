@@ -55,3 +55,10 @@ def test_what_its_library_is_told_of_memory_can_be_told_otherwise(name: str, tol
     assert invocation(spec(), HERE, {}).env[name] == told
     assert invocation(spec(), HERE, {name: "1"}).env[name] == "1"
     assert invocation(own, HERE, {name: "1"}).env[name] == "2"
+
+
+def test_on_a_gpu_the_host_copy_of_released_weights_stays_pinned() -> None:
+    name, on_gpu = "TMS_RETAIN_CPU_BACKUP", replace(spec(), gpu_ids=(0,))
+    assert invocation(on_gpu, HERE, {name: "0"}).env[name] == "1"
+    assert invocation(replace(on_gpu, env={name: "0"}), HERE, {}).env[name] == "0"
+    assert name not in invocation(spec(), HERE, {}).env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,19 @@ def test_an_engine_that_releases_gpu_memory_has_its_graphs_and_backups_in_pausab
     assert not environment().keys() & names.keys()
     chosen = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}
     assert environment(gpu_ids=(0,), env=chosen).items() >= chosen.items()
+
+
+@pytest.mark.parametrize(
+    ("version", "pausable"),
+    [("0.5.20", False), ("0.5.21", True), ("0.5.23.post1", True), ("", True)],
+)
+def test_graphs_without_a_host_copy_stay_where_they_are(
+    tmp_path: Path, version: str, pausable: bool
+) -> None:
+    if version:
+        (tmp_path / f"lib/python3.12/site-packages/sglang-{version}.dist-info").mkdir(parents=True)
+    env = environment(gpu_ids=(0,), python=str(tmp_path / "bin/python"))
+    assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in env) is pausable
 
 
 def test_logical_gpus_are_those_of_an_engine_on_the_cpu() -> None:

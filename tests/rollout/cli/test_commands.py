@@ -260,6 +260,19 @@ def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path
     assert group["host_bytes"] == 2 * (model / "model.safetensors").stat().st_size
 
 
+def test_a_plan_counts_the_graphs_that_sglang_copies_when_it_releases(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    engine = {"kind": "sglang", "gpus": 2}
+    values["servers"]["policy"]["groups"] = {
+        "offloads": {"num_engines": 3, "engine": engine},
+        "stays": {"needs_offload": False, "engine": engine},
+    }
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    found = {one["group"]: one["host_bytes"] for one in json_of("plan", str(file))["groups"]}
+    assert found == {"offloads": 6 * 800 << 20, "stays": 0}
+
+
 def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> None:
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
     model = Path(write_checkpoint(tmp_path / "model"))
