@@ -76,6 +76,7 @@ class Guard:
         self.cleanup: list[str] = []
         self.seen_pids: set[int] = set()
         self.seen_files: set[str] = set()
+        self.looked_at: set[tuple[str, int]] = set()
         for fd in (command_fd, report_fd):
             os.set_inheritable(fd, False)
 
@@ -143,7 +144,7 @@ class Guard:
             commands = b""
             ready = poll.poll(None if self.is_ready or not self.cleanup else 1000 * START_NOTES_S)
             if not ready:
-                self.note(mapped_files)
+                self.note(mapped_files if self.has_new_files() else _open_files)
             for fd, _ in ready:
                 if fd == self.owner_fd:
                     return
@@ -208,6 +209,25 @@ class Guard:
         for pid in pids:
             self.seen_files.update(files_of(pid))
         self.write_record()
+
+    def has_new_files(self) -> bool:
+        """Whether there are files since the last call that are removed if the engine holds them.
+
+        It maps its own before they have their names.  Without new ones, the mappings of a process
+        with a GPU need not be read, which are tens of thousands.
+        """
+        import fnmatch
+
+        patterns = [pattern for pattern in self.cleanup if "{pid}" not in pattern]
+        with os.scandir(_SHARED_MEMORY) as entries:
+            found = {
+                (entry.path, entry.inode())
+                for entry in entries
+                if any(fnmatch.fnmatchcase(entry.path, pattern) for pattern in patterns)
+            }
+        is_new = not found <= self.looked_at
+        self.looked_at = found
+        return is_new
 
     def write_record(self) -> None:
         """Replaces the record by one of what is known now.

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engines.process import guard
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 
@@ -414,3 +415,36 @@ def test_a_record_of_another_user_or_place_is_not_believed(owner: Owner):
         os.chown(record, 0, 0)
     clear_crashed()
     assert held.files() == []
+
+
+def test_while_an_engine_starts_its_mappings_are_read_only_when_there_are_new_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process with a GPU has tens of thousands."""
+    name = f"/dev/shm/rollout-test-{os.getpid()}"
+    monkeypatch.setenv(guard.TOKEN_VARIABLE, "test")
+    monkeypatch.setattr(guard, "START_NOTES_S", 0.001)
+    command_fd, end_fd = os.pipe()
+    watching = guard.Guard(command_fd, os.open(os.devnull, os.O_WRONLY), os.getpid())
+    os.close(watching.owner_fd)
+    watching.owner_fd = -1
+    watching.cleanup = [f"{name}-{{pid}}", f"{name}.*"]
+    changes = [None, f"{name}.sem", None, f"{name}-1", f"{name}.shm", None]
+    read = []
+
+    def note(files_of: Callable[[int], list[str]]) -> None:
+        read.append(files_of is guard.mapped_files)
+        if not changes:
+            os.write(end_fd, b"k")
+        elif (change := changes.pop(0)) is not None:
+            Path(change).touch()
+
+    monkeypatch.setattr(watching, "note", note)
+    try:
+        watching.watch(b"")
+    finally:
+        for file in Path("/dev/shm").glob(f"{Path(name).name}*"):
+            file.unlink()
+        for fd in (command_fd, end_fd, watching.report_fd):
+            os.close(fd)
+    assert read == [False, False, True, False, False, True, False]
