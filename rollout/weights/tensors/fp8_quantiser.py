@@ -1,8 +1,8 @@
 """Quantises a trainer's weights for a checkpoint in float8 with a scale per block.
 
 Always true: what is quantised is decided by the checkpoint alone: the tensors that it holds as
-``float8_e4m3fn`` with a ``weight_scale_inv``.  All others pass unchanged.  The result depends on
-name, dtype and shape in the same way on the meta device.
+``float8_e4m3fn`` with a ``weight_scale_inv``.  All others pass unchanged; stacked experts are split
+before.  The result depends on name, dtype and shape in the same way on the meta device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+from engines.tensors.stacked_experts import split_experts
 from rollout.core.errors import ConfigError, WeightMismatch
 from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
 from rollout.weights.format.manifest import FP8, SCALE_SUFFIX, Manifest, read_checkpoint_manifest
+from rollout.weights.format.stacked_experts import is_stacked
 
 MAX_FP8 = torch.finfo(torch.float8_e4m3fn).max
+# The ``scale_fmt`` of DeepSeek V3.1: scales are powers of two, in float32.
+_POWERS = "ue8m0"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +32,21 @@ class Fp8BlockQuantiser:
     Attributes:
         names: the weights that the checkpoint holds quantised.
         block: rows and columns of a block.
+        checkpoint: all its tensors.
+        rounds_scales: its scales are powers of two.
     """
 
     names: frozenset[str]
     block: tuple[int, int]
+    checkpoint: Manifest
+    rounds_scales: bool = False
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensor itself, or its quantised values and their scales."""
+        """The tensor itself, or its quantised values and their scales; those of each expert."""
+        if is_stacked(name, self.checkpoint):
+            for one, expert in split_experts(name, tensor):
+                yield from self(one, expert)
+            return
         if name not in self.names or tensor.dtype is torch.float8_e4m3fn:
             yield name, tensor
             return
@@ -44,7 +56,7 @@ class Fp8BlockQuantiser:
                 "matrices of floats are quantised in blocks",
                 tensor=name,
             )
-        values, scales = quantised(tensor, self.block)
+        values, scales = quantised(tensor, self.block, rounds_scales=self.rounds_scales)
         yield name, values
         yield name + SCALE_SUFFIX, scales
 
@@ -67,7 +79,8 @@ def fp8_block_quantiser(model_path: str | Path) -> Fp8BlockQuantiser:
     Raises:
         ConfigError: it is not quantised in float8 with a float32 scale per block.
     """
-    block = _block_of(str(model_path), quantisation_of(read_checkpoint_config(model_path)))
+    quantisation = quantisation_of(read_checkpoint_config(model_path))
+    block = _block_of(str(model_path), quantisation)
     manifest = read_checkpoint_manifest(model_path) or Manifest({})
     names = frozenset(
         name.removesuffix(SCALE_SUFFIX) for name in manifest.tensors if name.endswith(SCALE_SUFFIX)
@@ -76,14 +89,20 @@ def fp8_block_quantiser(model_path: str | Path) -> Fp8BlockQuantiser:
         raise _refusal(str(model_path), f"it holds no tensor ...{SCALE_SUFFIX}")
     for name in sorted(names):
         _check_tensors(str(model_path), name, manifest, block)
-    return Fp8BlockQuantiser(names, block)
+    rounds_scales = quantisation.get("scale_fmt") == _POWERS
+    return Fp8BlockQuantiser(names, block, manifest, rounds_scales)
 
 
-def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(
+    weight: torch.Tensor, block: tuple[int, int], *, rounds_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight as float8, and the float32 scale of each block: ``weight = values * scale``.
 
     A scale is the largest absolute value of its block, divided by 448, the largest float8 number.
     Blocks at the right and lower edge may be smaller.
+
+    Args:
+        rounds_scales: up to the next power of two, as ``scale_fmt: ue8m0`` asks for.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(
@@ -94,6 +113,9 @@ def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
     scales = largest / MAX_FP8
     scales = torch.where(scales == 0, 1.0, scales)  # a block of zeros
+    if rounds_scales:
+        # To the exponent's bits of a float32, one more if there are others.
+        scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
     # A value over the largest becomes NaN: the division may round up.
     values = (blocks / scales[:, None, :, None]).clamp_(-MAX_FP8, MAX_FP8)
     values = values.flatten(2, 3).flatten(0, 1)[:rows, :columns]
@@ -108,8 +130,8 @@ def _block_of(model_path: str, quantisation: Mapping[str, Any]) -> tuple[int, in
         raise _refusal(model_path, f"quant_method is {method!r}, not 'fp8'")
     if quantisation.get("fmt", "e4m3") != "e4m3":
         raise _refusal(model_path, f"fmt is {quantisation['fmt']!r}, not 'e4m3'")
-    if "ue8m0" in str(quantisation.get("scale_fmt", "")):
-        raise _refusal(model_path, "scale_fmt is 'ue8m0': scales that are powers of two")
+    if (scale_fmt := quantisation.get("scale_fmt")) not in (None, _POWERS):
+        raise _refusal(model_path, f"scale_fmt is {scale_fmt!r}, not {_POWERS!r}")
     if not isinstance(block, list) or len(block) != 2:
         raise _refusal(model_path, f"weight_block_size is {block!r}, not two numbers")
     return int(block[0]), int(block[1])

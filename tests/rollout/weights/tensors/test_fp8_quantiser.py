@@ -32,6 +32,7 @@ from rollout.weights.tensors import (  # noqa: E402
     fp8_block_quantiser,
 )
 from rollout.weights.tensors.fp8_quantiser import quantised  # noqa: E402
+from rollout.weights.tensors.sources import StreamedSource  # noqa: E402
 from tests.support.still_server import StillServer, make_push, server_config  # noqa: E402
 
 pytestmark = pytest.mark.embedded
@@ -135,6 +136,55 @@ def test_a_block_of_zeros_stays_zero_and_the_largest_value_stays_finite() -> Non
     assert scales[0, 0] == 1.0
     assert torch.equal(values[:2, :2].float(), torch.zeros(2, 2))
     assert torch.equal(values[2:, 2:].float(), torch.full((2, 2), 448.0))
+
+
+def test_scales_in_ue8m0_are_the_next_power_of_two(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path, {"scale_fmt": "ue8m0"})
+    weight = trained()[PROJ]
+    weight[:128, :128] = 0
+    weight[128, 0] = 448 / 8  # its scale is a power of two by itself
+    weight[128:256, 1:128] = weight[129:256, :1] = 0
+    (_, values), (_, scales) = fp8_block_quantiser(folder)(PROJ, weight)
+    _, exact = reference(weight, BLOCK)
+    wanted = 2.0 ** torch.ceil(torch.log2(exact.double()))
+    assert torch.equal(scales.double(), wanted)
+    assert (scales[0, 0], scales[1, 0]) == (1, 0.125)
+    for row, column in ((0, 1), (2, 1)):
+        part = slice(row * 128, (row + 1) * 128), slice(column * 128, (column + 1) * 128)
+        divided = (weight[part].float() / scales[row, column]).to(torch.float8_e4m3fn)
+        assert torch.equal(values[part].float(), divided.float())
+
+
+def test_stacked_experts_of_a_trainer_are_split_and_quantised(tmp_path: Path) -> None:
+    """As transformers 5 holds them, pushed whole or by a generator."""
+    experts, names = "model.layers.0.mlp.experts", ("gate_proj", "up_proj", "down_proj")
+    numbers = torch.Generator().manual_seed(1)
+    stacked = {
+        f"{experts}.gate_up_proj": torch.randn(2, 2 * 140, 130, generator=numbers),
+        f"{experts}.down_proj": torch.randn(2, 130, 140, generator=numbers),
+    }
+    single: dict[str, torch.Tensor] = {}
+    for expert in range(2):
+        gate, up = stacked[f"{experts}.gate_up_proj"][expert].chunk(2)
+        parts = (gate, up, stacked[f"{experts}.down_proj"][expert])
+        for name, part in zip(names, parts, strict=True):
+            values, scales = reference(part, BLOCK)
+            weight = f"{experts}.{expert}.{name}.weight"
+            single |= {weight: values, f"{weight}_scale_inv": scales}
+    folder = write_fp8_checkpoint(tmp_path, changed=single)
+    tensors, expected = trained() | stacked, read_checkpoint_manifest(folder)
+    quantise = fp8_block_quantiser(folder)
+    assert expected is not None
+    planned = PlannedSource(tensors, expected=expected, name_map=quantise)
+    assert dict(planned.manifest.tensors) == dict(expected.tensors)
+    streamed = StreamedSource(
+        iter(tensors.items()), expected=expected, name_map=quantise, dtype=None
+    )
+    for source in (planned, streamed):
+        found = dict(pair for pairs, _ in source.buckets(50_000) for pair in pairs)
+        assert found.keys() == expected.tensors.keys()
+        for name, tensor in single.items():
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_only_what_the_checkpoint_holds_in_float8_is_quantised(tmp_path: Path) -> None:
@@ -255,7 +305,12 @@ async def test_engines_with_the_checkpoint_hold_and_verify_what_was_quantised(
     [
         ({"quant_method": "gptq"}, {}, "quant_method is 'gptq', not 'fp8'"),
         ({"fmt": "e5m2"}, {}, "fmt is 'e5m2'"),
-        ({"scale_fmt": "ue8m0"}, {}, "scale_fmt is 'ue8m0'"),
+        ({"scale_fmt": "e5m2"}, {}, "scale_fmt is 'e5m2', not 'ue8m0'"),
+        (
+            {"scale_fmt": "ue8m0"},
+            {f"{PROJ}_scale_inv": torch.zeros(3, 2, dtype=torch.float8_e8m0fnu)},
+            "scale_inv is float8_e8m0fnu, not float32",
+        ),
         ({"weight_block_size": None}, {}, "weight_block_size is None"),
         ({"weight_block_size": [64, 128]}, {}, r"shape \[3, 2\], and \[300, 200\] has \[5, 2\]"),
         ({}, {PROJ: torch.zeros(300, 200)}, f"{PROJ} is float32 of shape .*, not a matrix"),
