@@ -104,7 +104,7 @@ def launch(
         backend: ``local`` runs everything in this process and its children; ``ray`` runs the
             same code as actors on the cluster of ``config.cluster``.
         placement_group: an existing Ray placement group to run the engines in, instead of a new
-            one.  It is never removed.
+            one; or a list of this one.  It is never removed.
         bundles: the indices of the only bundles to use in it; by default all with a GPU.  A
             mapping has the GPU id of each, which is needed if actors already hold whole GPUs.
         expect_version: of a run that continues, the weight version at which it goes on.  Engines

@@ -92,6 +92,14 @@ class ExistingGroup:
             if bundles is not None:
                 raise ConfigError("bundles are of a placement_group, and none is given")
             return None
+        if isinstance(group, Sequence) and len(group) > 1:
+            raise ConfigError(
+                f"placement_group names {len(group)} groups, and a run has one, by whose indices "
+                "its engines find their bundles again; make one over all nodes (strategy PACK), or "
+                "one run for each group"
+            )
+        if isinstance(group, Sequence) and group:
+            (group,) = group
         if not isinstance(group, PlacementGroup):
             raise ConfigError(
                 f"placement_group is a Ray PlacementGroup, not a {type(group).__name__}"

@@ -234,7 +234,7 @@ ONE_GPU = {"GPU": 1.0, "CPU": 1.0}
         ([ONE_GPU] * 4, [0, -1], "bundles names -1, and the placement group has 4 bundles"),
         ([ONE_GPU] * 4, [1, 1], "bundles names 1 twice"),
         ([ONE_GPU, {"CPU": 1.0}], [0, 1], "bundle 1 has no GPU; leave it out of bundles"),
-        ([{"GPU": 8.0}], None, "bundle 0 has 8 GPUs; engines need bundles with one GPU each"),
+        ([{"GPU": 8.0}], None, r"bundle 0 has 8 GPUs; .* one GPU each, such as \[{.*}\] \* 8"),
         ([{"GPU": 0.5}] * 4, None, "bundle 0 has 0.5 GPUs"),
         ([ONE_GPU] * 4, [3], "need 2 bundles with a GPU, bundles names 1: 3"),
         ([ONE_GPU, {"CPU": 9.0}], None, "need 2 bundles with a GPU, the placement group has 1: 0"),

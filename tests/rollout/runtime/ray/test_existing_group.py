@@ -139,7 +139,7 @@ def test_engines_run_in_the_bundles_named_and_their_end_leaves_the_group(
         assert wait_until(lambda: world.live_actors() == ["Rank", "Rank"], TIMEOUT_S)
         assert gpu_ids_of(world, ranks) == [[slot.gpu_id] for slot in slots]
         # Another launch in the same group, which still exists.
-        with launched_in(world, tmp_path, group, [0, 2], run_id="again") as handle:
+        with launched_in(world, tmp_path, [group], [0, 2], run_id="again") as handle:
             assert sorted(slot.bundle_index for slot in handle.trainer_slots) == [0, 2]
 
 
@@ -335,8 +335,11 @@ def test_bundles_of_another_kind_are_refused(
 
 def test_what_is_no_placement_group_is_refused(stub: World, tmp_path: Path) -> None:
     whole = config(tmp_path, TWO_ENGINES)
-    with pytest.raises(ConfigError, match="placement_group is a Ray PlacementGroup, not a list"):
-        rollout.launch(whole, backend="ray", placement_group=[ONE_GPU])
+    for wrong, kind in ((ONE_GPU, "dict"), ([ONE_GPU], "dict"), ([], "list")):
+        with pytest.raises(ConfigError, match=f"is a Ray PlacementGroup, not a {kind}"):
+            rollout.launch(whole, backend="ray", placement_group=wrong)
+    with pytest.raises(ConfigError, match="names 2 groups, and a run has one, .* make one over"):
+        rollout.launch(whole, backend="ray", placement_group=[ONE_GPU, ONE_GPU])
     with pytest.raises(ConfigError, match="bundles are of a placement_group, and none is given"):
         rollout.launch(whole, backend="ray", bundles=[0])
 
