@@ -16,6 +16,8 @@ from torch.multiprocessing import reductions
 
 DEVICE, HANDLE = 6, 7
 DESCRIPTOR = b"a file descriptor of another process"
+HAS_ACCELERATOR_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
+"""Torch 2.7 has other functions for them."""
 Set = Callable[[Any, str, Any], None]
 """``setattr``, or that of a ``MonkeyPatch``."""
 
@@ -76,8 +78,12 @@ class CudaDouble:
             return made
 
         patch(torch, "empty", on_host)
-        patch(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
-        patch(torch._C, "_accelerator_setAllocatorSettings", self._set)
+        if HAS_ACCELERATOR_SETTINGS:
+            patch(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+            patch(torch._C, "_accelerator_setAllocatorSettings", self._set)
+        else:
+            patch(torch.cuda.memory, "_snapshot", self._snapshot)
+            patch(torch.cuda.memory, "_set_allocator_settings", self._set)
         patch(torch.cuda, "is_available", lambda: True)
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "device_count", lambda: len(self.uuids))
@@ -96,6 +102,9 @@ class CudaDouble:
     def cudaHostUnregister(self, address: int) -> int:
         ctypes.string_at(address, self.registered.pop(address))  # it must still be mapped
         return 0
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.settings}}
 
     def _collect(self) -> None:
         self.num_collects += 1

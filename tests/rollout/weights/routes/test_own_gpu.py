@@ -12,7 +12,7 @@ from rollout.weights.routes.buffers import ShmBufferPool  # noqa: E402
 from rollout.weights.routes.cuda_ipc import HandleBuilder, gpu_with, pinned  # noqa: E402
 from rollout.weights.tensors.payload import exportable_memory  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
-from tests.support.cuda_double import CudaDouble  # noqa: E402
+from tests.support.cuda_double import HAS_ACCELERATOR_SETTINGS, CudaDouble  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -92,6 +92,7 @@ def test_an_allocator_without_expandable_segments_is_left_alone(
     assert double.all_settings == []
 
 
+@pytest.mark.skipif(not HAS_ACCELERATOR_SETTINGS, reason="torch has them for CUDA only")
 def test_torchs_own_allocator_gets_its_settings_back() -> None:
     settings = torch._C._accelerator_getAllocatorSettings
     change = torch._C._accelerator_setAllocatorSettings
