@@ -338,7 +338,7 @@ def test_what_is_no_placement_group_is_refused(stub: World, tmp_path: Path) -> N
     for wrong, kind in ((ONE_GPU, "dict"), ([ONE_GPU], "dict"), ([], "list")):
         with pytest.raises(ConfigError, match=f"is a Ray PlacementGroup, not a {kind}"):
             rollout.launch(whole, backend="ray", placement_group=wrong)
-    with pytest.raises(ConfigError, match="names 2 groups, and a run has one, .* make one over"):
+    with pytest.raises(ConfigError, match=r"names 2 groups, and a run has one, .* make one over"):
         rollout.launch(whole, backend="ray", placement_group=[ONE_GPU, ONE_GPU])
     with pytest.raises(ConfigError, match="bundles are of a placement_group, and none is given"):
         rollout.launch(whole, backend="ray", bundles=[0])
