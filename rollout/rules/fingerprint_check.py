@@ -99,11 +99,14 @@ def method_of_push(methods: Collection[str], *, has_store: bool) -> str:
 
     Args:
         methods: those of the engines.
-        has_store: the weight store keeps the push, and verifies its bytes.
+        has_store: the weight store keeps the push.  It hashes the bytes that it reads, and compares
+            them with those of a push that has such fingerprints, too.
     """
-    if has_store or BYTES in methods:
+    if BYTES in methods:
         return BYTES
-    return SUMS if SUMS in methods else ""
+    if SUMS in methods:
+        return SUMS
+    return BYTES if has_store else ""
 
 
 def is_checker_refusal(status: int, *, has_reported: bool) -> bool:

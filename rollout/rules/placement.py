@@ -315,7 +315,7 @@ def _wrong_bundles(
         elif (num_gpus := resources[index].get("GPU", 0.0)) not in (0, 1):
             yield (
                 f"bundle {index} has {num_gpus:g} GPUs; engines need bundles with one GPU each, "
-                'such as [{"GPU": 1, "CPU": 1}] * 8: of a larger one, Ray does not say whose each is'
+                'such as [{"GPU": 1, "CPU": 1}] * 8, because Ray gives ids by bundle'
             )
         elif is_named and not num_gpus and len(plan.bundles) == plan.num_gpus:
             yield f"bundle {index} has no GPU; leave it out of bundles"

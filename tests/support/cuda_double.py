@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing import reductions
 
@@ -23,6 +27,8 @@ Set = Callable[[Any, str, Any], None]
 
 opened: list[Any] = []
 """The device of each handle that was opened, as torch would get it."""
+streams: list[StreamDouble] = []
+"""The streams that were made."""
 
 
 def some_pairs(seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -30,6 +36,33 @@ def some_pairs(seed: int) -> list[tuple[str, torch.Tensor]]:
     torch.manual_seed(seed)
     wide = torch.randn(33, 65)
     return [("wide", wide), ("narrow", wide.to(torch.bfloat16)[:7]), ("odd", wide.view(-1)[:5] > 0)]
+
+
+class StreamDouble:
+    """A stream: what it was given is done when somebody waits for it.
+
+    Attributes:
+        waiting: what is not done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waiting: list[Callable[[], object]] = []
+        self._num_done = 0
+        streams.append(self)
+
+    def wait_stream(self, device: torch.device) -> None:
+        assert device == self.device
+
+    def record_event(self) -> SimpleNamespace:
+        end = self._num_done + len(self.waiting)
+
+        def synchronize() -> None:
+            while self._num_done < end:
+                self.waiting.pop(0)()
+                self._num_done += 1
+
+        return SimpleNamespace(synchronize=synchronize)
 
 
 @dataclass(frozen=True)
@@ -68,6 +101,7 @@ class CudaDouble:
 
     def install(self, patch: Set) -> None:
         opened.clear()
+        streams.clear()
         empty = torch.empty
 
         def on_host(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:
@@ -90,9 +124,26 @@ class CudaDouble:
         patch(torch.cuda, "current_device", lambda: self._current.index)
         patch(torch.cuda, "ipc_collect", self._collect)
         patch(torch.cuda, "cudart", lambda: self)
+        patch(torch.cuda, "Stream", StreamDouble)
+        patch(torch.cuda, "current_stream", lambda device: device)
+        patch(torch.cuda, "stream", self._on_stream)
         patch(torch.cuda, "get_device_properties", lambda index: _Properties(self.uuids[index]))
         patch(reductions, "reduce_tensor", self._reduce)
         patch(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+
+    @contextmanager
+    def _on_stream(self, stream: StreamDouble) -> Iterator[None]:
+        copy = torch.Tensor.copy_
+
+        def later(target: Any, source: Any, non_blocking: bool = False) -> Any:
+            if not non_blocking:
+                return copy(target, source)
+            stream.waiting.append(partial(copy, target, source))
+            return target
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.Tensor, "copy_", later)
+            yield
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         if not self.register_error:

@@ -23,6 +23,7 @@ from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
 from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
+from rollout.weights.routes.device_copies import DeviceCopies
 from rollout.weights.routes.rank_end import RankEnd, ShareBuilder
 from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
@@ -37,8 +38,6 @@ from rollout.weights.tensors.sources import (
     TensorList,
     cast_to,
 )
-
-_COPY = "copy"
 
 
 class Follower:
@@ -69,6 +68,7 @@ class Follower:
         self._timeout_s = timeout_s
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._builders: dict[str, ShareBuilder] = {}
+        self._copies: BufferWriter | DeviceCopies | None = None
         self._plan: PushPlan | None = None
 
     @cached_property
@@ -151,8 +151,9 @@ class Follower:
         keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
         whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
         if keeps_copies and not any(isinstance(one, BufferWriter) for one in whole):
-            self._builders[_COPY] = builder = BufferWriter.of(end, plan.terms.fingerprints)
-            self.resources.callback(builder.close)
+            of_host = BufferWriter.of(end, plan.terms.fingerprints)
+            self._copies = DeviceCopies(end) if self.gpu else of_host
+            self.resources.callback(self._copies.close)
 
     def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:
         rank = self.rank
@@ -196,14 +197,10 @@ class Follower:
         with naming_path(self.rank.config.weights):
             written = _encoded(pairs, plan.routes)
             for payload, builder in self._builders.items():
-                if payload == _COPY:
-                    share = self._copy(index, pairs)
-                else:
-                    share = builder.make(index, written[payload])
-                if share is not None:
+                if (share := builder.make(index, written[payload])) is not None:
                     made[payload] = share
             del written
-        copy = made.pop(_COPY, {})
+            copy = self._copy(index, pairs, is_last)
         fingerprints: dict[str, str] = {}
         for share in made.values():
             fingerprints |= share.get("fingerprints", {})
@@ -216,12 +213,18 @@ class Follower:
             digests = device_fingerprints([pairs[(plan.terms.version + index) % len(pairs)]])
         return Share(content, is_last, made, fingerprints, copy, *figures, digests), pairs
 
-    def _copy(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
+    def _copy(self, index: int, pairs: Pairs, is_last: bool) -> Mapping[str, Any]:
         """This rank's share of the copies for the store; an error does not end the push."""
+        copies = self._copies
+        if copies is None:
+            return {}
         try:
-            return self._builders[_COPY].make(index, pairs)
+            made = copies.make(index, pairs)
         except WeightsUnavailable as error:
             return {"why_not": str(error)}
+        if is_last and isinstance(copies, DeviceCopies):
+            copies.finish()
+        return made or {}
 
     def run(self, before_kv: Callable[[], object] | None) -> None:
         """Free the trainer's memory that the KV caches need.

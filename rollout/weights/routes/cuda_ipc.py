@@ -115,10 +115,7 @@ class HandleBuilder:
     """Flattens each bucket on the GPU with this UUID, for the engine rank on the same GPU."""
 
     def __init__(self, gpu: str) -> None:
-        import torch
-
-        uuids = [_uuid_of(number) for number in range(torch.cuda.device_count())]
-        self._device = torch.device("cuda", uuids.index(gpu))
+        self._device = device_of(gpu)
         self._flat: dict[int, torch.Tensor] = {}
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
@@ -178,6 +175,14 @@ def gpu_with(named_tensors: Any) -> str:
         logger.warning("no push by CUDA IPC from this rank: %s", why_not)
         return ""
     return _uuid_of(number)
+
+
+def device_of(gpu: str) -> torch.device:
+    """The GPU of this process with this UUID."""
+    import torch
+
+    uuids = [_uuid_of(number) for number in range(torch.cuda.device_count())]
+    return torch.device("cuda", uuids.index(gpu))
 
 
 def _uuid_of(number: int) -> str:
