@@ -25,10 +25,11 @@ from rollout.core.errors import ConfigError, Mistake, PlacementError
 from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
 from rollout.rules.release_policy import elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
-from rollout.runtime.preflight import wrong_settings
+from rollout.runtime.preflight import push_room_notes, push_sizes, wrong_settings
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.choice import is_only_streamed, stream_note, why_loads_cost
+from rollout.weights.routes.memory import PushMemory, push_memory, push_memory_text
 from rollout.weights.routes.nccl import why_nccl_fails
 from rollout.weights.store.layout.placement import node_bytes
 
@@ -111,7 +112,10 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "needs": placement.totals(),
         "shared_gpu_bundles": placement.shared,
         "stacked": placement.stacked,
-        "servers": [_server(name, server) for name, server in config.servers.items()],
+        "servers": [
+            _server(name, server, config.cluster.trainer_gpus)
+            for name, server in config.servers.items()
+        ],
         "groups": groups,
         "host_bytes": host_bytes,
         "refusals": [mistake.message for mistake in wrong_settings(config)],
@@ -120,12 +124,13 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *filter(None, backup_notes),
             *_push_notes(config),
             *_cache_notes(config),
+            *push_room_notes(config),
             *_window_notes(config),
         ],
     }
 
 
-def _server(name: str, server: ServerConfig) -> dict[str, Any]:
+def _server(name: str, server: ServerConfig, trainer_gpus: int) -> dict[str, Any]:
     page = f"{server.page.host}:{server.page.port or 'any free'}" if server.page.enabled else "off"
     return {
         "server": name,
@@ -134,7 +139,16 @@ def _server(name: str, server: ServerConfig) -> dict[str, Any]:
         "needs_client_key": bool(server.router.client_key),
         "weight_bytes": size_of_weights(server.model_path),
         "store_bytes_per_node": _store_bytes(server),
+        "push_memory": [asdict(peaks) for peaks in _push_memory(server, trainer_gpus)],
     }
+
+
+def _push_memory(server: ServerConfig, trainer_gpus: int) -> Iterator[PushMemory]:
+    """Peaks of full pushes, with all ranks of the trainer on one host."""
+    sizes = push_sizes(server.model_path)
+    if sizes is None or server.weights.update is not WeightUpdate.FULL:
+        return iter(())
+    return push_memory(sizes, server.weights, ranks_per_host=max(1, trainer_gpus))
 
 
 def _store_bytes(server: ServerConfig) -> dict[str, int]:
@@ -287,6 +301,8 @@ def _show(values: dict[str, Any]) -> None:
             f"{server['server']}: router {server['router']}, page {server['page']}, weights "
             f"{size_text(server['weight_bytes'])}, {_store_text(server['store_bytes_per_node'])}"
         )
+        for peaks in server["push_memory"]:
+            console().print(f"{server['server']}: {push_memory_text(PushMemory(**peaks))}")
     needs = ", ".join(f"{amount:g} {name}" for name, amount in values["needs"].items()) or "nothing"
     shared = values["shared_gpu_bundles"]
     positions = f"positions {_span_text(range(shared))}" if shared else "no GPU"

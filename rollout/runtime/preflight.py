@@ -7,6 +7,7 @@ with its setting.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -34,11 +35,17 @@ from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.os_errors import why_not_writable
 from rollout.rules.release_policy import release_policy
 from rollout.weights.format.checkpoint_config import (
+    element_bytes_of,
+    elements_of,
     head_size_of,
     quantisation_of,
     read_checkpoint_config,
 )
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
+from rollout.weights.format.stacked_experts import stacked_bytes
+from rollout.weights.routes.memory import PushSizes, why_too_small
+
+logger = logging.getLogger(__name__)
 
 _ASK_S = 20.0
 
@@ -57,6 +64,8 @@ def check_before_launch(config: RolloutConfig, *, launches_here: bool = True) ->
         found += _missing_modules(config)
     if found:
         raise ConfigError.of(found)
+    for note in push_room_notes(config):
+        logger.warning("%s", note)
 
 
 def wrong_settings(config: RolloutConfig) -> list[Mistake]:
@@ -70,6 +79,42 @@ def wrong_settings(config: RolloutConfig) -> list[Mistake]:
     return found
 
 
+def push_sizes(model_path: str) -> PushSizes | None:
+    """Of a checkpoint, by its tensors or else by its config; None if neither says."""
+    try:
+        manifest = read_checkpoint_manifest(model_path)
+    except WeightMismatch:
+        manifest = None
+    if manifest is not None:
+        sizes = [spec.num_bytes for spec in manifest.tensors.values()]
+        return PushSizes(sum(sizes), max([0, *sizes, *stacked_bytes(manifest)]))
+    config = read_checkpoint_config(model_path)
+    whole, largest = (one * element_bytes_of(config) for one in elements_of(config))
+    return PushSizes(whole, largest) if whole else None
+
+
+def push_room_notes(config: RolloutConfig) -> Iterator[str]:
+    """What pushes that need not go through shared memory lack there."""
+    for name, server in config.servers.items():
+        path = server.weights.shared_memory_path
+        if server.weights.transport is Transport.AUTO and (why := _why_too_small(server)):
+            yield (
+                f"servers.{name}.weights.shared_memory_path = {path!r}: {why}; until then engines "
+                "without another route get the weights by value"
+            )
+
+
+def _why_too_small(server: ServerConfig) -> str:
+    """Why its pushes do not fit into the folder of shared memory; empty if they do."""
+    sizes = push_sizes(server.model_path)
+    try:
+        total = os.statvfs(server.weights.shared_memory_path)
+    except OSError:
+        return ""
+    total_bytes = total.f_blocks * total.f_frsize
+    return "" if sizes is None else why_too_small(sizes, server.weights, total_bytes)
+
+
 def _wrong_log_dir(config: RolloutConfig) -> Iterator[Mistake]:
     if why := why_not_writable(Path(config.log_dir) / config.run_id):
         yield _wrong("log_dir", config.log_dir, f"{why}; give a folder for the files of runs")
@@ -80,6 +125,8 @@ def _wrong_folders(path: str, server: ServerConfig) -> Iterator[Mistake]:
     is_named = "shared_memory_path" in weights.model_fields_set
     if is_named or weights.transport is Transport.SHARED_MEMORY:
         yield from _wrong_tmpfs(f"{path}.shared_memory_path", weights.shared_memory_path)
+    if weights.transport is Transport.SHARED_MEMORY and (why := _why_too_small(server)):
+        yield _wrong(f"{path}.shared_memory_path", weights.shared_memory_path, why)
     if weights.store is not None:
         yield from _wrong_tmpfs(f"{path}.store.path", weights.store.path)
     if weights.transport is Transport.DISK and weights.disk_path is not None:

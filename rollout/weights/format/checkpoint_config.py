@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Any
 
 # The names that models give to their number of experts.
+_NOT_COUNTED = (
+    "kv_lora_rank",
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+)
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -45,6 +53,34 @@ def head_size_of(config: Mapping[str, Any]) -> int:
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             return hidden // heads
     return 0
+
+
+def elements_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements of the model, and of a trainer's largest tensor, where the experts of a layer are
+    one; zeros if the config does not say, or has parts that are not counted here."""
+    part = next((one for one in _parts(config) if "hidden_size" in one), {})
+    try:
+        hidden, layers, vocabulary = (part[name] for name in _SIZES)
+        heads, inner = part["num_attention_heads"], part["intermediate_size"]
+    except KeyError:
+        return 0, 0
+    if "text_config" in config or any(part.get(name) for name in _NOT_COUNTED):
+        return 0, 0
+    head, groups = head_size_of(part), part.get("num_key_value_heads") or heads
+    attention = 2 * hidden * head * (heads + groups)
+    experts = next((part[name] for name in _EXPERTS if part.get(name)), 0)
+    of_expert = hidden * (part.get("moe_intermediate_size") or inner)
+    block = experts * (3 * of_expert + hidden) if experts else 3 * hidden * inner
+    embedding = vocabulary * hidden
+    whole = embedding * (1 if part.get("tie_word_embeddings") else 2)
+    whole += layers * (attention + block + 2 * hidden) + hidden
+    return whole, max(embedding, 2 * experts * of_expert, hidden * inner)
+
+
+def element_bytes_of(config: Mapping[str, Any]) -> int:
+    """Bytes of an element of the weights; of bfloat16 if the config does not say."""
+    names = (part.get("dtype") or part.get("torch_dtype") for part in _parts(config))
+    return 4 if next(filter(None, names), "") == "float32" else 2
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engines.tensors.stacked_experts import first_expert_of, split_experts
+from engines.tensors.stacked_experts import first_expert_of, split_experts, stacked_name
 from rollout.weights.format.manifest import Manifest
 
 
@@ -39,3 +40,12 @@ def is_stacked(name: str, expected: Manifest) -> bool:
     """Whether the checkpoint has a tensor for each expert of this one."""
     known = expected.tensors
     return name not in known and first_expert_of(name) in known
+
+
+def stacked_bytes(checkpoint: Manifest) -> Collection[int]:
+    """Of each tensor that a trainer may hold in place of those of single experts."""
+    found: Counter[str] = Counter()
+    for name, spec in checkpoint.tensors.items():
+        if stacked := stacked_name(name):
+            found[stacked] += spec.num_bytes
+    return found.values()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from typer.testing import CliRunner
 
 from engines.process.tcp_ports import reserve_port
 from rollout.cli.main import app
+from rollout.config import WeightsConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.server.journal import ServerJournal, read
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from rollout.runtime.preflight import push_sizes
+from rollout.weights.routes.memory import push_memory
 from tests.rollout.observability.timeline.spans import offload_step, rank_push
 from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until
@@ -258,6 +262,22 @@ def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path
     (group,) = json_of("plan", str(file))["groups"]
     assert group["weights_from"] == "CPU backup, then the push"
     assert group["host_bytes"] == 2 * (model / "model.safetensors").stat().st_size
+
+
+def test_a_plan_has_the_peaks_of_pushes(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    model = Path(write_checkpoint(tmp_path / "model"))
+    weights = {"bucket_bytes": 64}
+    values["servers"]["policy"] |= {"model_path": str(model), "weights": weights}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    sizes = push_sizes(str(model))
+    assert sizes is not None
+    peaks = [asdict(one) for one in push_memory(sizes, WeightsConfig(bucket_bytes=64))]
+    assert json_of("plan", str(file))["servers"][0]["push_memory"] == peaks
+    text = " ".join(run_command("plan", str(file)).split())
+    assert "policy: a push by cuda_ipc, streamed, takes" in text
+    assert "a push by shared_memory, copied, as by window.push, takes" in text
 
 
 def test_a_plan_counts_the_graphs_that_sglang_copies_when_it_releases(tmp_path: Path) -> None:

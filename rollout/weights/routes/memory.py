@@ -1,0 +1,108 @@
+"""What a push takes, besides the weights that trainer and engines have: peaks, from sizes alone.
+
+Measured on small models in ``tests/rollout/weights/routes/test_push_memory.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engines.protocol.plain_text import size_text
+from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.weights.routes.route import BUCKETS_AHEAD
+from rollout.weights.routes.shared_memory import stream_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PushSizes:
+    """Bytes of a model.
+
+    Attributes:
+        largest_bytes: of the trainer's largest tensor, such as the stacked experts of a layer.
+    """
+
+    model_bytes: int
+    largest_bytes: int
+
+    def bucket_bytes(self, weights: WeightsConfig) -> int:
+        """The most that is made together."""
+        return min(self.model_bytes, max(weights.bucket_bytes, self.largest_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class PushMemory:
+    """Peaks of one route.
+
+    Attributes:
+        is_streamed: a bucket is made while engines load the one before; else all are before.
+        trainer_bytes: of each rank, on the device of its tensors; less if they are whole there.
+        engine_bytes: of each rank of an engine, on its device.
+        shared_memory_bytes: on each host, of files in ``weights.shared_memory_path``; with a store,
+            on that of rank 0, and as much again while the store reads the push before.
+        least_shared_bytes: with which it works.  Buckets of other sizes get files of their own,
+            which stay for the next push while there is room.
+    """
+
+    route: str
+    is_streamed: bool
+    trainer_bytes: int
+    engine_bytes: int
+    shared_memory_bytes: int
+    least_shared_bytes: int
+
+
+def push_memory(
+    sizes: PushSizes, weights: WeightsConfig, *, ranks_per_host: int = 1
+) -> Iterator[PushMemory]:
+    """The peaks of each route that full pushes with these settings may take."""
+    bucket = sizes.bucket_bytes(weights)
+    wanted, kept = weights.transport, 0 if weights.store is None else sizes.model_bytes
+    if wanted in (Transport.AUTO, Transport.CUDA_IPC):
+        # The gathered bucket, and flat ones; a copy for the store keeps the bucket before.
+        num_gathered = 1 if weights.store is None else 1 + BUCKETS_AHEAD
+        on_gpu = (num_gathered + 1 + BUCKETS_AHEAD) * bucket
+        yield PushMemory(Transport.CUDA_IPC, True, on_gpu, 0, kept, kept)
+    if wanted in (Transport.AUTO, Transport.SHARED_MEMORY):
+        whole = sizes.model_bytes
+        streamed = kept or min(whole, stream_bytes(bucket, ranks_per_host))
+        yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed)
+        yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole)
+    if wanted in (Transport.AUTO, Transport.DISTRIBUTED):
+        yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept)
+
+
+def push_memory_text(peaks: PushMemory) -> str:
+    """One line of a plan."""
+    how = "streamed" if peaks.is_streamed else "copied, as by window.push"
+    parts = {
+        "on each rank of the trainer": peaks.trainer_bytes,
+        "on each GPU of an engine": peaks.engine_bytes,
+        "in shared memory": peaks.shared_memory_bytes,
+    }
+    text = ", ".join(f"{size_text(size)} {where}" for where, size in parts.items() if size)
+    least = peaks.least_shared_bytes
+    if least < peaks.shared_memory_bytes:
+        text += f" ({size_text(least)} where there is no more)"
+    return f"a push by {peaks.route}, {how}, takes {text}"
+
+
+def why_too_small(sizes: PushSizes, weights: WeightsConfig, total_bytes: int) -> str:
+    """Why no push fits into the folder of shared memory, whatever is in it; empty if one does.
+
+    Args:
+        total_bytes: of its file system.
+    """
+    takes_files = weights.transport in (Transport.AUTO, Transport.SHARED_MEMORY)
+    if not takes_files or weights.update is not WeightUpdate.FULL:
+        return ""
+    of_files = [one for one in push_memory(sizes, weights) if one.route == Transport.SHARED_MEMORY]
+    needed = min(one.least_shared_bytes for one in of_files)
+    if needed <= total_bytes:
+        return ""
+    return (
+        f"it has {size_text(total_bytes)} in all, and a push through it takes {size_text(needed)} "
+        f"or more (a copied one {size_text(sizes.model_bytes)}): in Docker, give --shm-size="
+        f"{-(-sizes.model_bytes >> 30) + 1}g; in Kubernetes, mount an emptyDir with medium Memory "
+        "there; or set weights.shared_memory_path to another tmpfs"
+    )
