@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 DEVICE, HANDLE = 6, 7
 DESCRIPTOR = b"a file descriptor of another process"
 HAS_ACCELERATOR_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
-"""Torch 2.7 has other functions for them."""
+"""Older versions of torch have other functions for them."""
 Set = Callable[[Any, str, Any], None]
 """``setattr``, or that of a ``MonkeyPatch``."""
 
