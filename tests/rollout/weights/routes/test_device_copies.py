@@ -81,7 +81,10 @@ def trainer(cuda: CudaDouble, tmp_path: Path) -> Iterator[Trainer]:
     trainer.close()
 
 
-def test_a_bucket_is_copied_while_the_next_ones_are_pushed(trainer: Trainer) -> None:
+def test_a_bucket_is_copied_while_the_next_ones_are_pushed(
+    cuda: CudaDouble, trainer: Trainer
+) -> None:
+    assert trainer.leader.routes_text == "cuda_ipc", "with auto, also from one process"
     for index in range(NUM_TENSORS):
         is_last = trainer.make(index)
         (stream,) = cuda_double.streams
@@ -90,6 +93,7 @@ def test_a_bucket_is_copied_while_the_next_ones_are_pushed(trainer: Trainer) -> 
             # The generator holds one more: that of the next bucket.
             assert trainer.num_alive() <= 3
     assert is_last
+    assert sum(cuda.registered.values()) == trainer.rank.pool.num_bytes() > 0, "all are pinned"
     assert stream.waiting == [], "the trainer may change its tensors now"
 
 
