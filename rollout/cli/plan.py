@@ -28,8 +28,8 @@ from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import push_room_notes, push_sizes, wrong_settings
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.push_memory import PushMemory, push_memory, push_memory_text
 from rollout.weights.routes.choice import is_only_streamed, stream_note, why_loads_cost
-from rollout.weights.routes.memory import PushMemory, push_memory, push_memory_text
 from rollout.weights.routes.nccl import why_nccl_fails
 from rollout.weights.store.layout.placement import node_bytes
 

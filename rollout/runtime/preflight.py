@@ -43,7 +43,7 @@ from rollout.weights.format.checkpoint_config import (
 )
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 from rollout.weights.format.stacked_experts import stacked_bytes
-from rollout.weights.routes.memory import PushSizes, why_too_small
+from rollout.weights.push.push_memory import PushSizes, why_too_small
 
 logger = logging.getLogger(__name__)
 

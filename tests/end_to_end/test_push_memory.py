@@ -15,7 +15,7 @@ from rollout import RolloutConfig, launch
 from rollout.config import Transport
 from rollout.runtime.preflight import push_sizes
 from rollout.testing.tiny_model import make_tiny_model
-from rollout.weights.routes.memory import push_memory
+from rollout.weights.push.push_memory import push_memory
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(180)]
 # Of allocators, threads and requests.

@@ -17,13 +17,13 @@ from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
+from rollout.weights.ranks.device_copies import DeviceCopies
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
 from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.device_copies import DeviceCopies
 from rollout.weights.routes.rank_end import RankEnd, ShareBuilder
 from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path

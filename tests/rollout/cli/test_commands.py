@@ -27,7 +27,7 @@ from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.runtime.preflight import push_sizes
-from rollout.weights.routes.memory import push_memory
+from rollout.weights.push.push_memory import push_memory
 from tests.rollout.observability.timeline.spans import offload_step, rank_push
 from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until

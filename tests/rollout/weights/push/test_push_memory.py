@@ -19,8 +19,8 @@ from rollout.config import RolloutConfig, Transport, WeightsConfig
 from rollout.core.errors import ConfigError
 from rollout.core.machine import Room
 from rollout.runtime.preflight import check_before_launch, push_sizes, wrong_settings
+from rollout.weights.push.push_memory import PushMemory, PushSizes, push_memory
 from rollout.weights.routes import buffers
-from rollout.weights.routes.memory import PushMemory, PushSizes, push_memory
 
 QWEN3_8B = {
     "model_type": "qwen3",

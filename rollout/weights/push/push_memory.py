@@ -1,6 +1,6 @@
 """What a push takes, besides the weights that trainer and engines have: peaks, from sizes alone.
 
-Measured on small models in ``tests/rollout/weights/routes/test_push_memory.py``.
+Measured on small models in ``tests/rollout/weights/push/test_push_memory.py``.
 """
 
 from __future__ import annotations
