@@ -285,16 +285,6 @@ def test_a_broadcast_is_by_nccl_only_where_each_process_has_a_gpu(
     assert backend_of(config, is_on_cuda=is_on_cuda) == chosen
 
 
-def test_nccl_that_is_named_is_refused_where_processes_share_a_gpu(idle: IdleGroup) -> None:
-    """A configuration that was changed after its check, as by ``model_copy``."""
-    config = beside_trainer(offloads=True, backend="auto")
-    named = config.weights.model_copy(update={"backend": "nccl"})
-    config = config.model_copy(update={"weights": named})
-    with pytest.raises(ConfigError, match="backend = nccl: group main: it offloads, so its") as caught:
-        BroadcastPush(config, PushTerms(1), "127.0.0.1", idle, is_on_cuda=True)
-    assert caught.value.setting == "weights.backend"
-
-
 class GroupDouble:
     """An NCCL group, whose first broadcast connects.
 
