@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rollout
 from engines.protocol import Endpoint
@@ -122,6 +122,26 @@ class Trainer:
 
     def push(self, seed: int, **more: Any) -> Any:
         return self.pusher.push(self.sharded(seed), **more)
+
+    def replica(self, seed: int, odd: int, added: float | None, kind: str = "plain") -> Any:
+        """Whole tensors on each rank, as with DDP; on one rank with other values.
+
+        Args:
+            added: to each value of the odd rank; None makes one value NaN.
+            kind: ``plain``, ``streamed`` from an iterator, or ``replicated`` DTensors.
+        """
+        whole = self.whole(seed)
+        for tensor in whole.values() if self.rank == odd else ():
+            if added is None:
+                tensor.view(-1)[-1] = torch.nan
+            else:
+                tensor += added
+        if kind == "replicated":
+            whole = {
+                name: DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+                for name, tensor in whole.items()
+            }
+        return self.pusher.push(iter(whole.items()) if kind == "streamed" else whole)
 
     def adapter(self, seed: int, config: Mapping[str, Any]) -> Any:
         """A LoRA adapter whose halves are sharded, of one that ``drawn_adapter`` draws."""

@@ -102,6 +102,33 @@ def test_a_generator_that_raises_ends_the_push_on_all_ranks(
     the_next_push_works(run, ranks, 5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "odd"), [("plain", 0), ("plain", 1), ("streamed", 1), ("replicated", 1)]
+)
+def test_a_replica_out_of_step_is_refused_on_all_ranks(
+    run: DeploymentHandle, ranks: Ranks, odd: int, kind: str
+) -> None:
+    the_next_push_works(run, ranks, 11)
+    said = ranks.do("replica", seed=12, odd=odd, added=1e-3, kind=kind)
+    assert len(errors(said)) == 1, said
+    assert said[0]["type"] == "WeightMismatch"
+    assert "rank 1 has other values of tensor '" in said[0]["error"]
+    assert run["policy"].status().result(30).gate == "open"
+    served_seed(run, 11)
+    said = ranks.do("replica", seed=12, odd=-1, added=0.0, kind=kind)
+    assert [one.get("version") for one in said] == [run["policy"].weight_version] * 2, said
+    served_seed(run, 12)
+
+
+def test_nan_on_one_rank_is_refused_on_all_ranks(run: DeploymentHandle, ranks: Ranks) -> None:
+    the_next_push_works(run, ranks, 13)
+    said = ranks.do("replica", seed=14, odd=1, added=None)
+    assert len(errors(said)) == 1, said
+    assert "rank 1: 1 of " in said[0]["error"]
+    assert "are NaN or infinite" in said[0]["error"]
+    served_seed(run, 13)
+
+
 def test_a_refused_version_is_refused_on_all_ranks(run: DeploymentHandle, ranks: Ranks) -> None:
     the_next_push_works(run, ranks, 7)
     version = run["policy"].weight_version

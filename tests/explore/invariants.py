@@ -113,7 +113,10 @@ class Invariants:
     def check_may_open(self, gate: Gate, version: int | None) -> None:
         """I2, I6 and I8: there are engines that get requests from now on, and all may serve."""
         name = next(name for name, one in self.parts.routers.items() if one.gate is gate)
-        self._check_one_serves(self.parts.servers[name], "the gate opens")
+        server = self.parts.servers[name]
+        self._check_one_serves(server, "the gate opens")
+        if (version or 0) < (expected := server._phase_runner.expected_version):
+            self.violate(f"I2: the gate opens for version {version}, and {expected} is expected")
         for member in gate.members.choosable.members:
             engine = self.parts.launcher.engine_at(member.endpoint)
             if engine.struck_in:

@@ -71,6 +71,7 @@ class Mutation:
     frozen: dict[str, dict[str, Any]] | None = None
     update: str = "full"
     reports_released: bool = False
+    expect_version: int = 0
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
@@ -80,6 +81,7 @@ class Mutation:
             frozen=self.frozen,
             update=self.update,
             reports_released=self.reports_released,
+            expect_version=self.expect_version,
         )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
@@ -397,6 +399,11 @@ _ALL_DIE: dict[str, Any] = {
 }
 _LOST = ("offload", "resume_weights", "lose shared-0", "verify", "resume_kv")
 
+
+def _serve_what_is_not_expected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PhaseRunner, "why_expecting", "")
+
+
 MUTATIONS = (
     Mutation(
         "continue over engines without weights",
@@ -544,6 +551,13 @@ MUTATIONS = (
         _open_with_an_older_version,
         "I2: the gate opens for version",
         ("update",),
+    ),
+    Mutation(
+        "serve what is not expected",
+        _serve_what_is_not_expected,
+        "I2: the gate opens for version 0, and 1 is expected",
+        ("serve",),
+        expect_version=1,
     ),
     Mutation("route to the fenced", _route_to_the_fenced, "I6: .* is in routing", ("update",)),
     Mutation(

@@ -107,6 +107,7 @@ def _command(
     frozen: dict[str, dict[str, Any]] | None = None,
     reports_released: bool = False,
     face: str = "sglang",
+    expect_version: int = 0,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
@@ -118,6 +119,7 @@ def _command(
             frozen=frozen,
             reports_released=reports_released,
             face=face,
+            expect_version=expect_version,
         )
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
@@ -185,6 +187,22 @@ DEFAULT: tuple[Plan, ...] = (
     ),
     Plan("onload", "everything, any 1", _command("onload", begin=("offload",))),
     Plan("update", "everything, any 1", _command("update")),
+    Plan(
+        "expect",
+        "four outcomes of every call, cancel, stop, a push and two kills: any 1, where the launch "
+        "expects the first push",
+        _command(
+            "serve",
+            "offload",
+            "serve",
+            "onload",
+            expect_version=1,
+            recover=True,
+            injections=("cancel", "stop", "update", *_DEATHS),
+            groups={"shared": {"num_engines": 2}, "apart": {"needs_offload": False}},
+            **_FEW,
+        ),
+    ),
     Plan(
         "prove",
         "everything, any 1, of a push of what the engines have loaded",

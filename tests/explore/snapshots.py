@@ -133,8 +133,9 @@ def serving(
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
     reports_released: bool = False,
     face: str = "sglang",
+    expect_version: int = 0,
 ) -> bytes:
-    """A server that has just started, with the gate open.
+    """A server that has just started, with the gate open unless it expects a version.
 
     Args:
         recover: dead engines are replaced when somebody says ``recover``.
@@ -148,7 +149,7 @@ def serving(
     if frozen is not None:
         _add_server(parts, "reference", frozen, lifecycle or {}, "frozen", recover)
     parts.deployment = Deployment(parts.servers, lock_timeout_s=LOCK_S)
-    done = run(_Start(parts), following({}))
+    done = run(_Start(parts, expect_version), following({}))
     if done.violation:
         raise Violation(done.violation)
     for process in launcher.all:
@@ -220,15 +221,16 @@ def after(frozen: bytes, *commands: str) -> bytes:
 class _Start:
     """All servers start; their recovery runs only as a command of the plan."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, expect_version: int) -> None:
         self._parts = parts
+        self._expect_version = expect_version
 
     def start(self, loop: ExploredLoop) -> None:
         self._task = loop.create_task(self._begin())
 
     async def _begin(self) -> None:
         for server in self._parts.servers.values():
-            await server.start()
+            await server.start(self._expect_version)
             await server._recovery.stop()
 
     def num_options(self) -> int:

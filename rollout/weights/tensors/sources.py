@@ -142,8 +142,14 @@ class PlannedSource:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The tensors that are whole on this rank, by the trainer's names."""
-        pairs = zip(self._names, self._tensors, strict=True)
-        return {name: tensor for name, tensor in pairs if not is_shard(tensor)}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            own: Any = tensor
+            if not is_shard(own):
+                found[name] = own
+            elif all(placement.is_replicate() for placement in own.placements):
+                found[name] = own.to_local()
+        return found
 
     @property
     def num_bytes(self) -> int:
