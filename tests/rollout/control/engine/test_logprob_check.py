@@ -22,6 +22,7 @@ from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter
 from tests.support.builders import TENSOR_NAMES, push, restart, started_group, started_server
+from tests.support.virtual_time import virtual_time
 
 PROMPTS: list[list[int]] = [[1, 2, 3], [4, 5]]
 BY_CANARY = {"verify_by": "canary", "canary_prompts": PROMPTS, "sentinel": False}
@@ -282,7 +283,7 @@ async def test_an_adapter_that_failed_is_given_to_no_restarted_engine(
         with pytest.raises(PhaseFailed, match="by the trainer's own model"):
             await group.run(Command.CONTINUE, version=1)
     for engine in engines:
-        await group.restart(engine.engine_id)
+        await restart(group, engine.engine_id)
         assert await group.readmit(engine.engine_id, 1) is has_served
         loads = "load_lora_adapter_from_tensors" in engine_of(group, engine).operations()
         assert loads is has_served
@@ -295,6 +296,7 @@ def engine_of(group: ServerGroup, before: FakeEngine) -> FakeEngine:
     return found
 
 
+@virtual_time
 async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path) -> None:
     saved = tmp_path / "saved" / "1"
     saved.mkdir(parents=True)
@@ -303,13 +305,12 @@ async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path)
         tmp_path,
         {"main": {"num_engines": 1, "needs_offload": False}},
         lifecycle=BY_CANARY,
-        health={"weights_path": str(tmp_path / "saved" / "{version}"), "backoff_s": 1e-6},
+        health={"weights_path": str(tmp_path / "saved" / "{version}"), "probe_interval_s": 1.0},
     )
     wrong = replace(push(1), canary=nan_adapter(1).canary)
     with pytest.raises(PhaseFailed, match="by the trainer's own model"):
         await bench.server.serve_weights(wrong)
-    await bench.server._recovery.probe_once()
-    await bench.server._recovery.recover()
+    await asyncio.sleep(60)
     (engine,) = bench.engines
     assert "update_weights_from_disk" not in engine.operations()
     assert not (await bench.server.status()).groups[0].engines[0].fence_reason
