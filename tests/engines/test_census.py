@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.cpu.sglang.recipe import RECIPE as SGLANG
+from engines.cpu.vllm.recipe import RECIPE as VLLM
 from engines.kinds import KINDS
 from engines.launch import invocation
+from engines.process.cached_environment import CachedEnvironment, Recipe
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.census.embedded import CENSUS as EMBEDDED
 from engines.protocol.census.entries import Cache, Census, Sign, Treatment, is_on, namespace
 from engines.protocol.kind import Kind
 from engines.protocol.spec import EngineSpec
 
+WITH_WEIGHTS_ELSEWHERE = {
+    "cpu_offload_gb",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_prefetch_step",
+}
+"""Options that place weights in host memory: not in a census, because no push to such was tried."""
 HERE = Endpoint("127.0.0.1", 4000)
 ROOT = Path(__file__).parents[2]
 ENTRIES = [(kind, cache) for kind in KINDS.values() for cache in kind.census.caches]
@@ -204,3 +215,69 @@ def test_the_embedded_engine_has_every_option_that_its_census_names() -> None:
         name="", treatment=Treatment.CLEARED, by="", source="", options=tuple(options_of(EMBEDDED))
     )
     assert any(has.is_of(name) for name in EmbeddedConfig.__dataclass_fields__)
+
+
+# -- the source of the installed engines ----------------------------------------------------
+
+
+def installed(recipe: Recipe, package: str) -> Path:
+    """A package in the cached interpreter of an engine on CPUs."""
+    site = CachedEnvironment(recipe).require().parents[1] / "lib"
+    (found,) = site.glob(f"python3*/site-packages/{package}")
+    return found
+
+
+def fields_in(files: Iterable[Path]) -> list[str]:
+    """Names of the annotated fields of classes, which are the engine's options."""
+    return [
+        field.target.id
+        for file in files
+        for part in ast.walk(ast.parse(file.read_text()))
+        if isinstance(part, ast.ClassDef)
+        for field in part.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+
+
+@pytest.mark.sglang
+def test_every_option_of_sglang_that_may_add_an_entry_is_known_or_reported() -> None:
+    options = fields_in((installed(SGLANG, "sglang/srt/arg_groups/fields")).glob("*.py"))
+    assert len(options) > 300
+    unproved = KINDS["sglang"].census.unproved("0.5.23", options)
+    assert {name.removeprefix("option ") for name in unproved} == WITH_WEIGHTS_ELSEWHERE | {
+        "ple_offload_backend",
+        "ple_offload_dir",
+        "ple_offload_embedding",
+        "offload_mode",
+    }
+
+
+@pytest.mark.vllm
+def test_every_option_of_vllm_that_may_add_an_entry_is_known_or_reported() -> None:
+    options = fields_in([installed(VLLM, "vllm/engine/arg_utils.py")])
+    assert len(options) > 150
+    unproved = KINDS["vllm"].census.unproved("0.32.0", options)
+    assert {name.removeprefix("option ") for name in unproved} == WITH_WEIGHTS_ELSEWHERE | {
+        "cpu_offload_params",
+        "offload_backend",
+        "offload_params",
+    }
+
+
+@pytest.mark.sglang
+def test_places_in_sglangs_source_exist() -> None:
+    check_places(KINDS["sglang"].census, installed(SGLANG, "sglang/srt"))
+
+
+@pytest.mark.vllm
+def test_places_in_vllms_source_exist() -> None:
+    check_places(KINDS["vllm"].census, installed(VLLM, "vllm"))
+
+
+def check_places(census: Census, package: Path) -> None:
+    for cache in census.caches:
+        for place in re.split("[;,] (?=[a-z0-9_]+/)", cache.source):
+            file, _, names = place.partition(": ")
+            assert (package / file).exists(), place
+            for name in re.findall(r"^\w+|(?<=, )\w+", names) if file.endswith(".py") else ():
+                assert name in (package / file).read_text(), place
