@@ -148,7 +148,7 @@ CENSUS = Census(
             name="quantised, fused and transposed copies",
             treatment=Treatment.RECOMPUTED,
             by="process_weights_after_loading, at the end of each update",
-            source="managers/scheduler_components/weight_updater.py: end_weight_update",
+            source="managers/scheduler_components/weight_updater.py",
             options=("*quant*", "*_experts*"),
             sign=Sign.COPY,
         ),
