@@ -109,6 +109,7 @@ _EMBEDDED = Kind(
     read_loads=_sglang_loads,
     invocation=_late("engines.embedded.command", "invocation"),
     census=EMBEDDED_CENSUS,
+    has_part_of_prompt_logprobs=False,
     modules=("torch", "transformers"),
     extra="embedded",
 )

@@ -35,9 +35,10 @@ from rollout.observability.timeline.recorder import record_event
 logger = logging.getLogger(__name__)
 
 RID_PREFIX = "sentinel-"
-# By whether the engine has log-probs of the prompt for it; those of one new token are enough.
+# By whether the engine has log-probs of the prompt for it; else those of new tokens.  The embedded
+# engine caches a prompt only with its second token.
 _SAMPLING = {
-    has_prompt: SamplingParams(max_new_tokens=0 if has_prompt else 1, temperature=0.0)
+    has_prompt: SamplingParams(max_new_tokens=0 if has_prompt else 2, temperature=0.0)
     for has_prompt in (True, False)
 }
 # One gray image of 56 x 56 pixels, as PNG.

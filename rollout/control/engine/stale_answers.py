@@ -35,7 +35,7 @@ class Answer:
     """One answer of an engine.
 
     Attributes:
-        logprobs: natural-log probabilities of the last tokens of the prompt, or of the next one.
+        logprobs: natural-log probabilities of the last tokens of the prompt, or of the next ones.
         num_cached: tokens of the prompt that came from a cache.
     """
 
