@@ -168,7 +168,7 @@ def _add_server(
     config = ServerConfig.model_validate(
         {
             "model_path": "/nowhere",
-            "groups": groups,
+            "groups": {name: {"engine": {"kind": "fake"}, **one} for name, one in groups.items()},
             "lifecycle": {**_LIFECYCLE, **lifecycle},
             "weights": {"update": update},
             # No pause between restarts: the plan decides when a restart happens.

@@ -303,6 +303,7 @@ async def test_a_small_difference_is_measured_again(
         model_path=str(checkpoint(tmp_path, TEXT)),
         needs_offload=False,
         min_engines=0,
+        engine={"kind": "fake"},
         lifecycle={"drain": drain},
     )
     monkeypatch.setattr(Noisy, "off", off)
