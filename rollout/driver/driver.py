@@ -352,12 +352,11 @@ class RolloutDriver:
         options: RolloutOptions,
     ) -> Stream:
         """The stream of a source, or a new one for a list."""
-        _check_prompts(prompts)
+        _check_prompts(prompts, self._max_prompt_tokens)
         if not isinstance(prompts, Sequence):
             if num_groups is None:
                 raise ConfigError("num_groups is needed to roll out from a source")
             return self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
-        self._check(prompts)
         batch = BatchPlan(len(prompts), group_size, sampling)
         stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
         self._lists.add(stream)
@@ -397,20 +396,6 @@ class RolloutDriver:
         if load is not None:
             self._engines.note_version(load.weight_version)
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
-        if not prompts:
-            raise ConfigError("rollout needs at least one prompt")
-        most = self._max_prompt_tokens
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, Prompt):
-                raise wrong(f"prompts[{index}]", prompt, "a Prompt(ids)")
-            if most is not None and len(prompt.ids) > most:
-                raise ConfigError(
-                    f"prompt {index} has {len(prompt.ids)} tokens, at most {most} fit",
-                    setting="max_prompt_tokens",
-                    value=most,
-                )
-
     def _publish(self, rollout_id: int, metrics: Mapping[str, float], **more: Any) -> None:
         """Call ``on_metrics`` and send the metrics to the server's page, without waiting for it."""
         figures = {"step": rollout_id, "metrics": dict(metrics), **more}
@@ -421,9 +406,21 @@ class RolloutDriver:
             self._on_metrics(rollout_id, metrics)
 
 
-def _check_prompts(prompts: Any) -> None:
+def _check_prompts(prompts: Any, most_tokens: int | None) -> None:
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         _check_source("prompts", prompts, "a list of Prompt, or ")
+        return
+    if not prompts:
+        raise ConfigError("rollout needs at least one prompt")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise wrong(f"prompts[{index}]", prompt, "a Prompt(ids)")
+        if most_tokens is not None and len(prompt.ids) > most_tokens:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt.ids)} tokens, at most {most_tokens} fit",
+                setting="max_prompt_tokens",
+                value=most_tokens,
+            )
 
 
 def _check_source(name: str, source: Any, others: str = "") -> None:
