@@ -121,6 +121,9 @@ class TraceClient:
     async def load(self) -> EngineLoad | None:
         return EngineLoad(self._fleet.num_engines, weight_version=self._version)
 
+    async def server_metrics(self) -> Mapping[str, float]:
+        return {}
+
     async def report(self, _figures: Mapping[str, Any]) -> None:
         """Discard the figures; this benchmark has its own."""
 

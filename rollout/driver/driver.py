@@ -193,6 +193,7 @@ class RolloutDriver:
         for sample in all_samples(groups):
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
+        metrics |= await self._engines.client.server_metrics()
         self._publish(rollout_id, metrics, lengths=length_histogram(list(all_samples(groups))))
         return groups
 

@@ -109,7 +109,8 @@ def _add_state(app: FastAPI, proxy: Proxy) -> None:
     @app.get("/engines")
     async def engines() -> dict[str, Any]:
         """Gate, engines with their states and load, and counts of how requests ended."""
-        return {**gate.stats(), **proxy.stats()}
+        of_server = proxy.step_metrics.of_server
+        return {**gate.stats(), **proxy.stats(), "server_metrics": of_server}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -137,10 +137,16 @@ class RouterHost:
         weight_version: int | None = None,
         base_version: int | None = None,
         adapter: str | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Open, hold or close; see ``Gate.set_state``."""
-        await self._on_loop(
-            lambda: self._gate.set_state(
+        """Open, hold or close; see ``Gate.set_state``.
+
+        Args:
+            metrics: of the step boundary that ends, for drivers; None keeps those of the last.
+        """
+
+        def work() -> None:
+            self._gate.set_state(
                 GateState(state),
                 reason=reason,
                 phase=phase,
@@ -148,7 +154,10 @@ class RouterHost:
                 base_version=base_version,
                 adapter=adapter,
             )
-        )
+            if metrics is not None:
+                self._proxy.step_metrics.of_server = metrics
+
+        await self._on_loop(work)
 
     async def set_members(self, epoch: int, members: Sequence[Backend]) -> bool:
         """The full set of engines; False if ``epoch`` is not newer than the one there is."""

@@ -205,6 +205,7 @@ class SteeredRouter:
     def _set_gate(self, state: str, why: dict[str, Any]) -> None:
         if self.world is not None and state == "open":
             self.world.check_may_open(self.gate, why["weight_version"])
+        why.pop("metrics", None)
         self.gate.set_state(GateState(state), **why)
 
     async def set_members(self, epoch: int, members: list[Backend]) -> bool:

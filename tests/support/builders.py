@@ -139,6 +139,7 @@ class RecordingRouter:
 
     gates: list[dict[str, Any]] = field(default_factory=lambda: [{"state": "closed"}])
     members: list[Backend] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
     num_stops: int = 0
     drains: list[str] = field(default_factory=list)
@@ -156,6 +157,7 @@ class RecordingRouter:
         self.num_stops += 1
 
     async def set_gate(self, state: str, **why: Any) -> None:
+        self.metrics = why.pop("metrics", self.metrics)
         self.gates.append({"state": state, **why})
 
     async def set_members(self, epoch: int, members: list[Backend]) -> None:

@@ -107,6 +107,10 @@ class FakeGenerationClient:
             weight_version=self.weight_version,
         )
 
+    async def server_metrics(self) -> Mapping[str, float]:
+        version = self.weight_version
+        return {} if version is None else {"server/weight_version": float(version)}
+
     async def close(self) -> None:
         return
 

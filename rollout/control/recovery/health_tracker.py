@@ -76,6 +76,9 @@ class HealthTracker:
 
     Args:
         phases, clock: return the phase of each group, and the time in seconds.
+
+    Attributes:
+        num_restarts: of all engines so far.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class HealthTracker:
         clock: Callable[[], float],
     ) -> None:
         self.terms = dict(terms)
+        self.num_restarts = 0
         self._config = config
         self._phases = phases
         self._clock = clock
@@ -171,6 +175,7 @@ class HealthTracker:
 
     def mark_booted(self, group: str, engine_id: str) -> float:
         """Record the end of a boot; returns its duration in seconds."""
+        self.num_restarts += 1
         since_s = self._engines[group][engine_id].since_s
         self.change(group, engine_id, EngineHealth.booted)
         return self._engines[group][engine_id].since_s - since_s

@@ -19,6 +19,7 @@ from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.router_client import RouterClient
 from rollout.core.errors import PhaseFailed, PhaseTimeout
 from rollout.core.types import EngineStatus, GroupStatus
+from rollout.observability.timeline.analysis import step_metrics, steps
 from rollout.observability.timeline.recorder import Timeline
 from rollout.rules.health import Liveness
 from rollout.rules.lifecycle import why_none_serves
@@ -58,6 +59,7 @@ class GateControl:
         self._timeline = timeline
         self._publishing = asyncio.Lock()
         self._epoch = 0
+        self._cursor = 0
 
     @property
     def shown_state(self) -> str:
@@ -100,9 +102,21 @@ class GateControl:
         lora: dict[str, Any] = {}
         if update is WeightUpdate.LORA:
             lora = {"adapter": served.adapter, "base_version": served.base_version}
-        await self._router.set_gate("open", weight_version=weight_version, **lora)
+        metrics = self._metrics_of_step() | {"server/weight_version": float(weight_version)}
+        await self._router.set_gate(
+            "open", weight_version=weight_version, metrics=metrics, **lora
+        )
         self.state = "open"
         self._timeline.event("gate", f"open at weight version {weight_version}")
+
+    def _metrics_of_step(self) -> dict[str, float]:
+        """Of the step boundary that ends now; empty times at the start."""
+        excerpt = self._timeline.since(self._cursor)
+        metrics = {"server/restarts": float(self._recovery.tracker.num_restarts)}
+        if ended := steps(excerpt.spans):
+            self._cursor = excerpt.cursor
+            metrics |= step_metrics(ended[-1])
+        return metrics
 
     async def shut(self, state: str, reason: str, phase: str) -> None:
         """Hold requests, or reject them with 503 and the reason."""

@@ -100,6 +100,10 @@ class GenerationClient(Protocol):
         """How busy the engines are; None if that is unknown."""
         ...
 
+    async def server_metrics(self) -> Mapping[str, float]:
+        """Metrics ``server/...`` of the last step boundary; empty if they are unknown."""
+        ...
+
     async def report(self, figures: Mapping[str, Any]) -> None:
         """Send the metrics of a step to the server's page.  May be lost; raises nothing."""
         ...

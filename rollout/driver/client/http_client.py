@@ -177,9 +177,8 @@ class HttpGenerationClient:
 
     async def load(self) -> EngineLoad | None:
         """From the router's ``/engines``, and from each engine it can reach."""
-        reply = await self._read(f"{self._url}/engines", self._control_headers)
         try:
-            router = json.loads(reply)
+            router = await self._router_state()
             serving = [engine for engine in router["engines"] if engine["state"] == "serving"]
         except (KeyError, TypeError, ValueError):  # it is no router
             return None
@@ -192,6 +191,16 @@ class HttpGenerationClient:
             kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
             weight_version=router.get("gate", {}).get("weight_version"),
         )
+
+    async def server_metrics(self) -> Mapping[str, float]:
+        """From the router's ``/engines``.  A single engine has none."""
+        try:
+            return dict((await self._router_state())["server_metrics"])
+        except (KeyError, TypeError, ValueError):
+            return {}
+
+    async def _router_state(self) -> Any:
+        return json.loads(await self._read(f"{self._url}/engines", self._control_headers))
 
     async def _load_of(self, engine: Mapping[str, Any]) -> Loads | None:
         try:

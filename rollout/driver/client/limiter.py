@@ -28,10 +28,12 @@ class Limiter:
 
     Attributes:
         num_used: slots in use now.
+        idle_at_end_s: seconds without any used slot when the last batch was full; None before.
     """
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_used = 0
+        self.idle_at_end_s: float | None = None
         self._limit = limit
         self._clock = clock
         self._waiters: deque[asyncio.Future[None]] = deque()

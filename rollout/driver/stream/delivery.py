@@ -22,19 +22,19 @@ class BatchTimer:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self._began_s = self._used_s = 0.0
-        self._idle_at_end_s: float | None = None
 
     def begin(self, scope: AbortScope) -> StepStats:
         """New counters for the batch that begins now."""
         self._used_s, idle_s = self._limiter.seconds()
         self._began_s = asyncio.get_running_loop().time()
         scope.num_lost = scope.num_cut = 0
-        boundary_s = 0.0 if self._idle_at_end_s is None else idle_s - self._idle_at_end_s
-        return StepStats(boundary_s=boundary_s)
+        # Of the driver's last batch: a list of prompts has a stream for one batch.
+        idle_at_end_s = self._limiter.idle_at_end_s
+        return StepStats(boundary_s=0.0 if idle_at_end_s is None else idle_s - idle_at_end_s)
 
     def end(self, stats: StepStats, scope: AbortScope) -> None:
         """Fill in the figures of a batch that is full."""
-        used_s, self._idle_at_end_s = self._limiter.seconds()
+        used_s, self._limiter.idle_at_end_s = self._limiter.seconds()
         stats.elapsed_s = asyncio.get_running_loop().time() - self._began_s
         stats.slot_s = used_s - self._used_s
         stats.num_slots = self._limiter.limit

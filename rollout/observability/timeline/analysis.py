@@ -78,6 +78,15 @@ def steps(spans: Iterable[Span]) -> list[Step]:
     return sorted(found, key=lambda step: step.end_s)
 
 
+def step_metrics(step: Step) -> dict[str, float]:
+    """Metrics ``server/...`` of a step, for the trackers of a training script; seconds."""
+    return {
+        "server/lost_s": step.lost_s,
+        "server/trainer_s": step.trainer_s,
+        **{f"server/phase_s/{name}": elapsed_s for name, elapsed_s in step.phase_s.items()},
+    }
+
+
 def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
     start_s, end_s = phases[0].start_s, max(phase.end_s for phase in phases)
     released_s = [phase.end_s for phase in phases if phase.name == Command.RELEASE]

@@ -184,9 +184,13 @@ class StepMetrics:
     """The last steps that drivers reported, oldest first; each has a serial number.
 
     Drivers report to the router because every driver can reach it.  Nothing else uses the numbers.
+
+    Attributes:
+        of_server: the server's metrics of the last step boundary, which drivers read here.
     """
 
     def __init__(self) -> None:
+        self.of_server: Mapping[str, float] = {}
         self._reported: deque[dict[str, Any]] = deque(maxlen=_NUM_KEPT)
         self._num_reported = 0
 

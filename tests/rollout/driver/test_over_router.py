@@ -33,7 +33,7 @@ def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 async def routed(
     *names: str,
     keys: Mapping[str, str] | None = None,
-    **shown: str,
+    **shown: Any,
 ) -> AsyncIterator[tuple[RolloutDriver, RouterHost, dict[str, FakeEngine]]]:
     async with AsyncExitStack() as stack:
         engines = {}
@@ -156,3 +156,20 @@ async def test_a_driver_sends_its_keys_to_the_router_and_to_no_engine() -> None:
     async with routed("e0", keys=keys) as (driver, _, _):
         with pytest.raises(RolloutError, match="401"):
             await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)
+
+
+async def test_metrics_of_the_servers_step_come_with_those_of_the_rollout() -> None:
+    found: list[Mapping[str, float]] = []
+    async with routed("e0", on_metrics=lambda _, metrics: found.append(metrics)) as (
+        driver,
+        host,
+        _,
+    ):
+        await driver.rollout(0, prompts(1), group_size=1, sampling=SAMPLING)
+        of_step = {"server/lost_s": 0.25, "server/phase_s/pause": 0.1}
+        await host.set_gate("open", weight_version=4, metrics=of_step)
+        await host.set_gate("holding", reason="the engines of another step are paused")
+        await host.set_gate("open")
+        await driver.rollout(1, prompts(1), group_size=1, sampling=SAMPLING)
+    assert not any(name.startswith("server/") for name in found[0])
+    assert found[1].items() >= of_step.items()

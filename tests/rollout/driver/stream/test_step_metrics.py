@@ -14,7 +14,7 @@ from rollout.driver.stream.step_metrics import (
     length_histogram,
     step_metrics,
 )
-from tests.support.driving import SAMPLING, always, driving, engines, push, source
+from tests.support.driving import SAMPLING, always, driving, engines, prompts, push, source
 from tests.support.virtual_time import virtual_time
 
 
@@ -83,6 +83,19 @@ async def test_a_driver_reports_the_metrics_of_every_step() -> None:
     assert figures["rollout/engine_busy_share"] == pytest.approx(1.0)
     assert later["rollout/boundary_s"] == pytest.approx(3.0)
     assert later["rollout/version_lag/0"] == 8
+
+
+@virtual_time
+async def test_the_boundary_is_measured_between_lists_of_prompts_too() -> None:
+    found = []
+    async with driving(
+        engines(0.1), always(1.0), on_metrics=lambda _, metrics: found.append(metrics)
+    ) as (driver, client):
+        for step in range(2):
+            await driver.rollout(step, prompts(2), group_size=2, sampling=SAMPLING)
+            await push(client, step + 1, 3.0)
+    assert [metrics["rollout/boundary_s"] for metrics in found] == [0.0, pytest.approx(3.0)]
+    assert found[1]["server/weight_version"] == 1.0
 
 
 def test_lengths_are_counted_by_powers_of_two() -> None:
