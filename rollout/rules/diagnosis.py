@@ -7,7 +7,7 @@ what it means, and what to do.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -61,6 +61,16 @@ _MEANING = {
     "end_weight_update": "the engine ends the update of its weights",
     "kill": "a killed process that does not exit is stuck in the kernel, usually in a GPU driver",
 }
+_FENCED = "it gets no commands and no requests, and its process was killed"
+_RESTART = (
+    "with health.recover it is restarted automatically, up to health.max_restarts times; its log "
+    "has the reason of the failure"
+)
+_FENCED_ATTACHED = "it gets no commands and no requests; it is attached, so this run never stops it"
+_RESTART_ATTACHED = (
+    "start it again where it was launched, at {}; with health.recover it is used again when it "
+    "answers and its weights are verified"
+)
 # Commands whose deadline is a setting with another name.
 _SETTINGS = {
     "start": "engine.start_timeout_s",
@@ -69,7 +79,10 @@ _SETTINGS = {
     "update_weights": "lifecycle.update_timeout_s",
 }
 LONG_S = 10.0
+_SLOW = 2.0
 _SLOWER = 5.0
+# The first time of the trainer has none to compare with.
+_LONG_TRAINER_S = 60.0
 
 
 def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]:
@@ -89,9 +102,16 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
         *_store(now),
     ]
     findings.sort(key=lambda finding: -finding.severity)
-    return findings or [
-        Finding(Severity.FINE, f"server {now.get('server', '')} serves; nothing is wrong")
-    ]
+    if findings:
+        return findings
+    running = [f"{span['name']} runs" for span in _phases(now.get("running", ()))]
+    does = " and ".join(running) or _rest(now.get("phase", "unknown"))
+    return [Finding(Severity.FINE, f"server {now.get('server', '')}: {does}; nothing is wrong")]
+
+
+def _rest(phase: str) -> str:
+    """What a server does between two commands."""
+    return "the trainer has the memory" if phase == "offloaded" else f"it is {phase}"
 
 
 def _silence(now: Mapping[str, Any]) -> Iterator[Finding]:
@@ -110,17 +130,10 @@ def _silence(now: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
+    """The phases that take longer than they usually do."""
     spans = now.get("running", ())
-    engines = {engine["engine_id"]: engine for engine in now.get("engines", ())}
-    phases = [span for span in spans if span["kind"] == "phase"]
-    phases = phases or [span for span in spans if span["kind"] == "group"]
+    phases = _phases(spans)
     for phase in phases:
-        of_phase = [
-            span
-            for span in spans
-            if span["kind"] == "engine"
-            and (len(phases) == 1 or span["start_s"] >= phase["start_s"] - 0.01)
-        ]
         name, elapsed_s = phase["name"], phase["elapsed_s"]
         budget_s = phase.get("budget_s", 0.0)
         usual_s = _usual_s(now, name)
@@ -128,24 +141,16 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
         stuck_s = max(long_s, _SLOWER * usual_s)
         if budget_s:
             stuck_s = min(stuck_s, max(budget_s / 2, usual_s))
+        if elapsed_s <= min(stuck_s, max(long_s / 2, _SLOW * usual_s)):
+            continue
         is_long = elapsed_s > stuck_s
-        engine_ids = tuple(span["engine_id"] for span in of_phase)
-        details = [_lateness(span, engines, spans) for span in of_phase[:5]]
-        if len(of_phase) > 5:
-            details.append(f"... and {len(of_phase) - 5} more engines")
-        if engine_ids:
-            if others := engines.keys() - set(engine_ids):
-                details.append(
-                    f"the other {len(others)} of {len(engines)} engines have finished it or take "
-                    "no part in it"
-                )
-            if meaning := _MEANING.get(of_phase[0]["name"]):
-                details.append(f"in {of_phase[0]['name']}, {meaning}")
-        else:
-            details.append(
-                "no request to an engine is running: the server prepares the phase, or an earlier "
-                "command still holds the engines"
-            )
+        of_phase = [
+            span
+            for span in spans
+            if span["kind"] == "engine"
+            and (len(phases) == 1 or span["start_s"] >= phase["start_s"] - 0.01)
+        ]
+        details = [*_whom_it_waits_for(now, of_phase)]
         if usual_s:
             details.append(f"it usually takes {usual_s:.1f} s")
         if not is_long:
@@ -154,7 +159,9 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
             details.append(
                 f"{held} requests wait at the router's gate in the meantime; none is lost"
             )
-        waits_for = f" for {_named(engine_ids)}" if engine_ids else " for no engine"
+        engine_ids = tuple(span["engine_id"] for span in of_phase)
+        engines = _by_id(now)
+        waits_for = f" for {_named(engine_ids)}" if engine_ids else " without a request to an engine"
         since = f"{datetime.fromtimestamp(phase['start_s']):%H:%M:%S}"
         yield Finding(
             Severity.STUCK if is_long else Severity.WATCH,
@@ -163,6 +170,40 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
             tuple(_what_to_do(name, engine_ids, engines, elapsed_s, budget_s)) if is_long else (),
             engine_ids,
         )
+
+
+def _phases(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The phases that run, or the starts of groups before the first phase."""
+    phases = [span for span in spans if span["kind"] == "phase"]
+    return phases or [span for span in spans if span["kind"] == "group"]
+
+
+def _by_id(now: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {engine["engine_id"]: engine for engine in now.get("engines", ())}
+
+
+def _whom_it_waits_for(
+    now: Mapping[str, Any], of_phase: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """What each engine does in a phase, and how many are not in it."""
+    if not of_phase:
+        yield (
+            "no request to an engine is running: the server prepares the phase, or an earlier "
+            "command still holds the engines"
+        )
+        return
+    engines = _by_id(now)
+    for span in of_phase[:5]:
+        yield _lateness(span, engines, now["running"])
+    if len(of_phase) > 5:
+        yield f"... and {len(of_phase) - 5} more engines"
+    if others := engines.keys() - {span["engine_id"] for span in of_phase}:
+        yield (
+            f"the other {len(others)} of {len(engines)} engines have finished it or take no part "
+            "in it"
+        )
+    if meaning := _MEANING.get(of_phase[0]["name"]):
+        yield f"in {of_phase[0]['name']}, {meaning}"
 
 
 def _lateness(span: Mapping[str, Any], engines: Mapping[str, Mapping[str, Any]], spans: Any) -> str:
@@ -265,13 +306,13 @@ def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
                 "`give_memory`: each group continues from its phase",
             ),
         )
-    else:
+    elif in_s > max(_LONG_TRAINER_S, _SLOW * _usual_trainer_s(now)):
         yield Finding(
             Severity.WATCH,
             f"the gate holds requests for {in_s:.0f} s; the server is {now.get('phase')}{waits}",
             (
                 "no command runs: the server waits for the next command, which is usual while the "
-                "trainer has the GPUs",
+                f"trainer has the GPUs, for {_usual_trainer_s(now):.0f} s in the last steps",
             ),
             (
                 "if the training step is over, call serve_weights(weights), or serve() if the "
@@ -285,14 +326,12 @@ def _engines(now: Mapping[str, Any]) -> Iterator[Finding]:
     for engine in now.get("engines", ()):
         engine_id = engine["engine_id"]
         if engine.get("fence_reason"):
+            is_attached = engine.get("pid") is None
             yield Finding(
                 Severity.WRONG,
                 f"engine {engine_id} is fenced: {first_line(engine['fence_reason'])}",
-                ("it gets no commands and no requests, and its process was killed",),
-                (
-                    "with health.recover it is restarted automatically, up to health.max_restarts "
-                    "times; its log has the reason of the failure",
-                ),
+                (_FENCED_ATTACHED if is_attached else _FENCED,),
+                (_RESTART_ATTACHED.format(engine.get("url")) if is_attached else _RESTART,),
                 (engine_id,),
             )
         elif engine.get("is_stale"):
@@ -307,7 +346,11 @@ def _engines(now: Mapping[str, Any]) -> Iterator[Finding]:
                 Severity.WRONG,
                 f"engine {engine_id} gets no requests: {first_line(engine['reason'])}",
                 (),
-                ("it is probed, and restarted if probes keep failing",),
+                (
+                    _RESTART_ATTACHED.format(engine.get("url"))
+                    if engine.get("pid") is None
+                    else "it is probed, and restarted if probes keep failing",
+                ),
                 (engine_id,),
             )
 
@@ -351,6 +394,12 @@ def _store(now: Mapping[str, Any]) -> Iterator[Finding]:
 def _usual_s(now: Mapping[str, Any], name: str) -> float:
     """The median duration of this phase over the last steps, in seconds; 0 without steps."""
     took = [step["phase_s"][name] for step in now.get("steps", ()) if name in step["phase_s"]]
+    return statistics.median(took) if took else 0.0
+
+
+def _usual_trainer_s(now: Mapping[str, Any]) -> float:
+    """The median time of the trainer in the last steps, in seconds; 0 without steps."""
+    took = [step.get("trainer_s", 0.0) for step in now.get("steps", ())]
     return statistics.median(took) if took else 0.0
 
 

@@ -111,12 +111,28 @@ def test_a_process_elsewhere_is_named_with_its_node() -> None:
     assert "kill -9 4711 on node a1b2c3" in diagnose(stuck(engines=engines))[0].advice[1]
 
 
-def test_a_phase_that_has_just_begun_is_watched_not_stuck() -> None:
-    assert diagnose(stuck(2.0))[0].severity is Severity.WATCH
+@pytest.mark.parametrize(
+    ("usual", "elapsed_s"), [([], 4.9), ([{"phase_s": {"release": 9.0}}], 17.9)]
+)
+def test_a_phase_that_takes_its_usual_time_is_no_finding(
+    usual: list[dict[str, Any]], elapsed_s: float
+) -> None:
+    (finding,) = diagnose(stuck(elapsed_s, steps=usual))
+    assert finding.severity is Severity.FINE
+    assert finding.what == "server policy: release runs; nothing is wrong"
 
 
-def test_a_phase_that_is_not_yet_stuck_has_the_time_when_it_will_be() -> None:
-    assert "stuck when it takes longer than 10.0 s" in " ".join(diagnose(stuck(2.0))[0].details)
+def test_a_phase_that_is_not_yet_stuck_is_watched_with_the_time_when_it_will_be() -> None:
+    finding = diagnose(stuck(6.0))[0]
+    assert finding.severity is Severity.WATCH
+    assert "stuck when it takes longer than 10.0 s" in " ".join(finding.details)
+
+
+def test_an_attached_engine_is_not_promised_a_restart() -> None:
+    for more in ({"fence_reason": "it hangs"}, {"routing": "dead", "reason": "refused"}):
+        findings = diagnose(state(engines=[engine("main-0"), engine("main-1", pid=None, **more)]))
+        assert "at http://10.0.0.1/main-1" in findings[0].advice[0]
+        assert "automatically" not in findings[0].advice[0]
 
 
 def test_requests_that_wait_meanwhile_are_counted() -> None:
@@ -124,7 +140,7 @@ def test_requests_that_wait_meanwhile_are_counted() -> None:
     assert "7 requests wait at the router's gate" in " ".join(diagnose(now)[0].details)
 
 
-@pytest.mark.parametrize(("elapsed_s", "weight"), [(70.0, Severity.WATCH), (91.0, Severity.STUCK)])
+@pytest.mark.parametrize(("elapsed_s", "weight"), [(70.0, Severity.FINE), (91.0, Severity.STUCK)])
 def test_a_phase_whose_deadline_is_short_for_what_it_takes_is_given_what_it_takes(
     elapsed_s: float, weight: Severity
 ) -> None:
@@ -164,10 +180,19 @@ def test_a_closed_gate_has_its_reason_and_the_command_to_repeat() -> None:
 
 
 def test_engines_that_wait_for_the_trainer_are_no_trouble() -> None:
-    gate = {"state": "holding", "reason": "paused", "in_state_s": 30.0}
-    finding = diagnose(state(phase="offloaded", gate=gate))[0]
+    gate = {"state": "holding", "reason": "paused", "in_state_s": 130.0}
+    steps = [{"phase_s": {}, "trainer_s": 70.0}]
+    (finding,) = diagnose(state(phase="offloaded", gate=gate, steps=steps))
+    assert finding.severity is Severity.FINE
+    assert finding.what == "server policy: the trainer has the memory; nothing is wrong"
+
+
+def test_a_gate_that_holds_twice_as_long_as_usual_is_watched() -> None:
+    gate = {"state": "holding", "reason": "paused", "in_state_s": 150.0}
+    steps = [{"phase_s": {}, "trainer_s": 70.0}]
+    finding = diagnose(state(phase="offloaded", gate=gate, steps=steps))[0]
     assert finding.severity is Severity.WATCH
-    assert "trainer has the GPUs" in finding.details[0]
+    assert "trainer has the GPUs, for 70 s" in finding.details[0]
 
 
 @pytest.mark.parametrize(
