@@ -109,6 +109,8 @@ class Deployment:
     async def _update_and(
         self, last: Sequence[Command], pushes: Mapping[str, WeightPush]
     ) -> dict[str, StepReport]:
+        unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
+        await barrier({name: server.check_hold_weights() for name, server in unpushed.items()})
         await barrier({name: self._servers[name].make_idle() for name in pushes})
         reports = await self._advance(Command.RESUME_WEIGHTS)
         updated = await barrier(

@@ -225,6 +225,25 @@ def check_started(phases: Mapping[str, Phase]) -> None:
             raise LifecycleError(f"group {name} is still {phase}", phase=phase)
 
 
+def check_hold_weights(phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]) -> None:
+    """Check that every group holds weights that it can serve without a push.
+
+    Raises:
+        LifecycleError: a release discarded those of a group.
+    """
+    for name, phase in phases.items():
+        is_empty = phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
+        if is_empty and not traits[name].weights_survive:
+            raise LifecycleError(
+                f"cannot serve while {phase}: the release discarded the weights of group {name}, "
+                "so push them: with window.push(weights) in an offload window, else with "
+                "serve_weights(weights)",
+                command="serve",
+                phase=phase,
+                legal=legal_commands(phase, traits[name]),
+            )
+
+
 def why_none_serves(groups: Iterable[GroupStatus], version: int, update: WeightUpdate) -> str:
     """Why no engine of a server could serve, and what leads out; empty if one could."""
     engines = [(group.worker_type, engine) for group in groups for engine in group.engines]

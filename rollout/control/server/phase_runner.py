@@ -125,6 +125,11 @@ class PhaseRunner:
                 report = report.merged(await self.run(command, names))
         return report
 
+    async def check_hold_weights(self) -> None:
+        """Refuse to serve without a push where a release discarded the weights."""
+        await self._refresh_phases()
+        lifecycle.check_hold_weights(self._registry.phases, self._registry.traits)
+
     async def _restart_if_short(self) -> None:
         """Restart dead engines where too few are left to go on.
 

@@ -300,7 +300,17 @@ class RolloutServer:
             until: see ``serve_weights``.
         """
         async with self._lock.held("serve"):
+            await self._phase_runner.check_hold_weights()
             return await self._phase_runner.advance(*up_to(until, SERVE))
+
+    async def check_hold_weights(self) -> None:
+        """Check that the engines could serve without a push.
+
+        Raises:
+            LifecycleError: a release discarded the weights; nothing was changed.
+        """
+        async with self._lock.held("serve"):
+            await self._phase_runner.check_hold_weights()
 
     async def check_push_path(self, push: WeightPush) -> StepReport:
         """Check that a push gives the engines the weights that they loaded from the checkpoint.

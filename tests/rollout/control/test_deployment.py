@@ -10,7 +10,7 @@ import pytest
 
 from engines.protocol.errors import EngineUnreachable
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ActorLost, ConfigError, PhaseFailed
+from rollout.core.errors import ActorLost, ConfigError, LifecycleError, PhaseFailed
 from tests.support.builders import ServerBench, push, started_server
 from tests.support.virtual_time import virtual_time
 
@@ -122,6 +122,17 @@ async def test_a_push_for_a_server_that_is_not_there_is_refused_before_anything(
     with pytest.raises(ConfigError, match=r"no server 'polcy'.* known: policy, reference"):
         await servers.deployment.serve({"polcy": push(1)})
     assert servers.got("resume_memory_occupation") == set()
+
+
+async def test_a_push_that_is_missing_for_one_server_is_refused_before_memory_is_resumed(
+    tmp_path: Path,
+) -> None:
+    servers = await pair(tmp_path)
+    await servers.deployment.give_memory()
+    with pytest.raises(LifecycleError, match="discarded the weights of group actor"):
+        await servers.deployment.serve({})
+    assert servers.got("resume_memory_occupation") == set()
+    assert await servers.phases() == dict.fromkeys(("policy", "reference"), "offloaded")
 
 
 async def test_one_transaction_waits_for_the_one_before_it(tmp_path: Path) -> None:

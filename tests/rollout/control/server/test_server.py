@@ -200,6 +200,22 @@ async def test_new_weights_for_serving_engines_release_nothing(tmp_path: Path) -
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
 
 
+async def test_an_opened_gate_has_the_metrics_of_the_boundary_for_drivers(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path)
+    assert bench.router.metrics == {"server/restarts": 0.0, "server/weight_version": 0.0}
+    reports = [await bench.server.give_memory(), await bench.server.serve_weights(push(1))]
+    metrics = bench.router.metrics
+    assert metrics["server/weight_version"] == 1.0
+    phases = {name for report in reports for name in report.phase_s}
+    assert {name for name in metrics if "phase_s" in name} == {
+        f"server/phase_s/{name}" for name in phases
+    }
+    lost_s, trainer_s = metrics["server/lost_s"], metrics["server/trainer_s"]
+    assert lost_s > 0 < trainer_s
+    await bench.server.serve_weights(push(2))
+    assert bench.router.metrics["server/trainer_s"] == 0.0
+
+
 # -- the gate -----------------------------------------------------------------------------------
 
 
@@ -367,7 +383,7 @@ async def test_an_onload_after_a_half_failed_offload_takes_the_memory_back_first
     bench["shared-0"].fail_next("release_memory_occupation", BROKEN)
     with pytest.raises(PhaseFailed):
         await bench.server.give_memory()
-    with pytest.raises(LifecycleError, match="verify while weights_onloaded"):
+    with pytest.raises(LifecycleError, match="cannot serve while offloaded: the release disc"):
         await bench.server.serve()
     assert bench.router.gate == "closed"
     await bench.server.serve_weights(push(1))
@@ -561,8 +577,10 @@ async def test_weight_versions_must_grow(tmp_path: Path) -> None:
 async def test_full_weights_do_not_serve_again_without_a_push(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     await bench.server.give_memory()
-    with pytest.raises(LifecycleError, match="cannot verify while weights_onloaded"):
+    with pytest.raises(LifecycleError, match=r"of group shared, so push them: with window.push"):
         await bench.server.serve()
+    assert (await phases(bench))["shared"] == "offloaded"
+    assert engines_that_got(bench, "resume_memory_occupation") == set()
     assert engines_that_got(bench, "continue_generation") == set()
     assert bench.router.gate == "holding"
     await bench.server.serve_weights(push(1))
