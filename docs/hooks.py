@@ -6,6 +6,7 @@ Always true: a mark without a generator, or a generator without a mark in any pa
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,14 @@ from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
+_TYPES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "null": "null",
+}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _UNITS = {"_seconds": "seconds", "_bytes": "bytes", "_nats": "nats", "_ratio": "0 to 1"}
 
 
@@ -94,7 +103,8 @@ def _describe(
     if model in seen:
         return
     seen.add(model)
-    rows = ["| setting | default | |", "|---|---|---|"]
+    rows = ["| setting | type | default | what it is |", "|---|---|---|---|"]
+    schema = model.model_json_schema()
     nested: list[tuple[type[BaseModel], str]] = []
     for name, field in model.model_fields.items():
         where = f"{path}{name}"
@@ -105,11 +115,31 @@ def _describe(
         default = "required" if field.is_required() else _default(field)
         about = (field.description or (inner.__doc__ or "" if inner else "")).strip()
         about = " ".join(about.split()).replace("|", "\\|")
-        rows.append(f"| `{where}` | {default} | {about} |")
+        kind = _type(schema["properties"][name], schema.get("$defs", {})).replace("|", "\\|")
+        rows.append(f"| `{where}` | {kind} | {default} | {about} |")
     parts.append(f"## {model.__name__}\n\n{' '.join((model.__doc__ or '').split())}")
     parts.append("\n".join(rows))
     for inner, where in nested:
         _describe(inner, where, parts, seen)
+
+
+def _type(of: dict[str, Any], defs: dict[str, Any]) -> str:
+    """The type of a setting, as users write it, from its JSON Schema."""
+    if "$ref" in of:
+        of = defs[of["$ref"].rpartition("/")[2]]
+    if "anyOf" in of:
+        return " or ".join(_type(one, defs) for one in of["anyOf"])
+    if "enum" in of:
+        return ", ".join(f"`{value}`" for value in of["enum"])
+    if of.get("type") == "object":
+        inner = of.get("additionalProperties")
+        return (
+            f"mapping of {_type(inner, defs)}" if isinstance(inner, dict) and inner else "section"
+        )
+    if of.get("type") == "array":
+        return f"list of {_type(of.get('items', {}), defs)}"
+    bounds = [f"{sign} {of[name]:g}" for name, sign in _BOUNDS.items() if name in of]
+    return ", ".join([_TYPES.get(of.get("type", ""), "any"), *bounds])
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
@@ -127,7 +157,7 @@ def _default(field: Any) -> str:
     if isinstance(field.default, BaseModel):
         return "its own defaults"
     value = field.default
-    return f"`{getattr(value, 'value', value)!r}`" if value is not None else "none"
+    return f"`{json.dumps(value)}`" if value is not None else "none"
 
 
 def commands() -> str:
@@ -143,7 +173,7 @@ def _command(name: str, command: Any) -> str:
             _command(f"{name} {inner}", nested) for inner, nested in command.commands.items()
         )
     words = [f"## rollout {name}", (command.help or "").replace("\n\n", "\n\n").strip()]
-    rows = ["| | default | |", "|---|---|---|"]
+    rows = ["| option | default | what it does |", "|---|---|---|"]
     rows += [_parameter(parameter) for parameter in command.params]
     if command.params:
         words.append("\n".join(rows))
@@ -164,7 +194,7 @@ def _parameter(parameter: Any) -> str:
 
 
 def metrics() -> str:
-    lines = ["| metric | kind | labels | unit | |", "|---|---|---|---|---|"]
+    lines = ["| metric | kind | labels | unit | what it is |", "|---|---|---|---|---|"]
     for name, (kind, labels, about) in (SERVER_METRICS | ROUTER_METRICS).items():
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
         series = f"{name}_total" if kind == "counter" else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Any
 
 from engines.http import sglang_json
@@ -15,6 +15,7 @@ from engines.protocol.census.fake import CENSUS as FAKE_CENSUS
 from engines.protocol.census.sglang import CENSUS as SGLANG_CENSUS
 from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
 from engines.protocol.kind import Kind
+from engines.protocol.spec import spelled
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
 from engines.sglang.parallel import num_stages
@@ -46,6 +47,19 @@ def _vllm_loads(reply: bytes) -> Loads:
     return vllm_json.read_loads(reply.decode(errors="replace"))
 
 
+def _options_in(package: str) -> Callable[[], frozenset[str]]:
+    """The options in the file ``options.txt`` of a package, which tests compare with the server's.
+
+    Read when asked: a configuration without options needs none.
+    """
+
+    def read() -> frozenset[str]:
+        text = resources.files(package).joinpath("options.txt").read_text()
+        return frozenset(map(spelled, text.split()))
+
+    return read
+
+
 _SGLANG = Kind(
     name="sglang",
     title="SGLang",
@@ -62,6 +76,7 @@ _SGLANG = Kind(
     graph_copy_bytes=800 << 20,  # SGLang's pull request 32718, with GLM-4.7-Flash
     packs_at_each_load=True,
     why_undrivable=sglang_features.why_undrivable,
+    known_options=_options_in("engines.sglang"),
     is_retract_safe=sglang_features.is_retract_safe,
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj

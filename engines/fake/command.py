@@ -21,16 +21,21 @@ _OWNERS = {
     "no_memory_saver": "the group's needs_offload",
     "weights_cpu_backup": "engine.weights_cpu_backup",
 }
+_OPTIONS = frozenset({"drain_s", "fault", "reports_manifest", "token_s"})
 
 
 def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     """The command that starts this engine, or this node of it, at this endpoint.
 
     Raises:
-        ValueError: an option that the spec's own fields set, or something only SGLang can be.
+        ValueError: an option that the spec's own fields set, one that it does not have, or
+            something only SGLang can be.
     """
     options = normalized(spec.options)
     refuse(options, _OWNERS)
+    if unknown := sorted(options.keys() - _OPTIONS):
+        has = ", ".join(sorted(_OPTIONS))
+        raise ValueError(f"the fake engine has no options {', '.join(unknown)}; it has {has}")
     if spec.worker_type is not WorkerType.REGULAR:
         raise ValueError(f"the fake engine cannot be a {spec.worker_type} worker; SGLang can")
     options |= {

@@ -61,6 +61,8 @@ class Kind:
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
             beginning from its prefix cache.
+        known_options: those of the pinned version, in ``spelled`` form; empty if all are checked
+            before a start.
         outlives_its_core: it answers requests with errors when its core has ended.
     """
 
@@ -98,4 +100,5 @@ class Kind:
     dialect: str = "sglang"
     refusal_in_pause: int = 0
     has_part_of_prompt_logprobs: bool = True
+    known_options: Callable[[], Set[str]] = frozenset
     outlives_its_core: bool = False

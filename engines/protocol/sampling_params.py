@@ -16,31 +16,7 @@ GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 class SamplingParams:
     """How tokens are drawn.
 
-    Left out of SGLang's are ``beam_width`` and ``watermark``, whose tokens are not drawn from the
-    policy, and ``stream_interval``, which the router sets.
-
-    Attributes:
-        max_new_tokens: most output tokens.
-        temperature: 0 is greedy.
-        top_p, min_p: shares of probability: the most probable tokens that reach ``top_p``
-            together, and those with at least ``min_p`` times the highest probability.
-        top_k: the number of most probable tokens; -1 for all.
-        min_new_tokens: before so many, no token ends the output.
-        stop: texts that end the output before them.
-        stop_token_ids: tokens that end the output after them.
-        stop_regex: regular expressions that end the output.
-        ignore_eos: the model's end token does not end the output.
-        n: completions of one prompt.
-        sampling_seed: makes one request repeatable, where the engine supports it.
-        frequency_penalty, presence_penalty: subtracted from the logit of a token of the output:
-            for each time that it is there, and once; -2 to 2.
-        repetition_penalty: divides the logits of tokens of prompt and output; over 0, up to 2.
-        regex, json_schema, ebnf, structural_tag: the form that the output must have, as text; at
-            most one of them.
-        logit_bias: token id -> what is added to its logit.
-        skip_special_tokens, spaces_between_special_tokens: how ``text`` is made of the ids.
-        no_stop_trim: ``text`` keeps the stop text that ended it.
-        custom_params: JSON for a custom logit processor of the engine.
+    Nothing is checked here; ``rollout.SamplingParams`` has the bounds and describes each.
     """
 
     max_new_tokens: int = 128
@@ -82,7 +58,7 @@ class SamplingParams:
         """The JSON object of ``sampling_params``; what is at its default is left out."""
         default = DEFAULT_SAMPLING
         wire: dict[str, Any] = {}
-        for name in self.__slots__:
+        for name in SamplingParams.__slots__:
             value = getattr(self, name)
             if value != getattr(default, name):
                 wire[name] = list(value) if isinstance(value, tuple) else value

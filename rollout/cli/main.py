@@ -54,7 +54,8 @@ def version(as_json: AsJson = False) -> None:
 
 
 for command in (
-    *(plan.validate, plan.plan, serve.serve, status.status, status.top, doctor.doctor),
+    *(plan.validate, plan.plan, plan.schema, serve.serve, status.status, status.top),
+    doctor.doctor,
     *(stop.stop, attach.attach, trace.trace, report.report, bench),
 ):
     app.command()(command)

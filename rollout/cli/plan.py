@@ -1,4 +1,4 @@
-"""``rollout validate`` and ``rollout plan``: check and show a configuration; start nothing."""
+"""``rollout validate``, ``plan`` and ``schema``: check and show a configuration; start nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.cli.lib.start_values import caches_of, show_start, start_values
 from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
 from rollout.config.compatibility import of_window, why_unproved
-from rollout.config.file import read_values
+from rollout.config.file import with_lines
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
 from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
 from rollout.rules.release_policy import elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
-from rollout.runtime.preflight import push_room_notes, push_sizes, wrong_settings
+from rollout.runtime.preflight import (
+    option_notes,
+    push_room_notes,
+    push_sizes,
+    wrong_settings,
+)
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.push_memory import PushMemory, push_memory, push_memory_text
@@ -38,41 +43,52 @@ _STORE_NODES = (1, 2, 4, 8)
 
 
 def validate(config: ConfigPath, as_json: AsJson = False) -> None:
-    """List all mistakes of a configuration, also in its folders; start nothing.
+    """List all mistakes of a configuration; start nothing.
 
+    Folders that it names are checked too.
     Exit status 2 if there is one.
     """
     loaded, mistakes = _examined(config)
+    notes = list(option_notes(loaded)) if loaded is not None else []
     if as_json:
         values = {
             "config": str(config),
             "servers": list(loaded.servers) if loaded is not None else [],
             "is_valid": not mistakes,
             "mistakes": [asdict(mistake) for mistake in mistakes],
+            "notes": notes,
         }
         print_json(values)
     elif loaded is not None and not mistakes:
         console().print(f"{config}: {len(loaded.servers)} server(s), valid")
-    for mistake in mistakes if not as_json else ():
-        typer.echo(mistake.message, err=True)
+    if not as_json:
+        for line in (*map(str, mistakes), *(f"note: {note}" for note in notes)):
+            typer.echo(line, err=True)
     if mistakes:
         raise typer.Exit(2)
+
+
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    print_json(RolloutConfig.model_json_schema())
 
 
 def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
     """The config of a file as far as it is right, and all mistakes."""
     try:
-        loaded, mistakes = RolloutConfig.examined(read_values(path))
+        loaded, mistakes = RolloutConfig.examined_file(path)
     except ConfigError as error:
         return None, [Mistake("", None, str(error))]
-    return loaded, mistakes + (wrong_settings(loaded) if loaded is not None else [])
+    if loaded is not None:
+        mistakes += with_lines(path, wrong_settings(loaded))
+    return loaded, mistakes
 
 
 def plan(config: ConfigPath, as_json: AsJson = False) -> None:
-    """Show where engines run, their ports, what an offload discards, and its host memory.
+    """Show where engines run and what they need; start nothing.
 
-    Also what engines are started with: variables, options and deadlines, and which of them the
-    configuration overrides.
+    Also their ports, what an offload discards, its host memory, and what engines are started with:
+    variables, options and deadlines, and which of them the configuration overrides.
 
     Exit status 2 if a group would be refused; each refusal names the setting to change.
     """
@@ -121,6 +137,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "refusals": [mistake.message for mistake in wrong_settings(config)],
         "notes": [
             *_notes(placement, host_bytes),
+            *option_notes(config),
             *filter(None, backup_notes),
             *_push_notes(config),
             *_cache_notes(config),
@@ -271,21 +288,13 @@ def _store_text(by_nodes: Mapping[str, int]) -> str:
 
 
 def _show(values: dict[str, Any]) -> None:
-    table = Table(
-        "server",
-        "group",
-        "engines",
-        "GPUs each",
-        "positions",
-        "offloads",
-        "weights come back from",
-        "host memory",
-    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("group", "engines", "GPUs", "at", "offloads", "weights from", "host memory"):
+        table.add_column(title, no_wrap=title == "group")
     for group in values["groups"]:
         bundles = group["bundles"]
         table.add_row(
-            group["server"],
-            group["group"],
+            f"{group['server']}/{group['group']}",
             f"{group['num_engines']} {group['kind']}",
             str(group["gpus_each"]),
             ", ".join(bundles[:4]) + (" ..." if len(bundles) > 4 else ""),

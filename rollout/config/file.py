@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollout.core.errors import ConfigError
+from rollout.core.errors import ConfigError, Mistake
 
 
 def read_values(path: Path) -> Any:
@@ -43,6 +44,28 @@ def read_values(path: Path) -> Any:
         raise ConfigError(f"cannot parse config {path}: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"cannot parse config {path}{_reason(error)}") from None
+
+
+def with_lines(path: Path, mistakes: Iterable[Mistake]) -> list[Mistake]:
+    """The mistakes of a file's values, each with its line if the file is YAML or JSON."""
+    try:
+        root = yaml.compose(path.read_text("utf-8-sig"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError):  # TOML, for example
+        return list(mistakes)
+    return [replace(one, line=_line_of(root, one.setting)) for one in mistakes]
+
+
+def _line_of(node: yaml.Node | None, setting: str) -> int | None:
+    """The line of a setting, or of the nearest section around it that is in the file."""
+    line = None
+    while isinstance(node, yaml.MappingNode):
+        entries = ((key, value, f"{key.value}.") for key, value in node.value)
+        below = [entry for entry in entries if f"{setting}.".startswith(entry[2])]
+        if not below:
+            break
+        key, node, prefix = max(below, key=lambda entry: len(entry[2]))
+        line, setting = key.start_mark.line + 1, setting.removeprefix(prefix)
+    return line
 
 
 def _reason(error: Exception) -> str:

@@ -7,8 +7,9 @@ until nothing new is found.  Secrets are never shown.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +24,12 @@ _UNKNOWN = "extra_forbidden"
 # Errors that appear only because a wrong value was taken out.
 _OF_REMOVAL = ("missing", "too_short")
 _LISTS = ("tuple_type", "list_type")
+_NUMBERS = ("float_parsing", "int_parsing")
+_UNITS: Mapping[str, Mapping[str, float]] = {
+    "bytes": {"b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
+    | {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "t": 2**40, "tib": 2**40},
+    "seconds": {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400},
+}
 _SECTIONS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _PATTERNS = {
     r"^[a-z][a-z0-9_]*$": "must be lower-case letters, digits and _, a letter first",
@@ -112,7 +119,17 @@ def _accepted(error: Mapping[str, Any]) -> str:
         return _PATTERNS.get(context["pattern"], str(error["msg"]))
     if kind == "too_short":
         return "must have at least one entry"
+    if kind in _NUMBERS and (number := _without_unit(dotted(error["loc"]), error["input"])):
+        return f"must be a number without a unit, here {number}"
     return str(error["msg"])
+
+
+def _without_unit(setting: str, value: str) -> str:
+    """What a value such as ``4GiB`` or ``2m`` is in the setting's unit; empty if it is none."""
+    written = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", value)
+    unit = "bytes" if setting.endswith("_bytes") else "seconds" if setting.endswith("_s") else ""
+    size = _UNITS.get(unit, {}).get(written[2].lower()) if written else None
+    return f"{float(written[1]) * size:.15g} {unit}" if written and size is not None else ""
 
 
 def _shown_value(setting: str, value: Any) -> Any:
@@ -136,29 +153,58 @@ def _unknown_key(model: type[BaseModel], location: Location) -> str:
     known = _section_at(model, parents).model_fields
     near = _nearest(key, known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+    if homes := _homes(model, parents, key):
+        hint = f"it belongs in {' or '.join(homes[:3])}"
     return f"unknown key {key!r} in {'.'.join(parents) or 'the config'}; {hint}"
+
+
+def _homes(model: type[BaseModel], parents: list[str], key: str) -> list[str]:
+    """The sections that have this very key: those below its place, else all others."""
+    below = _sections_with(_section_at(model, parents), ".".join(parents), key)
+    return below or _sections_with(model, "", key)
+
+
+def _sections_with(model: type[BaseModel], path: str, key: str) -> list[str]:
+    """The sections below ``model`` that have this key; names that users choose are ``<name>``."""
+    found = []
+    for name, field in model.model_fields.items():
+        section, is_named = _section_of(field.annotation)
+        if section is not None:
+            below = ".".join(filter(None, (path, name, "<name>" if is_named else "")))
+            found += [below] if key in section.model_fields else []
+            found += _sections_with(section, below, key)
+    return found
+
+
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The section that a setting holds, if any, and whether under names that users choose."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for part in get_args(annotation):
+        section, _ = _section_of(part)
+        if section is not None:
+            return section, get_origin(annotation) is dict
+    return None, False
 
 
 def _meant(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """The key that an unknown key was probably meant to be; empty if there is none."""
     *parents, key = (str(part) for part in error["loc"] or ("",))
-    is_unknown = error["type"] == _UNKNOWN
-    return _nearest(key, _section_at(model, parents).model_fields) if is_unknown else ""
+    if error["type"] != _UNKNOWN or _homes(model, parents, key):
+        return ""
+    return _nearest(key, _section_at(model, parents).model_fields)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.6)
     return near[0] if near else ""
 
 
 def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
     for part in path:
         field = model.model_fields.get(part)
-        if field is None:  # a name chosen by the user: the key of a dict of sections
-            continue
-        for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                model = candidate
+        if field is not None:  # else a name chosen by the user: the key of a dict of sections
+            model = _section_of(field.annotation)[0] or model
     return model
 
 

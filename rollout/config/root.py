@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +12,7 @@ from pydantic import Field
 
 from rollout.config import compatibility
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
-from rollout.config.file import read_values
+from rollout.config.file import read_values, with_lines
 from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
@@ -30,7 +32,8 @@ class ServerConfig(ConfigSection):
     """One model: its groups of engines behind one router."""
 
     model_path: PathText
-    """Directory of the Hugging Face checkpoint that the engines load at start."""
+    """Directory of the Hugging Face checkpoint that the engines load at start. In a file, a
+    relative one is relative to the folder of the file."""
     groups: Annotated[dict[Name, GroupConfig], Field(min_length=1)]
     """Groups of engines, by name."""
     router: RouterConfig = RouterConfig()
@@ -149,7 +152,29 @@ class RolloutConfig(ConfigSection):
         """
         if not isinstance(path, (str, Path)):
             raise ConfigError(f"the path of a config is a str or Path, not {path!r}")
-        return cls.from_dict(read_values(Path(path)))
+        config, mistakes = cls.examined_file(Path(path))
+        if config is None or mistakes:
+            raise ConfigError.of(mistakes)
+        return config
+
+    @classmethod
+    def examined_file(cls, path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
+        """``examined`` of a file; a relative ``model_path`` is relative to the file's folder.
+
+        Args:
+            path: as for ``from_file``.
+
+        Raises:
+            ConfigError: the file is missing or cannot be parsed.
+        """
+        config, mistakes = cls.examined(read_values(path))
+        if config is not None:
+            servers = {
+                name: server.model_copy(update={"model_path": str(path.parent / server.model_path)})
+                for name, server in config.servers.items()
+            }
+            config = config.model_copy(update={"servers": servers})
+        return config, with_lines(path, mistakes)
 
 
 def _used_twice(uses: Iterable[tuple[str, str]], why: str) -> Iterator[tuple[str, str]]:
@@ -175,10 +200,25 @@ def wrong_paths(config: RolloutConfig) -> Iterator[Mistake]:
     for name, server in config.servers.items():
         shown, path = repr(server.model_path), Path(server.model_path)
         if not path.is_dir():
-            reason = f"there is no directory {shown}; give the folder of a Hugging Face checkpoint"
+            reason = f"there is no directory {shown}; {_way_to(server.model_path)}"
         elif not (path / "config.json").is_file():
             reason = f"{shown} has no config.json, so it is not a Hugging Face checkpoint"
         else:
             continue
         setting = f"servers.{name}.model_path"
         yield Mistake(setting, server.model_path, f"{setting}: {reason}")
+
+
+def _way_to(model_path: str) -> str:
+    """What to write in the place of a path that is no directory."""
+    # A path that a file gave is joined to the folder of the file.
+    written = re.search(r"(?:^|(?<=/))~/.*|\$\{?\w+.*", model_path)
+    if written:
+        expanded = os.path.expandvars(os.path.expanduser(written[0]))
+        return f"~ and variables are not expanded; write {expanded!r}"
+    parts = Path(model_path).parts[-2:]
+    way = "give the folder of a Hugging Face checkpoint"
+    if len(parts) == 2 and "/" not in parts[0]:
+        hub_id = "/".join(parts)
+        way += f"; one of the Hub is downloaded with `hf download {hub_id} --local-dir {parts[1]}`"
+    return way

@@ -40,11 +40,16 @@ class Mistake:
         setting: its dotted path, for example ``servers.policy.groups.main.num_engines``.
         value: its value; ``(hidden)`` for a secret.
         message: setting, value, and what would be accepted.
+        line: of its file, from 1; None if it is not known.
     """
 
     setting: str
     value: Any
     message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"line {self.line}: {self.message}"
 
 
 class ConfigError(RolloutError, ValueError):
@@ -81,7 +86,7 @@ class ConfigError(RolloutError, ValueError):
         """
         if not mistakes:
             raise ValueError("ConfigError.of needs at least one mistake")
-        first, lines = mistakes[0], [mistake.message for mistake in mistakes]
+        first, lines = mistakes[0], [str(mistake) for mistake in mistakes]
         if len(lines) > 1:
             lines.insert(0, f"{len(lines)} settings are wrong:")
         return cls("\n  ".join(lines), setting=first.setting, value=first.value, mistakes=mistakes)

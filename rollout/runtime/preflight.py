@@ -6,6 +6,7 @@ with its setting.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import os
@@ -20,7 +21,7 @@ from engines.launch import check_spec
 from engines.process.cached_environment import clean_environment
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
-from engines.protocol.spec import CPU_PYTHONS, EngineSpec
+from engines.protocol.spec import CPU_PYTHONS, EngineSpec, spelled
 from rollout.config import (
     EngineConfig,
     GroupConfig,
@@ -32,6 +33,7 @@ from rollout.config import (
 from rollout.config.compatibility import of_caches, of_checkpoint
 from rollout.control.engine.start import configured_spec
 from rollout.core.errors import ConfigError, Mistake, WeightMismatch
+from rollout.core.optional_deps import install_command
 from rollout.core.os_errors import why_not_writable
 from rollout.rules.release_policy import release_policy
 from rollout.weights.format.checkpoint_config import (
@@ -113,6 +115,21 @@ def _why_too_small(server: ServerConfig) -> str:
         return ""
     total_bytes = total.f_blocks * total.f_frsize
     return "" if sizes is None else why_too_small(sizes, server.weights, total_bytes)
+
+
+def option_notes(config: RolloutConfig) -> Iterator[str]:
+    """Options of engines that the pinned version does not have: another version may."""
+    for name, server in config.servers.items():
+        for group, settings in server.groups.items():
+            kind, path = settings.engine.of_kind, f"servers.{name}.groups.{group}.engine.options"
+            known = kind.known_options()
+            for option in settings.engine.options if known else ():
+                first = spelled(option).partition(".")[0]
+                # Servers take the begin of an option for the whole.
+                if not any(one.startswith(first) for one in known):
+                    near = difflib.get_close_matches(first, known, n=1)
+                    hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+                    yield f"{path}: the pinned {kind.title} has no option {option!r}{hint}"
 
 
 def _wrong_log_dir(config: RolloutConfig) -> Iterator[Mistake]:
@@ -222,7 +239,7 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
                     yield _wrong(f"{path}.python", python, why)
                     continue
                 extra = settings.engine.of_kind.extra
-                hint = f"pip install 'ray-rollout[{extra}]'" if extra else ""
+                hint = install_command(extra) if extra else ""
                 hint = hint or (
                     "install it, or set engine.python to an interpreter that has it; without a "
                     f"GPU, to {kind}-cpu"

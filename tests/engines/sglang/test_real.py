@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 
 import rollout
+from engines.cpu.sglang.recipe import RECIPE
+from engines.kinds import KINDS
 from engines.launch import EngineSpec, LocalLauncher
+from engines.process.cached_environment import CachedEnvironment
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineNotReady, EngineRejected
+from engines.protocol.spec import spelled
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from rollout.weights.routes.cuda_ipc import ByHandles
@@ -49,6 +54,19 @@ def spec(models: Models, folder: Path, **fields: Any) -> EngineSpec:
         options=options,
         **fields,
     )
+
+
+def test_the_options_that_are_known_are_those_of_the_pinned_server() -> None:
+    python = CachedEnvironment(RECIPE).require()
+    code = (
+        "import argparse; from sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser(add_help=False); ServerArgs.add_cli_args(parser)\n"
+        "words = [word for one in parser._actions for word in one.option_strings]\n"
+        "print(*(word[2:] for word in words if word.startswith(chr(45) * 2)))"
+    )
+    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    known = {spelled(word) for word in printed.stdout.splitlines()[-1].split()}
+    assert KINDS["sglang"].known_options() == known
 
 
 @asynccontextmanager

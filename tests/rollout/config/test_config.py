@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollout.cli.main import app
 from rollout.config import RolloutConfig, Transport, check_paths
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import group_settings
@@ -144,8 +146,99 @@ def test_a_group_knows_how_it_is_pushed_to_and_what_is_not_pushed() -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])
 def test_a_file_gives_the_same_config_as_its_values(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(json.dumps(MINIMAL))
-    assert RolloutConfig.from_file(tmp_path / name) == RolloutConfig.from_dict(MINIMAL)
+    values = {"servers": {"policy": MINIMAL["servers"]["policy"] | {"model_path": "/model"}}}
+    (tmp_path / name).write_text(json.dumps(values))
+    assert RolloutConfig.from_file(tmp_path / name) == RolloutConfig.from_dict(values)
+
+
+def test_a_relative_model_path_is_relative_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(MINIMAL))
+    found = RolloutConfig.from_file(tmp_path / "config.yaml")
+    assert found.servers["policy"].model_path == str(tmp_path / "model")
+
+
+def test_the_schema_is_printed_and_has_each_setting_with_its_text() -> None:
+    schema = json.loads(CliRunner().invoke(app, ["schema"]).stdout)
+    group = schema["$defs"]["GroupConfig"]["properties"]
+    assert group["num_engines"]["minimum"] == 1
+    assert "shares its GPUs" in group["needs_offload"]["description"]
+    assert schema["$defs"]["GroupConfig"]["additionalProperties"] is False
+
+
+WRONG = """\
+servers:
+  policy:
+    model_path: model
+    engine: {kind: fake}        # belongs in a group
+    groups:
+      main:
+        num_engines: none
+        engine: {kind: fake, start_timeout_s: 2m}
+      other:
+        engine: {kind: fkae}
+"""
+
+
+def test_mistakes_of_a_file_have_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(WRONG)
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_file(tmp_path / "config.yaml")
+    assert [mistake.line for mistake in caught.value.mistakes] == [4, 7, 8, 10]
+    assert "\n  line 4: unknown key 'engine' in servers.policy; it belongs" in str(caught.value)
+    (tmp_path / "config.yaml").write_text("servers:\n  policy:\n    groups: {main: {}}\n")
+    with pytest.raises(ConfigError, match=r"^line 2: servers.policy.model_path is missing"):
+        RolloutConfig.from_file(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "home"),
+    [
+        ({"model_path": "m", "groups": {}}, "engine", "servers.policy.groups.<name>"),
+        ({"model_path": "m", "groups": {}}, "num_engines", "servers.policy.groups.<name>"),
+        ({"model_path": "m", "groups": {}}, "gpus", "servers.policy.groups.<name>.engine"),
+        ({"model_path": "m", "groups": {}}, "transport", "servers.policy.weights"),
+    ],
+)
+def test_a_key_one_level_too_high_is_sent_to_its_section_and_hides_nothing(
+    section: dict, key: str, home: str
+) -> None:
+    values = {"servers": {"policy": section | {key: 2, "groups": {"main": {}}}}}
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_dict(values)
+    assert str(caught.value) == f"unknown key {key!r} in servers.policy; it belongs in {home}"
+
+
+def test_a_key_one_level_too_low_is_sent_to_its_section_too() -> None:
+    with pytest.raises(ConfigError, match=r"it belongs in servers.<name>$"):
+        RolloutConfig.from_dict(with_group(model_path="m"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "number"),
+    [({"bucket_bytes": "4GiB"}, "4294967296 bytes"), ({"bucket_bytes": "2 MB"}, "2000000 bytes")],
+)
+def test_a_number_with_a_unit_is_given_without_it(weights: dict, number: str) -> None:
+    server = with_group()["servers"]["policy"] | {"weights": weights}
+    with pytest.raises(ConfigError, match=f"must be a number without a unit, here {number}$"):
+        RolloutConfig.from_dict({"servers": {"policy": server}})
+
+
+@pytest.mark.parametrize(
+    ("path", "way"),
+    [
+        ("~/models/qwen", f"write '{Path.home()}/models/qwen'"),
+        ("${HOME}/qwen", f"write '{Path.home()}/qwen'"),
+        ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
+    ],
+)
+def test_a_model_path_that_is_no_folder_has_the_way_to_one(
+    tmp_path: Path, path: str, way: str
+) -> None:
+    server = {"model_path": path, "groups": {"main": {}}}
+    (tmp_path / "config.json").write_text(json.dumps({"servers": {"policy": server}}))
+    with pytest.raises(ConfigError) as caught:
+        check_paths(RolloutConfig.from_file(tmp_path / "config.json"))
+    assert way in str(caught.value)
 
 
 def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:

@@ -237,6 +237,11 @@ LAUNCH = {
     "RolloutConfig.from_file": Case(
         lambda on: rollout.RolloutConfig.from_file(3), ConfigError, "is a str or Path, not 3"
     ),
+    "RolloutConfig.examined_file": Case(
+        lambda on: rollout.RolloutConfig.examined_file(Path("absent.yaml")),
+        ConfigError,
+        "cannot read config absent.yaml",
+    ),
     "ConfigError.of": Case(lambda on: ConfigError.of([]), ValueError, "needs at least one mistake"),
 }
 
