@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout.core import VERSION
 
 if TYPE_CHECKING:
-    from engines.protocol import GenerateReply, SamplingParams
+    from engines.protocol import GenerateReply
     from rollout.config import RolloutConfig
     from rollout.core.errors import (
         ActorLost,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 # The same names at run time.
 _HOMES = {
-    "engines.protocol": "GenerateReply SamplingParams",
+    "engines.protocol": "GenerateReply",
     "rollout.config": "RolloutConfig",
     "rollout.core.errors": (
         "ActorLost ConfigError EngineFailure GenerationAborted GenerationFailed LifecycleError"
@@ -66,6 +66,7 @@ _HOMES = {
     "rollout.driver": (
         "Driver EvalDataset Hooks Prompt PromptData RolloutDriver RolloutOptions Session"
     ),
+    "rollout.driver.client.sampling_check": "SamplingParams",
     "rollout.driver.logprobs.comparison": "LogprobReport compare_logprobs",
     "rollout.runtime.handle": "DeploymentHandle OffloadWindow RunHandle ServerHandle",
 }
@@ -219,10 +220,11 @@ def _needing_ray() -> Iterator[None]:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         from rollout.core.errors import ConfigError
+        from rollout.core.optional_deps import install_command
 
         raise ConfigError(
-            "backend = 'ray' needs Ray, which is not installed; "
-            "pip install 'ray-rollout[ray]', or use backend='local'"
+            f"backend = 'ray' needs Ray, which is not installed; {install_command('ray')}, or use "
+            "backend='local'"
         ) from None
 
 

@@ -133,7 +133,7 @@ def test_it_works_in_an_empty_environment(
     assert python.with_name("py-spy").exists()  # of `rollout doctor`
     refused = run(python.with_name("rollout"), "quickstart", folder=tmp_path, status=2)
     assert "the quickstart needs torch" in refused
-    assert "pip install 'ray-rollout[embedded]'" in refused
+    assert "pip install 'accelerate>=1.0'" in refused
 
 
 def needed_by(extras: Sequence[str]) -> dict[str, metadata.Distribution]:

@@ -6,6 +6,7 @@ numbers of numpy and torch are numbers; texts and booleans are none.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,17 @@ _WORDS = {
     "a valid tuple": "a tuple or list",
     "a valid dictionary": "a mapping",
     "callable": "a function",
+}
+# Of vLLM, OpenAI, transformers and concurrent.futures.
+_OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "num_return_sequences": "n",
+    "prompt_token_ids": "ids",
+    "token_ids": "ids",
+    "timeout": "timeout_s",
 }
 _SECRETS = ("key", "control_key")
 
@@ -102,9 +114,18 @@ def _naming_mistakes(
     try:
         yield
     except ValidationError as error:
-        # A wrong name or number of arguments is Python's own TypeError.
+        for name in kwargs.keys() - signature.parameters.keys():
+            raise TypeError(_unknown(name, list(signature.parameters))) from None
+        # A wrong number of arguments is Python's own TypeError.
         names = list(signature.bind(*args, **kwargs).arguments)
         raise _mistakes(error, names) from None
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    meant = _OTHER_NAMES.get(name, "")
+    near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return f"there is no argument {name!r}{hint}"
 
 
 def checked_as(adapter: TypeAdapter[T], value: Any, *name: str) -> T:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 
 from rollout.core.errors import ConfigError
 
@@ -21,4 +23,17 @@ def optional_import(extra: str, reason: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError:
-        raise ConfigError(f"{reason}; pip install 'ray-rollout[{extra}]'") from None
+        raise ConfigError(f"{reason}; {install_command(extra)}") from None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the libraries of an extra, by their own names.
+
+    This package is on no index: its name would be a stranger's there.
+    """
+    requirements = []
+    for line in metadata.requires("ray-rollout") or ():
+        name, _, marker = line.partition(";")
+        if re.search(rf"extra == .{extra}\b", marker):
+            requirements.append(f"'{name.strip()}'")
+    return f"pip install {' '.join(requirements)}"

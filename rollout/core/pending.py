@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
+
+from pydantic import Field
 
 from engines.protocol.plain_text import describe
-from rollout.core.arguments import wrong
+from rollout.core.arguments import checked, wrong
 from rollout.core.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Timeout = Annotated[float, Field(ge=0)] | None
 
 
 def _unchanged(error: BaseException) -> BaseException:
@@ -49,6 +53,15 @@ class Pending(Generic[T]):
         self._loop = loop
         self._is_read = False
 
+    def __repr__(self) -> str:
+        state = "running"
+        if self._future.cancelled():
+            state = "cancelled"
+        elif self._future.done():
+            error = self._future.exception()
+            state = "done" if error is None else f"failed: {describe(error, with_type=True)}"
+        return f"<{type(self).__name__}: {state}>"
+
     @property
     def object_ref(self) -> Any:
         """The Ray ObjectRef of the call.
@@ -64,7 +77,8 @@ class Pending(Generic[T]):
         self._is_read = True
         return self._object_ref
 
-    def result(self, timeout_s: float | None = None) -> T:
+    @checked
+    def result(self, timeout_s: Timeout = None) -> T:
         """The result of the call, or its error.
 
         Args:
@@ -75,7 +89,6 @@ class Pending(Generic[T]):
             TimeoutError: the call did not end within ``timeout_s``; it continues.
             RolloutError: this is the event loop that runs the call, which would wait for itself.
         """
-        _check_timeout(timeout_s)
         self._check_thread()
         self._is_read = True
         try:
@@ -85,7 +98,14 @@ class Pending(Generic[T]):
                 raise
             raise TimeoutError(f"no answer within {timeout_s:g} s; the call goes on") from None
         except Exception as error:
-            raise self._translate(error) from None
+            self._raise(error)
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise what the caller understands; an error that is passed on keeps its cause."""
+        translated = self._translate(error)
+        if translated is error:
+            raise error
+        raise translated from None
 
     def then(self, act: Callable[[], None], change: Callable[[T], T] | None = None) -> Pending[T]:
         """The same call, followed by ``act``, which runs however the call ended.
@@ -152,12 +172,7 @@ class Pending(Generic[T]):
             # Shielded: a caller that is cancelled stops waiting, but does not stop the call.
             return await asyncio.shield(asyncio.wrap_future(self._future))
         except Exception as error:
-            raise self._translate(error) from None
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s >= 0:
-        raise wrong("timeout_s", timeout_s, "None, or at least 0")
+            self._raise(error)
 
 
 def _log_error(future: Future[Any]) -> None:
@@ -201,8 +216,8 @@ class PendingWithCallback(Pending[T]):
         first._is_read = True
         first._future.add_done_callback(self._stop_after_failure)
 
-    def result(self, timeout_s: float | None = None) -> T:
-        _check_timeout(timeout_s)
+    @checked
+    def result(self, timeout_s: Timeout = None) -> T:
         self._is_read = True
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._go_on(self._first.result(timeout_s))
@@ -269,11 +284,13 @@ def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
 class LoopThread:
     """An event loop in a new thread, for callers without a loop.
 
-    Always true: a call that was submitted ends, with an error if the loop is closed before.
+    Always true: a call that was submitted ends, with an error if the loop is closed before.  In a
+    forked child, which has no such thread, a call is refused.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._is_closing = False
         self._submit_lock = threading.Lock()
         self.loop = asyncio.new_event_loop()
@@ -288,15 +305,28 @@ class LoopThread:
         """Start ``awaitable`` on the loop; returns at once.
 
         Raises:
-            RolloutError: the loop is closed.
+            RolloutError: the loop is closed, or of another process.
         """
-        with self._submit_lock:
-            if not self._is_closing:
-                future = asyncio.run_coroutine_threadsafe(self._run_one(awaitable), self.loop)
-                return Pending(future, loop=self.loop)
+        why = self.why_not_here
+        if not why:
+            with self._submit_lock:
+                if not self._is_closing:
+                    future = asyncio.run_coroutine_threadsafe(self._run_one(awaitable), self.loop)
+                    return Pending(future, loop=self.loop)
+            why = f"{self._name} is closed: no call is possible after stop or close"
         if asyncio.iscoroutine(awaitable):
             awaitable.close()
-        raise RolloutError(f"{self._name} is closed: no call is possible after stop or close")
+        raise RolloutError(why)
+
+    @property
+    def why_not_here(self) -> str:
+        """Why it takes no calls of this process, in whatever state it is; empty if it does."""
+        if os.getpid() == self._pid:
+            return ""
+        return (
+            f"{self._name} was made in process {self._pid}, of which this one is a fork: it works "
+            "there only; make or connect one here"
+        )
 
     async def _run_one(self, awaitable: Awaitable[T]) -> T:
         try:
@@ -313,6 +343,8 @@ class LoopThread:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel all tasks and end the thread."""
+        if self.why_not_here:
+            return
         with self._submit_lock:
             if self._is_closing:
                 return

@@ -40,7 +40,10 @@ T = TypeVar("T")
 
 
 class LocalCaller:
-    """Calls a server on an event loop of this process.  Pickled, it calls over the socket."""
+    """Calls a server on an event loop of this process.
+
+    Pickled, or in a forked child, it calls over the socket.
+    """
 
     backend = "local"
 
@@ -58,6 +61,8 @@ class LocalCaller:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[T]:
+        if self._loop.why_not_here:
+            return SocketCaller(self._address, self._server.name).call(method, *args, **kwargs)
         return self._loop.submit(method(self._server, *args, **kwargs))
 
     def ship(self, push: WeightPush) -> WeightPush:

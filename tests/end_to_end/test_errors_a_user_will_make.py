@@ -117,7 +117,7 @@ def test_without_ray_the_ray_back_end_says_how_to_install_it(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "pip install 'ray-rollout[ray]'" in done.stderr
+    assert "pip install 'ray[default]>=2.50'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

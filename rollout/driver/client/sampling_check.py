@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engines.protocol import SamplingParams
+from engines.protocol import sampling_params
 from engines.protocol.sampling_params import GRAMMARS
 from rollout.core.arguments import Count, Positive, Share, TokenIds, Whole, options, wrong
 
@@ -20,8 +20,39 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 @options
-class _Checked(SamplingParams):
-    """The bounds of the parameters that have some."""
+class SamplingParams(sampling_params.SamplingParams):
+    """How tokens are drawn: SGLang's sampling parameters.
+
+    Left out of SGLang's are ``beam_width`` and ``watermark``, whose tokens are not drawn from the
+    policy, and ``stream_interval``, which the router sets.
+
+    Attributes:
+        max_new_tokens: most output tokens.
+        temperature: 0 is greedy.
+        top_p, min_p: shares of probability: the most probable tokens that reach ``top_p``
+            together, and those with at least ``min_p`` times the highest probability.
+        top_k: the number of most probable tokens; -1 for all.
+        min_new_tokens: before so many, no token ends the output.
+        stop: texts that end the output before them.
+        stop_token_ids: tokens that end the output after them.
+        stop_regex: regular expressions that end the output.
+        ignore_eos: the model's end token does not end the output.
+        n: completions of one prompt.
+        sampling_seed: makes one request repeatable, where the engine supports it.
+        frequency_penalty, presence_penalty: subtracted from the logit of a token of the output:
+            for each time that it is there, and once; -2 to 2.
+        repetition_penalty: divides the logits of tokens of prompt and output; over 0, up to 2.
+        regex, json_schema, ebnf, structural_tag: the form that the output must have, as text; at
+            most one of them.
+        logit_bias: token id -> what is added to its logit.
+        skip_special_tokens, spaces_between_special_tokens: how ``text`` is made of the ids.
+        no_stop_trim: ``text`` keeps the stop text that ended it.
+        custom_params: JSON for a custom logit processor of the engine.
+
+    Raises:
+        ConfigError: one is out of its bounds.
+        TypeError: there is no such parameter; names of vLLM and OpenAI get SGLang's.
+    """
 
     max_new_tokens: Count = 128
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -64,8 +95,10 @@ def check_sampling(sampling: Any, *, least_tokens: int = 1) -> None:
     Raises:
         ConfigError: one is wrong.
     """
-    if not isinstance(sampling, SamplingParams):
+    if not isinstance(sampling, sampling_params.SamplingParams):
         raise wrong("sampling", sampling, "SamplingParams")
-    _Checked(**{name: getattr(sampling, name) for name in SamplingParams.__slots__})
+    if not isinstance(sampling, SamplingParams):
+        names = sampling_params.SamplingParams.__slots__
+        SamplingParams(**{name: getattr(sampling, name) for name in names})
     if sampling.max_new_tokens < least_tokens:
         raise wrong("max_new_tokens", sampling.max_new_tokens, f"at least {least_tokens}")

@@ -93,6 +93,9 @@ def check_failures(groups: Sequence[SampleGroup], max_failed_share: float) -> No
     samples = list(all_samples(groups))
     failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
     if len(failed) > max_failed_share * len(samples):
-        raise RolloutError(
+        error = RolloutError(
             f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
         )
+        if failed[0].traceback:
+            error.add_note(f"The first failed with:\n{failed[0].traceback}")
+        raise error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ SampleFilter = Callable[[Sample], bool]
 GroupFilter = Callable[[SampleGroup], bool | str]
 PostProcess = Callable[[list[SampleGroup]], None]
 OnSample = Callable[[Sample], None]
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @options
@@ -162,6 +165,13 @@ def _failing(hook: str, samples: Iterable[Sample]) -> Iterator[None]:
         yield
     except Exception as error:
         is_timeout = isinstance(error, TimeoutError) and not str(error)
-        what = "did not return in time" if is_timeout else f"raised {error!r}"
+        what = "did not return in time" if is_timeout else f"raised {error!r}{_place(error)}"
         for sample in samples:
             sample.fail(f"{hook} {what}", traceback.format_exc())
+
+
+def _place(error: Exception) -> str:
+    """File and line of an error: the last that is of no library."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

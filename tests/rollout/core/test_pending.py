@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -178,6 +179,41 @@ def test_a_result_that_its_own_event_loop_would_wait_for_is_refused() -> None:
 async def test_another_event_loop_may_wait_for_it() -> None:
     loop = LoopThread("test")
     assert loop.submit(asyncio.sleep(0, "done")).result(10) == "done"
+    loop.close()
+
+
+def test_an_error_keeps_the_cause_that_it_was_raised_with() -> None:
+    async def fail() -> None:
+        raise RolloutError("outer") from ValueError("inner")
+
+    loop = LoopThread("driver")
+    with pytest.raises(RolloutError) as caught:
+        loop.submit(fail()).result(5)
+    loop.close()
+    assert repr(caught.value.__cause__) == "ValueError('inner')"
+
+
+def test_a_pending_shows_its_state() -> None:
+    future: Future[int] = Future()
+    pending = Pending(future)
+    assert repr(pending) == "<Pending: running>"
+    future.set_exception(RolloutError("the engines are gone"))
+    with suppress(RolloutError):
+        pending.result()
+    assert repr(pending) == "<Pending: failed: RolloutError: the engines are gone>"
+
+
+def test_a_forked_child_is_told_that_the_thread_is_not_there() -> None:
+    loop = LoopThread("driver")
+    child = os.fork()
+    if not child:
+        try:
+            loop.submit(asyncio.sleep(0))
+        except RolloutError as error:
+            loop.close()
+            os._exit(0 if f"made in process {os.getppid()}" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
     loop.close()
 
 

@@ -51,6 +51,14 @@ def run_folder(run: DeploymentHandle) -> Path:
     return Path(run.config.log_dir) / "exp"
 
 
+def test_a_forked_child_uses_the_handle_that_it_inherits(run: DeploymentHandle) -> None:
+    policy = run["policy"]
+    child = os.fork()
+    if not child:
+        os._exit(0 if policy.status().result(30).phase == "serving" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_another_process_uses_the_run(run: DeploymentHandle) -> None:
     child = (
         "import sys, rollout\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+import rollout
 from engines.cpu.sglang.recipe import RECIPE
 from engines.embedded.core.errors import Invalid
 from engines.embedded.generation.sampling_params import parse
@@ -157,6 +159,30 @@ def test_a_wrong_parameter_is_named(change: dict[str, Any], said: str) -> None:
     if "n" not in change:
         with pytest.raises(ConfigError, match=said):
             BatchPlan(1, 1, SamplingParams(**change))
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_the_parameters_of_users_are_checked_when_they_are_made(
+    change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rollout.SamplingParams(**change)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("max_tokens", "max_new_tokens"), ("seed", "sampling_seed"), ("temprature", "temperature")],
+)
+def test_a_name_of_vllm_or_openai_gets_the_name_that_is_meant(theirs: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{theirs}'; did you mean '{ours}'"):
+        rollout.SamplingParams(**{theirs: 1})
+
+
+def test_checked_parameters_are_sent_as_the_plain_ones() -> None:
+    values = {name: getattr(ALL, name) for name in SamplingParams.__slots__}
+    made = rollout.SamplingParams(**values)
+    assert made.to_wire() == ALL.to_wire()
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_EMBEDDED.items())

@@ -1,6 +1,7 @@
 """Hooks: what they may do, and what happens to the sample if they raise."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -27,8 +28,11 @@ def test_a_hook_that_raises_fails_its_sample_with_the_traceback(hook: str) -> No
     async def run() -> None:
         async with driving(engines(0.01), hooks=Hooks(**{hook: boom})) as (driver, _):
             groups = await driver.rollout(0, prompts(2), options=ALL_MAY_FAIL, **BATCH)
-            with pytest.raises(RolloutError, match=r"4 of 4 samples failed.*raised RuntimeError"):
+            place = re.escape(f"{__file__}:{boom.__code__.co_firstlineno + 1}")
+            said = f"4 of 4 samples failed.*raised RuntimeError.*at {place}\n"
+            with pytest.raises(RolloutError, match=said) as caught:
                 await driver.rollout(0, prompts(2), **BATCH)
+            assert "in boom" in caught.value.__notes__[0]
         for sample in all_samples(groups):
             assert sample.status is SampleStatus.FAILED
             assert hook.replace("_", " ") in sample.error
