@@ -41,8 +41,9 @@ def doctor(
     ] = LONG_S,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why a run is stuck: which engine and call, since when, its stack, what to do.
+    """Explain why a run is stuck, and what to do.
 
+    It names the engine and the call, since when, and shows the engine's stack and log.
     Exit status: 0 nothing is wrong, 3 something is wrong or stuck.
     """
     found = find_run.find(run, key=key, ray=ray, address=address, namespace=namespace)
@@ -116,7 +117,9 @@ def _show(report: dict[str, Any]) -> None:
             )
         parts = Group(Text(finding.what, style=f"bold {color}"), grid)
         title = f"{report['server']}: {Severity(finding.severity).name}" if not number else None
-        console().print(Panel(parts, title=title, title_align="left", border_style=color))
+        console().print(
+            Panel(parts, title=title, title_align="left", border_style=color, expand=False)
+        )
     for engine_id, known in report["engines"].items():
         console().print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
         if known.get("stack"):

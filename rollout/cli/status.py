@@ -25,7 +25,10 @@ def status(
     namespace: find_run.Namespace = "rollout",
     as_json: AsJson = False,
 ) -> None:
-    """Show the state of every server, group and engine of a run; also while a step runs."""
+    """Show the state of every server, group and engine of a run.
+
+    It answers also while a step runs.
+    """
     found = find_run.find(run, key=key, ray=ray, address=address, namespace=namespace)
     states = {server.name: server.state() for server in found}
     if as_json:

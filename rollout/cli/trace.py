@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from engines.protocol.plain_text import size_text
+from rollout.cli.lib.find_run import recorded_run
 from rollout.cli.lib.launches import LaunchId, ListLaunches, show_launches, spans_of_launch
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
 from rollout.core.types import PushStage
@@ -24,7 +25,9 @@ _REPORTED = ("server", "start_s", "lost_s", "trainer_s", "weight_version", "phas
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="A run folder, or one .spans.jsonl file.")],
+    file: Annotated[
+        Path, typer.Argument(help="A run folder, its id under ./runs, or one .spans.jsonl file.")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File for the trace; default: trace.json.")
     ] = None,
@@ -35,10 +38,11 @@ def trace(
     list_launches: ListLaunches = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trace for chrome://tracing or ui.perfetto.dev, and summarize where time was spent.
+    """Write a trace for Perfetto, and print the time of each phase.
 
-    It shows one launch of the run.
+    Open the trace in ui.perfetto.dev or chrome://tracing. It shows one launch of the run.
     """
+    file = recorded_run(file)
     recorded = read_spans(file)
     if list_launches:
         show_launches(recorded, as_json=as_json)

@@ -23,6 +23,7 @@ from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import ConfigError, RolloutError
 
 _CYCLES = 5
+_CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
 _MAX_FAILURES = 5
 # Rows of the table: title, key of the value, decimals.
 _ROWS = (
@@ -81,13 +82,15 @@ def bench(
     namespace: find_run.Namespace = "rollout",
     as_json: AsJson = False,
 ) -> None:
-    """Measure requests and tokens per second, latencies, and the cost of each step.
+    """Measure throughput, latencies and the cost of each step.
 
     A separate process makes the load. Cycles offload and onload all servers of the configuration;
     in place of a trainer's push, engines read their full weights again from the model's folder.
     """
     plan = LoadPlan("", clients, prompt_tokens, max_new_tokens, timeout, client_key)
     path = Path(target)
+    if path.suffix in _CONFIGURATIONS and not path.exists() and "://" not in target:
+        raise ConfigError(f"there is no file {target}; {find_run.runs_here()}")
     if path.is_file() or not (target or ray):
         config = from_file(path) if target else own_engines(engine)
         measured = measure_own(

@@ -20,6 +20,7 @@ from engines.process.process_identity import is_running
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.optional_deps import optional_import
 
 _TIMEOUT_S = 15.0
 _without_proxy = build_opener(ProxyHandler({}))
@@ -139,9 +140,30 @@ def find(
         searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or './runs'}"
         raise ConfigError(
             f"no running server found: {searched}. Give a run folder, the URL of a page, or --ray "
-            "and the run's id; if the run has crashed, `rollout attach RUN` lists its leftovers"
+            f"and the run's id; {runs_here()}. After a crash, `rollout attach RUN` lists what is "
+            "left of a run"
         )
     return found
+
+
+def recorded_run(run: Path) -> Path:
+    """The folder of a run that is named by it or by its id under ./runs, or one of its files.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in (run, Path("runs", run)):
+        if path.exists():
+            return path
+    raise ConfigError(f"there is no run {run}; {runs_here()}")
+
+
+def runs_here() -> str:
+    """The newest runs under ./runs, for messages."""
+    folders = [path for path in Path("runs").glob("*") if path.is_dir()]
+    newest = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
+    more = f" and {len(newest) - 5} more" if len(newest) > 5 else ""
+    return f"runs here: {', '.join(map(str, newest[:5]))}{more}" if newest else "there is no ./runs"
 
 
 def _journals(run: str) -> list[Path]:
@@ -162,10 +184,6 @@ def files_of_run(run: str, *patterns: str) -> list[Path]:
 def _over_ray(run: str, address: str, namespace: str) -> list[RunningServer]:
     if not run:
         raise ConfigError("--ray needs the id of the run, its run_id")
-    try:
+    with optional_import("ray", "--ray needs Ray"):
         from rollout.runtime.ray.find_servers import find_servers
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        raise ConfigError("--ray needs Ray; pip install 'ray-rollout[ray]'") from None
     return list(find_servers(run, address=address, namespace=namespace))

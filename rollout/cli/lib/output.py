@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,15 @@ from rich.console import Console
 
 from rollout.core.errors import ConfigError
 
+_PIPED = 1000
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def console() -> Console:
-    """The console for tables, with the current width of the terminal."""
-    return Console()
+    """The console for tables: as wide as the terminal; wide enough not to wrap in a pipe."""
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_PIPED if is_piped else None)
 
 
 def print_json(values: Any) -> None:

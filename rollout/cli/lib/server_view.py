@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from engines.protocol.plain_text import size_text
+from engines.protocol.plain_text import first_line, size_text
 
 _STATES = {"serving": "green", "fenced": "red", "stale": "yellow"}
 _MAX_ROWS = 40
@@ -31,10 +32,10 @@ def render_server(state: dict[str, Any], where: str) -> RenderableType:
         f"  version {state.get('weight_version', '-')}  gate {gate.get('state', '-')}",
         f" ({gate['num_held']} waiting)" if gate.get("num_held") else "",
         f"  in flight {state.get('router', {}).get('num_in_flight', 0)}",
-        f"  router {state.get('router_url', '')}",
-        (f"  page {where}" if where.startswith("http") else "", "dim"),
     )
-    parts: list[RenderableType] = [head]
+    addresses = [f"router {state.get('router_url', '')}"]
+    addresses += [f"page {where}"] if where.startswith("http") else []
+    parts: list[RenderableType] = [head, *(Text(one, style="dim") for one in addresses)]
     if not state.get("is_answering"):
         parts.append(Text(f"does not answer: {state.get('trouble')}", style="bold red"))
     parts += [
@@ -71,12 +72,11 @@ def _deadline(span: dict[str, Any]) -> Text:
 
 def _engines(engines: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("engine", "state", "version", "in flight", "memory", "doing", "last error"):
+    for name in ("engine", "state", "version", "in flight", "memory", "doing"):
         table.add_column(name, justify="right" if name in ("in flight", "memory") else "left")
     order = sorted(engines, key=lambda engine: (engine["state"] == "serving", not engine["doing"]))
     for engine in order[:_MAX_ROWS]:
         doing = engine["doing"]
-        error = engine["fence_reason"] or (engine["last_error"] or {}).get("said", "")
         table.add_row(
             engine["engine_id"],
             Text(engine["state"], style=_STATES.get(engine["state"], "cyan")),
@@ -84,11 +84,17 @@ def _engines(engines: list[dict[str, Any]]) -> RenderableType:
             str(engine["num_in_flight"]),
             _memory(engine),
             f"{doing['name']} since {_seconds(time.time() - doing['start_s'])}" if doing else "",
-            Text(error.partition("\n")[0][:60], style="red"),
         )
     if len(order) > _MAX_ROWS:
         table.add_row(f"... and {len(order) - _MAX_ROWS} more, all serving")
-    return table
+    return Group(table, *_errors(order[:_MAX_ROWS]))
+
+
+def _errors(engines: list[dict[str, Any]]) -> Iterator[Text]:
+    """The last error of each engine that has one."""
+    for engine in engines:
+        if error := engine["fence_reason"] or (engine["last_error"] or {}).get("said", ""):
+            yield Text(f"{engine['engine_id']}: {first_line(error)}", style="red")
 
 
 def _memory(engine: dict[str, Any]) -> str:

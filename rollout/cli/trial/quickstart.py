@@ -11,21 +11,22 @@ import typer
 
 import rollout
 from rollout.core.errors import ConfigError
+from rollout.core.optional_deps import install_command
 
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors", "jinja2")
 
 
 def quickstart(context: typer.Context) -> None:
-    """Train a tiny model with colocated GRPO on this machine; no GPU is needed.
+    """Train a tiny model with colocated GRPO on this machine.
 
-    Figures and model are written to runs/colocated_grpo in this folder.  Further options are those
+    No GPU is needed. Figures and model are written to runs/colocated_grpo in this folder.  Further options are those
     of examples/colocated_grpo.py, for example --steps 5; `rollout quickstart -- --help` lists them.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the quickstart needs {', '.join(missing)}: pip install 'ray-rollout[embedded]'; pip "
-            "takes torch's build for CUDA unless a build for CPUs is installed already"
+            f"the quickstart needs {', '.join(missing)}: {install_command('embedded')}; pip takes "
+            "torch's build for CUDA unless a build for CPUs is installed already"
         )
     script = example_folder() / "colocated_grpo.py"
     backend = [] if find_spec("ray") else ["--backend", "local"]

@@ -226,8 +226,23 @@ def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> No
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no spans were recorded there"):
         run_command("trace", str(tmp_path))
-    with pytest.raises(ConfigError, match="no such run folder"):
-        run_command("report", str(tmp_path / "nowhere"))
+
+
+def test_a_run_that_is_not_there_is_named_beside_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("trace", "report"):
+        with pytest.raises(ConfigError, match=r"no run nope; there is no \./runs"):
+            run_command(command, "nope")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    for command in ("trace", "report", "status"):
+        with pytest.raises(ConfigError, match="runs here: runs/mine"):
+            run_command(command, "nope")
+    with pytest.raises(ConfigError, match="no spans were recorded there"):
+        run_command("trace", "mine")
+    with pytest.raises(ConfigError, match=r"there is no file nope\.yaml; runs here: runs/mine"):
+        run_command("bench", "nope.yaml")
 
 
 def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> None:
@@ -247,6 +262,29 @@ def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> 
     assert plan["groups"][2]["weights_from"] == "CPU backup, then the push"
     assert "refused" in run_command("plan", str(file), status=2)
     assert run_command("validate", str(file), status=2).count("set weights_cpu_backup to true") == 2
+
+
+def test_an_option_that_the_server_does_not_have_is_a_note_of_plan_and_validate(
+    tmp_path: Path,
+) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    options = {"mem-fraction-statik": 0.5, "tp": 1, "context_length": 64}
+    engine = {"kind": "sglang", "python": sys.executable, "options": options}
+    values["servers"]["policy"]["groups"] = {"main": {"engine": engine}}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (note,) = json_of("validate", str(file))["notes"]
+    assert note.endswith("no option 'mem-fraction-statik'; did you mean 'mem-fraction-static'?")
+    assert note in json_of("plan", str(file))["notes"]
+    assert f"note: {note}" in run_command("validate", str(file))
+    values["servers"]["policy"]["groups"]["main"]["engine"] = {
+        "kind": "fake",
+        "options": {"falt": ""},
+    }
+    file.write_text(json.dumps(values))
+    assert "fake engine has no options falt; it has drain_s, fault" in run_command(
+        "validate", str(file), status=2
+    )
 
 
 def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path: Path) -> None:
@@ -448,6 +486,23 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
     assert read(journal).is_ended
 
 
+def test_help_and_status_fit_in_80_columns(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run_command("--help").replace("[ARGS]...", "")
+    lines = run_command("status", run).splitlines()
+    for name in ("router http://", "page http://"):
+        assert any(re.fullmatch(rf"{name}\S+", line.strip()) for line in lines)
+
+
+def test_a_pipe_gets_each_fact_in_one_line(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"]["groups"] = {"main": {"num_engines": 500}}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    notes = [line for line in run_command("plan", str(file)).splitlines() if "note" in line]
+    assert any(line.endswith("a Ray cluster may have more (--backend ray)") for line in notes)
+
+
 def test_every_command_with_output_can_print_json() -> None:
     commands = dict(typer.main.get_command(app).commands)
     of_sglang = commands.pop("sglang-cpu").commands
@@ -456,6 +511,7 @@ def test_every_command_with_output_can_print_json() -> None:
     assert of_sglang.pop("serve")
     assert of_vllm.pop("serve")
     assert commands.pop("quickstart")
+    assert commands.pop("schema")  # it prints nothing else
     for name, command in [*commands.items(), *of_sglang.items(), *of_vllm.items()]:
         assert any("--json" in option.opts for option in command.params), name
 
