@@ -103,9 +103,7 @@ class GateControl:
         if update is WeightUpdate.LORA:
             lora = {"adapter": served.adapter, "base_version": served.base_version}
         metrics = self._metrics_of_step() | {"server/weight_version": float(weight_version)}
-        await self._router.set_gate(
-            "open", weight_version=weight_version, metrics=metrics, **lora
-        )
+        await self._router.set_gate("open", weight_version=weight_version, metrics=metrics, **lora)
         self.state = "open"
         self._timeline.event("gate", f"open at weight version {weight_version}")
 

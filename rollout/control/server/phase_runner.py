@@ -248,7 +248,9 @@ class PhaseRunner:
     async def _prepare(self, command: Command, names: Sequence[str]) -> None:
         """Do what must precede the command on the groups."""
         if command is Command.PAUSE:
-            await self._gate.shut("holding", "the engines are paused for a weight update", "pause")
+            await self._gate.shut(
+                "holding", "the engines are paused for an offload or a push", "pause"
+            )
             if self._budgets.drain is Drain.FINISH:
                 late = await self._gate.drain(self._budgets.drain_timeout_s)
                 if late:

@@ -82,7 +82,7 @@ class OffloadWindow:
     """The time in which the trainer has the memory, as a context manager, sync and async.
 
     Always true: if the block raises, its push is closed and nothing is onloaded.  The engines stay
-    offloaded, the gate stays closed, and the error is raised.  Afterwards ``report`` holds the
+    offloaded, the gate holds requests, and the error is raised.  Afterwards ``report`` holds the
     figures of both transitions.
 
     Args:
