@@ -36,7 +36,9 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 FAST_STAMP := $(VENV)/.installed-fast
 DOCS_STAMP := $(VENV)/.installed-docs
-CPU_TORCH = "Without PIP_EXTRA_INDEX_URL, an index of CPU builds of torch, pip may download 6 GB of CUDA"
+CPU_TORCH = "Without PIP_EXTRA_INDEX_URL, an index of CPU builds of torch, pip may download 3 GB of CUDA"
+# Setuptools' default is an import hook, which type checkers and editors do not follow.
+EDITABLE := --config-settings editable_mode=compat -e
 PIP_INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery rollout timeline,\
 	$(if $(wildcard benchmarks/$(name).py benchmarks/$(name)/__main__.py),$(name))))
@@ -76,7 +78,7 @@ test-versions: build/uv/bin/uv ## run the default suite with the lowest versions
 		--override build/torch.txt --resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
 	$< venv -q --clear --python build/uv/bin/python build/$(RESOLUTION)
 	$< pip install -q --python build/$(RESOLUTION)/bin/python -r build/$(RESOLUTION).txt
-	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps -e .
+	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps $(EDITABLE) .
 	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -W default::DeprecationWarning $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
@@ -152,7 +154,7 @@ clean: ## remove caches and build outputs; keep the virtual environment
 constraints: CONSTRAINTS ?= constraints.txt
 constraints: TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 constraints: build/pins/bin/python ## pin the newest versions that pyproject.toml allows
-	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" -e '.[$(DEV_EXTRAS),docs]'
+	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" $(EDITABLE) '.[$(DEV_EXTRAS),docs]'
 	{ sed -n '/^#/p' constraints.txt; \
 	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)
@@ -160,18 +162,18 @@ constraints: build/pins/bin/python ## pin the newest versions that pyproject.tom
 $(RUN_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(RUN_EXTRAS)] into $(VENV): a minute or two"
 	@echo $(CPU_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(RUN_EXTRAS)]'
+	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[$(RUN_EXTRAS)]'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(DEV_EXTRAS)] into $(VENV): a minute or two"
 	@echo $(CPU_TORCH)
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(DEV_EXTRAS)]'
+	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[$(DEV_EXTRAS)]'
 	@touch $@ $(RUN_STAMP)
 
 $(FAST_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(FAST_EXTRAS)] into $(VENV)"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(FAST_EXTRAS)]'
+	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[$(FAST_EXTRAS)]'
 	@touch $@
 
 # Over the first interpreter, which has torch with CUDA there.
@@ -181,7 +183,7 @@ $(GPU_VENV)/.installed: pyproject.toml
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing ray-rollout[docs] into $(VENV)"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[docs]'
 	@touch $@
 
 build/audit/bin/pip-audit: build/audit/bin/python

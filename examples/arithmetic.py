@@ -108,9 +108,11 @@ def reward(prompt: str, completion: str | Sequence[int], answer: str) -> float:
 
 
 def prompts(problems: Sequence[Problem]) -> list[rollout.Prompt]:
-    """Problems as prompts for the driver, with the answer as metadata for ``judge``."""
+    """Problems as prompts for the driver, with text, and the answer for ``judge``."""
     return [
-        rollout.Prompt(tuple(encode(problem.prompt)), {"answer": problem.answer})
+        rollout.Prompt(
+            tuple(encode(problem.prompt)), {"prompt": problem.prompt, "answer": problem.answer}
+        )
         for problem in problems
     ]
 

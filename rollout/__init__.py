@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         RolloutOptions,
         Session,
     )
+    from rollout.driver.client.sampling_check import SamplingParams
     from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
     from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
 

@@ -255,7 +255,10 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
     "docs/how-to/verl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
-    "docs/how-to/watch.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/watch.md": {
+        "tests/end_to_end/test_pages.py": (0,),
+        "tests/rollout/driver/test_trackers.py": (1, 2, 3, 4),
+    },
     "engines/fake/README.md": {"tests/engines/fake/test_readme_of_fake.py": (0,)},
 }
 # Those that no test runs as they are.

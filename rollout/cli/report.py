@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from engines.protocol.plain_text import size_text
+from rollout.cli.lib.find_run import recorded_run
 from rollout.cli.lib.launches import (
     NOT_STOPPED,
     LaunchId,
@@ -23,13 +24,13 @@ from rollout.cli.lib.launches import (
     spans_of_launch,
 )
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
-from rollout.core.errors import ConfigError
 from rollout.observability.recorded import read_figures
 from rollout.observability.timeline.analysis import Step, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import read_spans
 
 _MAX_FAILURES = 200
+_SAMPLED_STEPS = 5
 _LAG = "rollout/version_lag/"
 _EVAL = re.compile(r"eval/[^/]*")
 _STATIC = files("rollout.observability.page") / "static"
@@ -49,7 +50,7 @@ _Chart = dict[str, Any]
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or its id under ./runs.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
     ] = None,
@@ -57,12 +58,11 @@ def report(
     list_launches: ListLaunches = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML file: reward, phase times, boundary loss, lengths, version lag, failures.
+    """Write one HTML file of a run: curves, phases, failures.
 
     It shows one launch of the run.
     """
-    if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such run folder")
+    run = recorded_run(run)
     recorded = read_spans(run)
     if list_launches:
         show_launches(recorded, as_json=as_json)
@@ -102,6 +102,7 @@ def render_report(
     missing = [chart["title"] for chart in charts if chart not in drawn]
     parts = [
         f"<p>No data was recorded: {escape('; '.join(missing))}.</p>" if missing else "",
+        "<h2>Samples of the last steps</h2>" + _samples(figures),
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
         "<h2>Memory of the engines at their last release</h2>" + _memory(spans),
         "<h2>Failures and recovery</h2>" + _failure_table(spans),
@@ -212,6 +213,26 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _samples(figures: list[dict[str, Any]]) -> str:
+    """A few samples of the last steps, as the driver has chosen them."""
+    sampled = [entry for entry in figures if entry.get("samples")][-_SAMPLED_STEPS:]
+    if not sampled:
+        return "<p>None was recorded.</p>"
+    heads = ("step", "prompt", "reply", "reward", "tokens", "engines", "versions", "status")
+    rows = (
+        (str(entry["step"]), *(_shown(one[name]) for name in heads[1:]))
+        for entry in reversed(sampled)
+        for one in entry["samples"]
+    )
+    return f'<div class="samples">{_table(heads, rows)}</div>'
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _slowest(spans: list[Span]) -> str:

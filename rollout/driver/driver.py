@@ -10,14 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import SkipValidation
+from pydantic import Field, SkipValidation
 
 from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
+from rollout.core.shown_samples import MOST, shown_samples
 from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blocking, started
 from rollout.driver.client.completer import Completer
 from rollout.driver.client.generation_client import GenerationClient
@@ -65,6 +66,8 @@ class RolloutDriver:
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
         retry_policy: how many failures one sample survives.
         on_metrics: called with the metrics of every rollout and evaluation.
+        num_shown_samples: samples of each step that the server's page and the report show, from
+            the highest reward to the lowest, at most 16; 0 sends none.
         client: used instead of HTTP to ``url``.
         clock: seconds for the use of slots; None: the event loop's.
     """
@@ -87,6 +90,7 @@ class RolloutDriver:
         control_key: str = "",
         retry_policy: RetryPolicy | None = None,
         on_metrics: OnMetrics | None = None,
+        num_shown_samples: Annotated[Count, Field(le=MOST)] = 4,
         client: SkipValidation[GenerationClient | None] = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -101,6 +105,7 @@ class RolloutDriver:
         self._adapt_every_s = adapt_every_s
         self._max_prompt_tokens = max_prompt_tokens
         self._on_metrics = on_metrics
+        self._num_shown_samples = num_shown_samples
         client = client or HttpGenerationClient(
             url,
             timeout_s=request_timeout_s,
@@ -194,7 +199,9 @@ class RolloutDriver:
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
         metrics |= await self._engines.client.server_metrics()
-        self._publish(rollout_id, metrics, lengths=length_histogram(list(all_samples(groups))))
+        lengths = length_histogram(list(all_samples(groups)))
+        shown = shown_samples(groups, self._num_shown_samples)
+        self._publish(rollout_id, metrics, lengths=lengths, samples=shown)
         return groups
 
     @checked

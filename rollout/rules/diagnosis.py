@@ -111,7 +111,7 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
 
 def _rest(phase: str) -> str:
     """What a server does between two commands."""
-    return "the trainer has the memory" if phase == "offloaded" else f"it is {phase}"
+    return "the trainer has the memory" if phase == "offloaded" else phase
 
 
 def _silence(now: Mapping[str, Any]) -> Iterator[Finding]:
@@ -161,7 +161,9 @@ def _running(now: Mapping[str, Any], long_s: float) -> Iterator[Finding]:
             )
         engine_ids = tuple(span["engine_id"] for span in of_phase)
         engines = _by_id(now)
-        waits_for = f" for {_named(engine_ids)}" if engine_ids else " without a request to an engine"
+        waits_for = (
+            f" for {_named(engine_ids)}" if engine_ids else " without a request to an engine"
+        )
         since = f"{datetime.fromtimestamp(phase['start_s']):%H:%M:%S}"
         yield Finding(
             Severity.STUCK if is_long else Severity.WATCH,

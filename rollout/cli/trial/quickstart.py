@@ -19,8 +19,9 @@ _NEEDED = ("torch", "transformers", "accelerate", "safetensors", "jinja2")
 def quickstart(context: typer.Context) -> None:
     """Train a tiny model with colocated GRPO on this machine.
 
-    No GPU is needed. Figures and model are written to runs/colocated_grpo in this folder.  Further options are those
-    of examples/colocated_grpo.py, for example --steps 5; `rollout quickstart -- --help` lists them.
+    No GPU is needed.  Figures and model are written to runs/colocated_grpo in this folder.
+    Further options are those of examples/colocated_grpo.py, for example --steps 5;
+    `rollout quickstart -- --help` lists them.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from rollout.config.run_dir import RunFolder
 from rollout.observability.page.access import (
     STATIC,
     Access,
@@ -31,12 +32,12 @@ from rollout.observability.timeline.span import Kind
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{f"/{name}.svg": (f"{name}.svg", "image/svg+xml") for name in ("icon", "icon-trouble")},
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
         for name in (
             *("page", "elements", "charts", "curves"),
-            *("engines", "lanes", "reports", "log", "runs"),
+            *("engines", "lanes", "reports", "log", "runs", "samples"),
         )
     },
 }
@@ -60,9 +61,15 @@ def page_app(
     actions: ServerActions,
     runs: RunsOfHost,
     router_key: str,
-    run_id: str,
+    run: RunFolder,
 ) -> FastAPI:
     """The page of one server; ``router_key`` is for its router's metrics."""
+
+    hello = {
+        "run_id": run.run_id,
+        "folder": str(run.path),
+        "can_steer": access.has_control_key,
+    }
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -87,7 +94,7 @@ def page_app(
     for routes in (
         _file_routes(),
         login_routes(access),
-        _state_routes(cache, stream, run_id, access.has_control_key),
+        _state_routes(cache, stream, hello),
         run_routes(runs),
         metrics_routes(cache, router_key),
         action_routes(cache, access, actions),
@@ -115,9 +122,7 @@ def _file_routes() -> APIRouter:
     return routes
 
 
-def _state_routes(
-    cache: StateCache, stream: EventStream, run_id: str, can_steer: bool
-) -> APIRouter:
+def _state_routes(cache: StateCache, stream: EventStream, hello: dict[str, Any]) -> APIRouter:
     """The state of the server as JSON and as an event stream."""
     routes = APIRouter()
 
@@ -125,7 +130,7 @@ def _state_routes(
     async def state(fresh: bool = False) -> dict[str, Any]:
         """The state of server, groups and engines; ``fresh=1`` always queries the server."""
         await cache.refresh(0.0 if fresh else _FRESH_S)
-        return {"run_id": run_id, "can_steer": can_steer, **cache.snapshot()}
+        return {**hello, **cache.snapshot()}
 
     @routes.get("/api/summary")
     async def summary() -> dict[str, Any]:
@@ -152,16 +157,16 @@ def _state_routes(
     @routes.get("/api/changes")
     async def changes() -> StreamingResponse:
         """Server-sent events: the whole ``state`` first, then its changes."""
-        return StreamingResponse(_events(stream, run_id, can_steer), media_type="text/event-stream")
+        return StreamingResponse(_events(stream, hello), media_type="text/event-stream")
 
     return routes
 
 
-async def _events(stream: EventStream, run_id: str, can_steer: bool) -> AsyncIterator[str]:
+async def _events(stream: EventStream, hello: dict[str, Any]) -> AsyncIterator[str]:
     def encode(name: str, values: Any) -> str:
         return f"event: {name}\ndata: {json.dumps(values, separators=(',', ':'))}\n\n"
 
     async with stream.subscribe() as changes:
-        yield encode("hello", {"run_id": run_id, "can_steer": can_steer})
+        yield encode("hello", hello)
         async for name, values in changes:
             yield encode(name, values)

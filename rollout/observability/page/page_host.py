@@ -65,7 +65,6 @@ class PageHost:
         self._name = name
         self._run = run
         self._folder = run.of_server(name)
-        self._run_id = run.run_id
         self._launch = run.last_launch()
         self._router_key = config.router.control_key or config.router.client_key
         self._thread = HttpThread("page")
@@ -124,7 +123,7 @@ class PageHost:
             actions=ServerActions(on_server(server.fence), on_server(server.log_tail), stop),
             runs=RunsOfHost(self._run, self._name, config.key),
             router_key=self._router_key,
-            run_id=self._run_id,
+            run=self._run,
         )
         return HttpServer(
             uvicorn.Config(

@@ -19,6 +19,7 @@ _MAX_SPANS = 60_000
 _MAX_EVENTS = 300
 _MAX_FIGURES = 5_000
 _MAX_STEPS = 500
+_MAX_SAMPLED_STEPS = 20
 _SHOWN_STEPS = 100
 _SHOWN_FIGURES = 500
 
@@ -41,6 +42,8 @@ class RunHistory:
         self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
         self._gate_events: deque[Span] = deque(maxlen=_MAX_EVENTS)
         self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
+        # Apart, because they are large: only the last are kept.
+        self._samples: deque[Mapping[str, Any]] = deque(maxlen=_MAX_SAMPLED_STEPS)
         self._last_serial = 0
         self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
         self._num_steps = 0
@@ -59,7 +62,10 @@ class RunHistory:
         new = [report for report in reports if report["serial"] > self._last_serial]
         for report in new:
             self._last_serial = report["serial"]
-            self._figures.append(report)
+            figures = dict(report)
+            if samples := figures.pop("samples", ()):
+                self._samples.append({"step": report["step"], "samples": samples})
+            self._figures.append(figures)
             self.counters.take_logprob_gaps(report.get("logprob_gaps", {}))
         return new
 
@@ -93,11 +99,12 @@ class RunHistory:
     # -- reading ----------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Events, figures and steps, ready for JSON."""
+        """Events, figures, samples and steps, ready for JSON."""
         return {
             "events": [span.to_dict() for span in self._events],
             "gate_events": [span.to_dict() for span in self._gate_events],
             "figures": list(self._figures)[-_SHOWN_FIGURES:],
+            "samples": list(self._samples),
             "steps": [_step_dict(number, step) for number, step in self._steps][-_SHOWN_STEPS:],
         }
 

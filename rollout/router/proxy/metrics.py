@@ -25,6 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from rollout.core.shown_samples import SHOWN_SAMPLES
 from rollout.router.http.routes import COMPLETION_PATHS
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ class StepMetrics:
 
     def put(self, report: Any) -> None:
         """Keep ``{"step": 3, "metrics": {name: number}}``, with histograms if it has them:
-        ``lengths`` {bound: number} and ``logprob_gaps`` {engine id: {bound: number}}.
+        ``lengths`` {bound: number} and ``logprob_gaps`` {engine id: {bound: number}}; and with
+        ``samples``, as ``ShownSample``.
 
         Raises:
             ValueError: it has another form.
@@ -208,6 +210,7 @@ class StepMetrics:
             "metrics": _numbers(report.get("metrics", {})),
             "lengths": _numbers(report.get("lengths", {})),
             "logprob_gaps": _histograms(report.get("logprob_gaps", {})),
+            "samples": SHOWN_SAMPLES.validate_python(report.get("samples", [])),
         }
         self._num_reported += 1
         about = {"serial": self._num_reported, "at_s": round(time.time(), 3), "step": step}

@@ -24,6 +24,8 @@ from rollout.config import WeightsConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.server.journal import ServerJournal, read
 from rollout.core.errors import ConfigError
+from rollout.core.samples import Sample, SampleGroup
+from rollout.core.shown_samples import shown_samples
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.runtime.preflight import push_sizes
@@ -212,12 +214,15 @@ def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> No
     metrics = {"rollout/reward/mean": 0.5, "rollout/version_lag/1": 3.0, "eval/sums": 0.25}
     launch = RunFolder(Path(run), "run").last_launch()
     figure = {"at_s": 1.0, "step": 1, "metrics": metrics, "lengths": {"64": 3}, "launch": launch}
+    sample = Sample([1], text="<b>4</b>", reward=0.25, metadata={"question": "2+2?"})
+    figure["samples"] = shown_samples([SampleGroup(0, [sample])], 4)
     figures.write_text(json.dumps(figure) + "\n{cut")
     out = tmp_path / "report.html"
     until(lambda: recorded("num_steps", "report", run, "-o", str(out)), "the step is there")
     page = out.read_text()
     for word in ("Reward", "Version lag", "≤ 64", "release", "lost", "Evaluations"):
         assert word in page
+    assert "<td>2+2?<td>&lt;b&gt;4&lt;/b&gt;<td>0.25<td>0" in page
     assert "default-src 'none'" in page  # a browser loads nothing
     assert "No data was recorded: Tokens per second" in page
     figures.unlink()

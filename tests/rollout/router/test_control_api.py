@@ -199,6 +199,12 @@ async def test_a_client_that_waits_for_continue_gets_it_from_the_router_too(make
     writer.close()
 
 
+SAMPLE = (
+    b'{"prompt": "hi", "reply": "hello", "reward": 0.5, "tokens": 1, "engines": ["main-0"], '
+    b'"versions": [3], "status": ""}'
+)
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -212,6 +218,10 @@ async def test_a_client_that_waits_for_continue_gets_it_from_the_router_too(make
         b'{"step": 1, "metrics": []}',
         b"[" * 100_000,
         b"[1]",
+        b'{"step": 1, "samples": [{"prompt": 1}]}',
+        b'{"step": 1, "samples": [%s]}' % b",".join([SAMPLE] * 17),
+        b'{"step": 1, "samples": [%s]}' % SAMPLE.replace(b"0.5", b"NaN"),
+        b'{"step": 1, "samples": [%s]}' % SAMPLE.replace(b"hello", b"x" * 5000),
     ],
 )
 async def test_step_metrics_that_are_no_numbers_are_a_400(make_bench, report):

@@ -3,7 +3,7 @@ import { bars, curve, place } from "./charts.js";
 import { find } from "./elements.js";
 
 // Title, name and unit of each.
-const REPORTED = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Engines busy", "rollout/engine_busy_share", ""], ["Log-prob gap, mean", "logprob_gap/mean", " nats"]];
+const REPORTED = [["Reward", "rollout/reward/mean", ""], ["Tokens per second", "rollout/tokens_per_s", ""], ["Output tokens, mean", "rollout/response_len/mean", ""], ["Request slots in use, share", "rollout/engine_busy_share", ""], ["Log-prob gap, mean", "logprob_gap/mean", " nats"]];
 const LOST = ["Lost at the boundary", "lost_s", " s"];
 export const RECORDED = [...REPORTED, LOST];
 

@@ -12,6 +12,15 @@ export function make(name, attributes = {}, ...children) {
 
 export function text(id, value) { const node = find(id); if (node.textContent !== String(value)) node.textContent = value; }
 
+const opened = new Set();  // the folded parts that the reader has opened
+
+export function folded(id, summary, ...children) {
+  const part = make("details", {}, make("summary", {}, summary), ...children);
+  part.open = opened.has(id);
+  part.addEventListener("toggle", () => { if (part.open) opened.add(id); else opened.delete(id); });
+  return part;
+}
+
 const GOOD = new Set(["serving", "open", "fine"]);
 const BAD = new Set(["fenced", "closed", "dead", "stuck", "wrong"]);
 const BUSY = new Set(["stale", "holding", "mixed"]);

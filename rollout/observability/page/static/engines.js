@@ -1,5 +1,5 @@
 // The table of engines: a row is made again only if something in it has changed.
-import { bytes, clock, find, kind, make, pill, seconds, short } from "./elements.js";
+import { bytes, clock, find, folded, kind, make, pill, seconds, short } from "./elements.js";
 
 const rows = new Map();
 
@@ -39,7 +39,7 @@ function row(engine, error, { canFence, onFence, onLog }) {
     number(gpuMemory(engine), "gpu"),
     number(gpuUse(engine), "gpu"),
     doing,
-    make("td", { class: "error", title: error }, error.split("\n")[0]));
+    make("td", { class: "error" }, error ? folded(`error ${engine.engine_id}`, error.split("\n")[0].slice(0, 60), error) : ""));
 }
 
 export function forgetEngines() { rows.clear(); find("rows").replaceChildren(); }

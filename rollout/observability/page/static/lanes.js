@@ -5,9 +5,9 @@ const COLORS = {
   pause: "--pause", flush: "--flush", release: "--release", resume_weights: "--resume",
   update_weights: "--update", begin_weight_update: "--update", end_weight_update: "--update",
   verify: "--verify", resume_kv: "--kv", continue: "--continue", restart: "--watch", adopt: "--watch",
-  gather: "--gather", copy: "--copy", engine: "--engine",
+  gather: "--gather", copy: "--copy", engine: "--engine", rollout: "--rollout", trainer: "--trainer",
 };
-export const LEGEND = ["pause", "flush", "release", "resume_weights", "update_weights", "verify", "resume_kv", "continue", "gather", "copy", "engine"];
+export const LEGEND = ["rollout", "trainer", "pause", "flush", "release", "resume_weights", "update_weights", "verify", "resume_kv", "continue", "gather", "copy", "engine"];
 const AXIS = 22;
 const SERVER_LANE = 22;
 
@@ -63,7 +63,7 @@ export function laneHeight(num) { return num <= 24 ? 20 : num <= 64 ? 11 : num <
 export class Lanes {
   constructor(canvas) { this.canvas = canvas; this.hits = []; this.lanes = []; }
 
-  draw({ lanes, spans, running, from_s, to_s }) {
+  draw({ lanes, spans, running, rollouts = [], from_s, to_s }) {
     const { canvas } = this;
     const scale = window.devicePixelRatio || 1;
     const width = canvas.clientWidth || 800;
@@ -82,7 +82,8 @@ export class Lanes {
     const x = (at) => label + ((at - from_s) / (to_s - from_s)) * (width - label - 8);
     this.frame = { label, height, width, from_s, to_s, top: AXIS + SERVER_LANE + 6 };
     this.lanes = lanes; this.spans = spans; this.running = running;
-    this.trainer(pen, colors, x, total);
+    this.bands = [...rollouts, ...this.trainerBands()];
+    for (const band of this.bands) this.band(pen, colors, x, total, band);
     this.axis(pen, colors, x, total);
     this.lane(pen, colors, x, "server", AXIS + 2, SERVER_LANE - 4, [...spans.in("", from_s, to_s), ...running.filter((span) => span.kind === "phase")], true);
     const byEngine = new Map();
@@ -96,17 +97,28 @@ export class Lanes {
     if (!lanes.length) { pen.fillStyle = colors.soft; pen.fillText("no engine yet", label + 8, this.frame.top + 8); }
   }
 
-  // A pale band while the trainer has the memory: from the end of a release to the next phase.
-  trainer(pen, colors, x, total) {
+  // Rollouts as drivers have reported them, and the times of the trainer: whole on the server's lane, pale over the others.
+  band(pen, colors, x, total, { name, step, start_s, elapsed_s }) {
+    const { from_s, to_s } = this.frame;
+    const begin = Math.max(start_s, from_s), end = Math.min(start_s + elapsed_s, to_s);
+    if (end <= begin) return;
+    const left = x(begin), wide = Math.max(1, x(end) - left);
+    pen.fillStyle = colorOf(colors, name);
+    pen.globalAlpha = 0.25; pen.fillRect(left, AXIS, wide, total - AXIS);
+    pen.globalAlpha = 1; pen.fillRect(left, AXIS + 2, wide, SERVER_LANE - 4);
+    const label = step === undefined ? name : `${name} ${step}`;
+    if (wide > pen.measureText(label).width + 10) { pen.fillStyle = colors.ink; pen.fillText(label, left + 5, AXIS + SERVER_LANE / 2); }
+  }
+
+  // The trainer has the memory from the end of a release to the next phase.
+  trainerBands() {
     const { from_s, to_s } = this.frame;
     const phases = [...this.spans.in("", from_s - 3600, to_s), ...this.running.filter((span) => span.kind === "phase")]
       .filter((span) => span.kind !== "event").sort((one, other) => one.start_s - other.start_s);
-    phases.forEach((phase, index) => {
-      if (phase.name !== "release" || phase.outcome === "running") return;
-      const begin = Math.max(phase.start_s + phase.elapsed_s, from_s), end = Math.min(phases[index + 1] ? phases[index + 1].start_s : to_s, to_s);
-      if (end <= begin) return;
-      pen.globalAlpha = 0.45; pen.fillStyle = colors.line; pen.fillRect(x(begin), AXIS, x(end) - x(begin), total - AXIS); pen.globalAlpha = 1;
-      if (x(end) - x(begin) > 60) { pen.fillStyle = colors.soft; pen.fillText("trainer", x(begin) + 6, AXIS + SERVER_LANE / 2); }
+    return phases.flatMap((phase, index) => {
+      if (phase.name !== "release" || phase.outcome === "running") return [];
+      const begin = phase.start_s + phase.elapsed_s, end = phases[index + 1] ? phases[index + 1].start_s : to_s;
+      return end > begin ? [{ kind: "trainer", name: "trainer", start_s: begin, elapsed_s: end - begin, outcome: "ok" }] : [];
     });
   }
 
@@ -162,6 +174,7 @@ export class Lanes {
     if (lane === undefined) return null;
     const running = this.running.filter((span) => (lane ? span.kind === "engine" && span.engine_id === lane : span.kind === "phase"));
     const found = [...this.spans.in(lane, from_s, to_s), ...running].filter((span) => span.start_s - near_s <= at_s && span.start_s + span.elapsed_s + near_s >= at_s && span.kind !== "call");
+    if (!lane) found.push(...this.bands.filter((band) => band.start_s <= at_s && band.start_s + band.elapsed_s >= at_s));
     found.sort((one, other) => one.elapsed_s - other.elapsed_s);
     return { lane: lane || "server", at_s, span: found[0] || null };
   }

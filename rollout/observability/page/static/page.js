@@ -5,11 +5,12 @@ import { renderCurves } from "./curves.js";
 import { forgetEngines, renderEngines, tickEngines } from "./engines.js";
 import { openLog } from "./log.js";
 import { renderEvents, renderFindings } from "./reports.js";
+import { renderSamples } from "./samples.js";
 import { startRuns } from "./runs.js";
 
-const KEPT = { events: 300, gate_events: 300, figures: 500, steps: 100 };
+const KEPT = { events: 300, gate_events: 300, figures: 500, samples: 20, steps: 100 };
 
-let state = { engines: [], running: [], events: [], gate_events: [], figures: [], steps: [], findings: [] };
+let state = { engines: [], running: [], events: [], gate_events: [], figures: [], samples: [], steps: [], findings: [] };
 let offset_s = 0;
 let lost_s = 0;  // when the connection broke, in this machine's time; 0 while there is one
 let followed = true;
@@ -47,12 +48,13 @@ function connect() {
   source.addEventListener("hello", (event) => {
     const hello = JSON.parse(event.data);
     state.run_id = hello.run_id;
+    text("report", `as a file: rollout report ${hello.folder}`);
     find("control").hidden = !hello.can_steer || key !== "";
   });
   source.addEventListener("state", (event) => { lost_s = 0; document.body.classList.remove("gone"); link.className = "live"; text("link", "live"); spans.lanes.clear(); spans.ranks.clear(); spans.num = 0; takeState(JSON.parse(event.data)); });
   source.addEventListener("change", (event) => takeChange(JSON.parse(event.data)));
   source.addEventListener("spans", (event) => { spans.add(JSON.parse(event.data)); draw(); });
-  source.onerror = () => { lost_s ||= Date.now() / 1000; document.body.classList.add("gone"); link.className = "lost"; tellLost(); };
+  source.onerror = () => { lost_s ||= Date.now() / 1000; document.body.classList.add("gone"); link.className = "lost"; tellLost(); showTitle(); };
 }
 
 // What is shown stays as it was then, so its clocks stand still too.
@@ -63,7 +65,7 @@ function tellLost() {
 // -- drawing --------------------------------------------------------------------------------------
 
 function render() {
-  document.title = `${state.server || "rollout"}: ${state.phase || "…"}`;
+  showTitle();
   text("server", `${state.server || "rollout"}${state.run_id ? ` · ${state.run_id}` : ""}`);
   const gate = state.gate || {}, router = state.router || {};
   pill("phase", state.phase); pill("gate", gate.state);
@@ -75,7 +77,16 @@ function render() {
   const trouble = find("trouble");
   trouble.hidden = !state.trouble;
   text("trouble", state.is_answering === false ? `The server does not answer: ${state.trouble}. The page shows its last reply.` : state.trouble || "");
-  renderRunning(); showEngines(); renderSteps(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state);
+  renderRunning(); showEngines(); renderSteps(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state); renderSamples(state.samples);
+}
+
+// The tab of a page that nobody looks at shows trouble too.
+function showTitle() {
+  const worst = lost_s ? "gone" : (state.findings[0] || {}).severity;
+  const trouble = worst === "gone" || worst === "stuck" || worst === "wrong" ? worst.toUpperCase() : "";
+  document.title = `${trouble && `${trouble} · `}${state.server || "rollout"}: ${state.phase || "…"}`;
+  const icon = trouble ? "icon-trouble.svg" : "icon.svg";
+  if (find("icon").getAttribute("href") !== icon) find("icon").setAttribute("href", icon);
 }
 
 function renderRunning() {
@@ -83,9 +94,7 @@ function renderRunning() {
   const phases = state.running.filter((span) => span.kind === "phase");
   const top = phases.length ? phases : state.running.filter((span) => span.kind === "group");
   if (!top.length) {
-    const gate = state.gate || {};
-    const reason = gate.state && gate.state !== "open" ? ` The gate is ${gate.state}: ${gate.reason || "no reason given"}.` : "";
-    box.replaceChildren(make("p", { class: "quiet" }, `No phase runs; the server is ${state.phase || "unknown"}.${reason}`));
+    box.replaceChildren(make("p", { class: "quiet" }, "No phase runs."));
     return;
   }
   box.replaceChildren(...top.map((phase) => {
@@ -228,7 +237,9 @@ function draw() {
   const late = new Set(state.running.filter((span) => span.kind === "engine").map((span) => span.engine_id));
   const ids = all.length > FEW && late.size <= LATE ? [...all.filter((id) => late.has(id)), ...all.filter((id) => !late.has(id))] : all;
   const running = state.running.map((span) => ({ ...span, elapsed_s: Math.max(0, now_s() - span.start_s) }));
-  lanes.draw({ lanes: [...ids, ...[...spans.ranks].sort(natural)], spans, running, ...shown });
+  const rollouts = state.figures.filter((report) => "rollout/seconds" in report.metrics)
+    .map((report) => ({ kind: "rollout", name: "rollout", step: report.step, start_s: report.at_s - report.metrics["rollout/seconds"], elapsed_s: report.metrics["rollout/seconds"], outcome: "ok" }));
+  lanes.draw({ lanes: [...ids, ...[...spans.ranks].sort(natural)], spans, running, rollouts, ...shown });
 }
 
 function follow(is) { followed = is; find("follow").setAttribute("aria-pressed", String(is)); draw(); }
@@ -251,6 +262,8 @@ find("lanes").addEventListener("pointermove", (event) => {
 find("lanes").addEventListener("pointerleave", () => { find("tip").hidden = true; });
 find("span").addEventListener("change", () => follow(true));
 find("follow").addEventListener("click", () => follow(!followed));
+find("with-gate").addEventListener("change", () => renderEvents(state.events, state.gate_events));
+find("samples-step").addEventListener("change", () => renderSamples(state.samples));
 find("filter").addEventListener("input", showEngines);
 find("only-others").addEventListener("change", showEngines);
 find("close").addEventListener("click", () => find("step").close());

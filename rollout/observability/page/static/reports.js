@@ -1,16 +1,8 @@
 // What is wrong and what to do, as `rollout doctor` has it; and what has happened.
-import { clock, find, make, pill, seconds } from "./elements.js";
+import { clock, find, folded, make, pill, seconds } from "./elements.js";
 
 const MOST_EVENTS = 80;
 const FENCED = new Set(["fenced", "died"]);
-const opened = new Set();  // the folded parts that the reader has opened
-
-function folded(id, summary, ...children) {
-  const part = make("details", {}, make("summary", {}, summary), ...children);
-  part.open = opened.has(id);
-  part.addEventListener("toggle", () => { if (part.open) opened.add(id); else opened.delete(id); });
-  return part;
-}
 
 let shownFindings = "";
 
@@ -51,13 +43,16 @@ function gateItem(changes) {
 
 let shownEvents = "";
 
-// The newest first; the changes of the gate between two other events are one folded line.
+// The newest first; the changes of the gate, if they are shown, are one folded line between two other events.
 export function renderEvents(events, gateEvents) {
   const last = (list) => [list.length, list.length ? list[list.length - 1].start_s : 0];
-  const known = JSON.stringify([last(events), last(gateEvents)]);
+  const withGate = find("with-gate").checked;
+  const known = JSON.stringify([last(events), last(gateEvents), withGate]);
   if (known === shownEvents) return;
   shownEvents = known;
-  const all = [...events, ...gateEvents].sort((one, other) => end_s(one) - end_s(other));
+  // A closed gate is trouble, which is shown in any case.
+  const shown = gateEvents.filter((event) => withGate || (event.said || "").startsWith("closed"));
+  const all = [...events, ...shown].sort((one, other) => end_s(one) - end_s(other));
   const items = [];
   let changes = [];
   for (const event of all) {

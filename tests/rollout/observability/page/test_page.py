@@ -13,6 +13,8 @@ from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
 from rollout.control.server.server import RolloutServer
+from rollout.core.samples import Sample, SampleGroup
+from rollout.core.shown_samples import shown_samples
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
@@ -101,6 +103,19 @@ def test_the_figures_that_a_driver_reports_are_shown_and_kept(
     assert [(sample.labels["figure"], sample.value) for sample in figures] == [
         ("rollout/reward/mean", 0.5)
     ]
+
+
+def test_the_samples_of_the_last_steps_are_kept_apart_from_their_figures(
+    page: httpx.Client, deployment: DeploymentHandle
+) -> None:
+    shown = shown_samples([SampleGroup(0, [Sample([1], text="four", reward=1.0)])], 4)
+    for number in range(30):
+        reported = {"step": number, "metrics": {}, "samples": shown}
+        httpx.post(f"{deployment['policy'].url}/figures", json=reported).raise_for_status()
+        now = page.get("/api/state?fresh=1").json()
+    assert [one["step"] for one in now["samples"]] == list(range(10, 30))
+    assert now["samples"][-1]["samples"][0]["reply"] == "four"
+    assert not any("samples" in report for report in now["figures"])
 
 
 def test_a_steps_later_reports_add_to_its_figures(
