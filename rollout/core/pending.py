@@ -37,6 +37,7 @@ class Pending(Generic[T]):
 
     Args:
         loop: the event loop that runs the call; None if it runs elsewhere.
+        why_late: called when a caller waited too long: what the call waits for; may be empty.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Pending(Generic[T]):
         object_ref: Any = None,
         translate: Callable[[BaseException], BaseException] = _unchanged,
         loop: asyncio.AbstractEventLoop | None = None,
+        why_late: Callable[[], str] = str,
     ) -> None:
         self._future = future
+        self._why_late = why_late
         self._translate = translate
         self._object_ref = object_ref
         self._loop = loop
@@ -96,7 +99,8 @@ class Pending(Generic[T]):
         except FutureTimeout:
             if self._future.done():
                 raise
-            raise TimeoutError(f"no answer within {timeout_s:g} s; the call goes on") from None
+            parts = [f"no answer within {timeout_s:g} s", self._why_late(), "the call goes on"]
+            raise TimeoutError("; ".join(filter(None, parts))) from None
         except Exception as error:
             self._raise(error)
 
@@ -106,6 +110,9 @@ class Pending(Generic[T]):
         if translated is error:
             raise error
         raise translated from None
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("this call is under way: its result is that of result(), or of await")
 
     def then(self, act: Callable[[], None], change: Callable[[T], T] | None = None) -> Pending[T]:
         """The same call, followed by ``act``, which runs however the call ended.
@@ -301,8 +308,11 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def submit(self, awaitable: Awaitable[T]) -> Pending[T]:
+    def submit(self, awaitable: Awaitable[T], why_late: Callable[[], str] = str) -> Pending[T]:
         """Start ``awaitable`` on the loop; returns at once.
+
+        Args:
+            why_late: see ``Pending``.
 
         Raises:
             RolloutError: the loop is closed, or of another process.
@@ -312,7 +322,7 @@ class LoopThread:
             with self._submit_lock:
                 if not self._is_closing:
                     future = asyncio.run_coroutine_threadsafe(self._run_one(awaitable), self.loop)
-                    return Pending(future, loop=self.loop)
+                    return Pending(future, loop=self.loop, why_late=why_late)
             why = f"{self._name} is closed: no call is possible after stop or close"
         if asyncio.iscoroutine(awaitable):
             awaitable.close()

@@ -91,7 +91,10 @@ def started(
     """A method that starts this coroutine at once, and returns a ``Pending`` of its result."""
 
     def call(facade: BlockingFacade[D], /, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        return facade._loop.submit(method(facade._inner, *args, **kwargs))
+        def why_late() -> str:
+            return str(getattr(facade._inner, "why_waiting", ""))
+
+        return facade._loop.submit(method(facade._inner, *args, **kwargs), why_late)
 
     how = "It starts at once and returns a ``Pending``; errors come from ``result()`` or ``await``."
     return _documented(call, method, how, "Pending[{}]")

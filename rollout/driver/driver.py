@@ -23,20 +23,17 @@ from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blockin
 from rollout.driver.client.completer import Completer
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.http_client import HttpGenerationClient
-from rollout.driver.client.limiter import Limiter, next_limit
+from rollout.driver.client.limiter import Limiter
+from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
+from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
-from rollout.driver.stream.step_metrics import (
-    Progress,
-    StepStats,
-    length_histogram,
-    step_metrics,
-)
+from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
 from rollout.driver.stream.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -101,8 +98,6 @@ class RolloutDriver:
         hooks = hooks or Hooks()
         self._hooks = hooks if reward is None else replace(hooks, reward=reward)
         self._options = RolloutOptions(max_failed_share=max_failed_share)
-        self._max_in_flight = max_in_flight
-        self._adapt_every_s = adapt_every_s
         self._max_prompt_tokens = max_prompt_tokens
         self._on_metrics = on_metrics
         self._num_shown_samples = num_shown_samples
@@ -114,22 +109,19 @@ class RolloutDriver:
             key=key,
             control_key=control_key,
         )
-        self._engines = Completer(
-            client, Limiter(max_in_flight, clock=clock), retry_policy or RetryPolicy()
-        )
+        limiter = Limiter(max_in_flight, clock=clock)
+        self._engines = Completer(client, limiter, retry_policy or RetryPolicy())
+        self._load = LoadFollower(client, limiter, every_s=adapt_every_s, highest=max_in_flight)
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
-        self._load_task: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def close(self) -> None:
         """Abort all requests in flight and close the connections; for good."""
         self._is_closed = True
-        if self._load_task is not None:
-            self._load_task.cancel()
-            await asyncio.wait([self._load_task])
+        await self._load.close()
         if self._reports:  # each has its own deadline
             await asyncio.wait(self._reports)
         streams = [*self._streams.values(), *self._lists]
@@ -184,7 +176,7 @@ class RolloutDriver:
         if weight_version is not None:
             self.set_weight_version(weight_version)
         stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
-        self._start_following_load()
+        self._load.start()
         if options.max_version_lag is not None:
             await self._refresh()
         try:
@@ -194,7 +186,8 @@ class RolloutDriver:
                 await stream.close()
                 self._lists.discard(stream)
         if isinstance(prompts, Sequence) and not groups:
-            raise RolloutError(self._why_no_group(stream.stats))
+            why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
+            raise RolloutError(why)
         for sample in all_samples(groups):
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
@@ -217,7 +210,7 @@ class RolloutDriver:
             RolloutError: the weight version changed during every try, or the driver is closed.
         """
         self._check_open()
-        self._start_following_load()
+        self._load.start()
         await self._refresh()
         result = await evaluate_datasets(
             rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
@@ -266,6 +259,11 @@ class RolloutDriver:
         return report
 
     # -- state ------------------------------------------------------------------------------
+
+    @property
+    def why_waiting(self) -> str:
+        """Why requests wait at the router's gate, as last known; empty if none does."""
+        return self._load.why_waiting
 
     @property
     def weight_version(self) -> int | None:
@@ -338,15 +336,6 @@ class RolloutDriver:
         batch = BatchPlan(num_groups, group_size, sampling)
         self._stream(source, batch, options).load_state_dict(state)
 
-    def _why_no_group(self, stats: StepStats) -> str:
-        if not (stale := stats.num_stale_dropped):
-            return f"filters dropped all groups: {dict(stats.rejected)}"
-        return (
-            f"no group is left: {stale} were stale, with tokens older than max_version_lag allows "
-            f"at the policy's weight version {self.weight_version}; filters dropped "
-            f"{stats.rejected.total()}"
-        )
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise RolloutError("this driver is closed: no call is possible after close")
@@ -380,24 +369,6 @@ class RolloutDriver:
         return stream
 
     # -- engines ----------------------------------------------------------------------------
-
-    def _start_following_load(self) -> None:
-        if self._adapt_every_s is not None and self._load_task is None:
-            self._load_task = asyncio.create_task(self._follow_load(self._adapt_every_s))
-
-    async def _follow_load(self, every_s: float) -> None:
-        limiter = self._engines.limiter
-        while True:
-            try:
-                load = await self._engines.client.load()
-            except Exception:  # the loop has to outlive one failed query
-                logger.warning("cannot read the engines' load", exc_info=True)
-                load = None
-            if load is not None:
-                limiter.limit = next_limit(
-                    limiter.limit, limiter.num_used, load, self._max_in_flight
-                )
-            await asyncio.sleep(every_s)
 
     async def _refresh(self) -> None:
         load = await self._engines.client.load()

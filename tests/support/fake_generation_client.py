@@ -105,6 +105,7 @@ class FakeGenerationClient:
             num_engines=len(serving),
             num_running=sum(len(engine.in_flight) for engine in serving),
             weight_version=self.weight_version,
+            why_waiting=f"{len(self._aborts)} requests wait at the gate" if self._aborts else "",
         )
 
     async def server_metrics(self) -> Mapping[str, float]:

@@ -94,7 +94,7 @@ class AgentSession:
         return self._submit(samples())
 
     def close(self) -> Pending[None]:
-        """Delete the session at the router; nothing if it has none.
+        """Delete the session at the router; nothing if it has none.  A later turn gets HTTP 410.
 
         Raises:
             GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or

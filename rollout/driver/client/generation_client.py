@@ -69,6 +69,7 @@ class EngineLoad:
         num_running, num_waiting: requests that decode, and that wait for room, in all engines.
         kv_use: used share of the fullest engine's KV cache; None if not reported.
         weight_version: of the engines' weights; None if not reported.
+        why_waiting: why requests wait at the gate; empty if none does.
     """
 
     num_engines: int
@@ -76,6 +77,7 @@ class EngineLoad:
     num_waiting: int = 0
     kv_use: float | None = None
     weight_version: int | None = None
+    why_waiting: str = ""
 
 
 class GenerationClient(Protocol):

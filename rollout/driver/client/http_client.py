@@ -190,6 +190,7 @@ class HttpGenerationClient:
             num_waiting=sum(one.num_waiting_reqs for one in known),
             kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
             weight_version=router.get("gate", {}).get("weight_version"),
+            why_waiting=_why_waiting(router.get("gate", {})),
         )
 
     async def server_metrics(self) -> Mapping[str, float]:
@@ -247,6 +248,15 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
         raise GenerationError(message, kind=FailureKind.LOST)
     # After a failover the header names only the last engine.
     return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
+
+
+def _why_waiting(gate: Mapping[str, Any]) -> str:
+    if not gate.get("num_held"):
+        return ""
+    return (
+        f"{gate['num_held']} requests wait at the router's gate, which is {gate['state']}: "
+        f"{gate['reason']}; engines serve after a push, or after serve() if they hold the weights"
+    )
 
 
 def _bearer(key: str) -> dict[str, str]:

@@ -99,3 +99,20 @@ def check_failures(groups: Sequence[SampleGroup], max_failed_share: float) -> No
         if failed[0].traceback:
             error.add_note(f"The first failed with:\n{failed[0].traceback}")
         raise error
+
+
+def why_none_left(
+    stats: StepStats, num_prompts: int, weight_version: int | None, options: RolloutOptions
+) -> str:
+    """Why a batch of a list has no group."""
+    parts = [f"{reason}: {num}" for reason, num in stats.rejected.most_common()]
+    if stats.num_stale_dropped:
+        versions = ", ".join(map(str, sorted(stats.stale_versions)))
+        bound = f"max_version_lag is {options.max_version_lag}"
+        if options.pin is not None:
+            bound = f"pin is {options.pin}"
+        parts.append(
+            f"stale: {stats.num_stale_dropped}, with tokens of version {versions}; the policy's "
+            f"version is {weight_version}, and {bound}"
+        )
+    return f"no group is left of {num_prompts} prompts ({'; '.join(parts)})"

@@ -37,6 +37,7 @@ class StepStats:
         num_parked: samples that were interrupted unfinished at the end of the batch.
         num_redone: stale samples that were generated again.
         num_stale_dropped: groups dropped as stale.
+        stale_versions: the weight versions of their tokens.
         num_lost: replies lost with their engine or connection.
         num_cut: replies that came back aborted.
         elapsed_s: seconds from the call until the batch was full.
@@ -49,6 +50,7 @@ class StepStats:
     num_parked: int = 0
     num_redone: int = 0
     num_stale_dropped: int = 0
+    stale_versions: set[int] = field(default_factory=set)
     num_lost: int = 0
     num_cut: int = 0
     elapsed_s: float = 0.0

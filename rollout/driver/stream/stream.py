@@ -266,6 +266,7 @@ class Stream:
     def _drop(self, item: WorkItem, reason: str) -> None:
         if reason == STALE:
             self.stats.num_stale_dropped += 1
+            self.stats.stale_versions.update(v for one in item.samples for v in one.versions)
         else:
             self.stats.rejected[reason] += 1
         self.auditor.drop(item.serial, reason)

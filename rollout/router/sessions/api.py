@@ -63,8 +63,8 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
 
     @app.delete("/sessions/{session_id}")
     async def delete(session_id: str) -> Response:
-        """Delete a session with its turns."""
-        if not store.delete(session_id):
+        """Delete a session with its turns; a later turn of this id gets 410."""
+        if not store.close(session_id):
             return _reply(_no_session(session_id))
         return JSONResponse({"session_id": session_id})
 

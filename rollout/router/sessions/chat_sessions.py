@@ -132,6 +132,8 @@ class ChatSessions:
         return all_pieces()
 
     async def _run(self, session_id: str, chat: ChatRequest) -> AsyncGenerator[bytes, None]:
+        if why := self.store.why_closed(session_id):
+            raise failure(410, "session_closed", why)
         if why := self.store.why_full(session_id, self._now_s()):
             raise failure(507, "sessions_full", why)
         if self._num_running >= _MOST_AT_ONCE:

@@ -44,6 +44,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._ttl_s = ttl_s
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._closed: OrderedDict[str, None] = OrderedDict()
         self.num_bytes = 0
         self.num_turns = dict.fromkeys(Drift, 0)
 
@@ -58,6 +59,15 @@ class SessionStore:
         if session_id not in self._sessions and len(self._sessions) >= self._max_sessions:
             return f"{len(self._sessions)} sessions are open (router.max_sessions); close some"
         return ""
+
+    def why_closed(self, session_id: str) -> str:
+        """Why this session takes no further turn; empty if it does."""
+        if session_id not in self._closed:
+            return ""
+        return (
+            f"session {session_id} was closed, so nobody would collect this turn; give each "
+            "conversation an id of its own"
+        )
 
     def begin_turn(self, session_id: str, now_s: float) -> Session:
         """The session, which is made if there is none.  ``end_turn`` must follow."""
@@ -82,6 +92,13 @@ class SessionStore:
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
+
+    def close(self, session_id: str) -> bool:
+        """Delete a session; of the last ``max_sessions`` closed ones, the ids are kept."""
+        self._closed[session_id] = None
+        if len(self._closed) > self._max_sessions:
+            self._closed.popitem(last=False)
+        return self.delete(session_id)
 
     def delete(self, session_id: str) -> bool:
         session = self._sessions.pop(session_id, None)

@@ -84,6 +84,11 @@ async def test_requests_held_by_the_router_wait_and_refused_ones_are_retried() -
         await host.set_gate("holding", reason="a push")
         held = asyncio.create_task(driver.rollout(0, prompts(4), group_size=1, sampling=SAMPLING))
         await until(lambda stats: stats["gate"]["num_held"] == 4, host)
+        load = await driver._engines.client.load()
+        assert load is not None
+        assert load.why_waiting.startswith(
+            "4 requests wait at the router's gate, which is holding: a push; engines serve after"
+        )
         await host.set_gate("closed", reason="an offload")
         await until(lambda stats: stats["num_refused"] == 4, host)
         await host.set_gate("open")

@@ -11,7 +11,7 @@ export function renderFindings(findings, onLog) {
   if (known === shownFindings) return;
   shownFindings = known;
   find("findings").replaceChildren(...findings.map((finding, index) => {
-    if (finding.severity === "fine") return make("p", { class: "quiet" }, finding.what);
+    if (finding.severity === "fine") return make("p", { class: "quiet" }, "Nothing is wrong.");
     const logs = finding.engine_ids.slice(0, 3).map((id) => {
       const button = make("button", { class: "open", type: "button", "aria-label": `Log of ${id}, of a finding` }, `log of ${id}`);
       button.addEventListener("click", () => onLog(id));

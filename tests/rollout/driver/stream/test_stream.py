@@ -143,6 +143,25 @@ async def test_samples_older_than_the_lag_are_dropped_on_request() -> None:
 
 
 @virtual_time
+async def test_a_batch_of_which_all_is_stale_says_so() -> None:
+    async with driving(engines(0.01)) as (driver, _):
+        options = RolloutOptions(max_version_lag=1, when_stale="drop")
+        said = (
+            r"no group is left of 2 prompts \(stale: 2, with tokens of version 0; the policy's "
+            r"version is 57, and max_version_lag is 1\)"
+        )
+        with pytest.raises(RolloutError, match=said):
+            await driver.rollout(
+                58,
+                prompts(2),
+                group_size=2,
+                sampling=SAMPLING,
+                weight_version=57,
+                options=options,
+            )
+
+
+@virtual_time
 async def test_a_group_that_is_stale_too_often_is_dropped() -> None:
     async with driving(engines(0.01)) as (driver, client):
         data = source(8)
@@ -195,7 +214,7 @@ async def test_a_filter_that_drops_everything_ends_with_its_statistics() -> None
 @virtual_time
 async def test_filters_that_drop_a_whole_list_raise() -> None:
     async with driving(engines(0.01), hooks=Hooks(group_filter=lambda group: False)) as (driver, _):
-        with pytest.raises(RolloutError, match=r"dropped all groups: \{'filtered': 3\}"):
+        with pytest.raises(RolloutError, match=r"is left of 3 prompts \(filtered: 3\)"):
             await driver.rollout(0, prompts(3), group_size=1, sampling=SAMPLING)
 
 

@@ -138,6 +138,20 @@ async def test_turns_are_counted_by_drift_in_the_metrics(make_agent: MakeAgent) 
     assert await turns_by_drift(agent) == {"clean": 1, "realigned": 1, "forked": 1}
 
 
+async def test_a_turn_after_the_session_was_closed_is_refused_and_kept_nowhere(
+    make_agent: MakeAgent,
+) -> None:
+    agent = await make_agent()
+    await agent.ask([USER])
+    async with agent.bench.client.delete("/sessions/s") as response:
+        assert response.status == 200
+    with pytest.raises(openai.APIStatusError, match="session s was closed") as refused:
+        await agent.ask([USER])
+    assert refused.value.status_code == 410
+    async with agent.bench.client.get("/sessions/s") as response:
+        assert response.status == 404
+
+
 async def turns_by_drift(agent: Agent) -> dict[str, float]:
     async with agent.bench.client.get("/metrics") as response:
         families = text_string_to_metric_families(await response.text())

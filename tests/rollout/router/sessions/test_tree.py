@@ -214,3 +214,10 @@ def test_an_idle_session_expires_and_one_with_a_turn_under_way_does_not() -> Non
     assert store.get("busy") is busy
     store.expire(23.0)
     assert store.num_bytes == 0
+
+
+def test_as_many_closed_ids_are_remembered_as_sessions_may_be_open() -> None:
+    store = SessionStore(max_bytes=1 << 20, max_sessions=3, ttl_s=10.0)
+    for number in range(5):
+        store.close(f"s-{number}")
+    assert [bool(store.why_closed(f"s-{number}")) for number in range(5)] == [0, 0, 1, 1, 1]

@@ -1,0 +1,74 @@
+"""Follows the engines' load while a driver is in use.
+
+Always true: a query that fails ends nothing; a wait at the gate is warned of once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rollout.driver.client.generation_client import GenerationClient
+from rollout.driver.client.limiter import Limiter, next_limit
+
+logger = logging.getLogger(__name__)
+
+_LONG_WAIT_S = 10.0
+
+
+class LoadFollower:
+    """Adapts the number of samples in flight to the load.
+
+    Args:
+        every_s: seconds between two queries; None for none.
+        highest: number of samples in flight.
+
+    Attributes:
+        why_waiting: why requests wait at the router's gate, as last known; empty if none does.
+    """
+
+    def __init__(
+        self, client: GenerationClient, limiter: Limiter, *, every_s: float | None, highest: int
+    ) -> None:
+        self.why_waiting = ""
+        self._client = client
+        self._limiter = limiter
+        self._every_s = every_s
+        self._highest = highest
+        self._task: asyncio.Task[None] | None = None
+        self._waiting_since_s: float | None = None
+        self._has_warned = False
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._every_s is not None and self._task is None:
+            self._task = asyncio.create_task(self._run(self._every_s))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self, every_s: float) -> None:
+        limiter = self._limiter
+        while True:
+            try:
+                load = await self._client.load()
+            except Exception:  # the loop has to outlive one failed query
+                logger.warning("cannot read the engines' load", exc_info=True)
+                load = None
+            if load is not None:
+                limiter.limit = next_limit(limiter.limit, limiter.num_used, load, self._highest)
+                self._note_waiting(load.why_waiting)
+            await asyncio.sleep(every_s)
+
+    def _note_waiting(self, why: str) -> None:
+        self.why_waiting = why
+        now_s = asyncio.get_running_loop().time()
+        if not why:
+            self._waiting_since_s, self._has_warned = None, False
+        elif self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        elif now_s - self._waiting_since_s >= _LONG_WAIT_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning("for %.0f s, %s", now_s - self._waiting_since_s, why)
