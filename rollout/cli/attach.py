@@ -34,7 +34,7 @@ def attach(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is left of a crashed run, and clean up.
+    """Show the leftovers of a crashed run, and clean up.
 
     Engines stop with the process that launched them, so usually only attached engines still run.
     Without --clean-up nothing is changed; while the driver runs, --clean-up is refused.

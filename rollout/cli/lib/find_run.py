@@ -140,8 +140,8 @@ def find(
         searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or './runs'}"
         raise ConfigError(
             f"no running server found: {searched}. Give a run folder, the URL of a page, or --ray "
-            f"and the run's id; {runs_here()}. After a crash, `rollout attach RUN` lists what is "
-            "left of a run"
+            f"and the run's id; {runs_here()}. After a crash, `rollout attach RUN` lists its "
+            "leftovers"
         )
     return found
 

@@ -65,7 +65,7 @@ class SessionStore:
         if session_id not in self._closed:
             return ""
         return (
-            f"session {session_id} was closed, so nobody would collect this turn; give each "
+            f"session {session_id} was closed, so this turn would not be collected; give each "
             "conversation an id of its own"
         )
 

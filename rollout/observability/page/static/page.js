@@ -80,7 +80,7 @@ function render() {
   renderRunning(); showEngines(); renderSteps(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state); renderSamples(state.samples);
 }
 
-// The tab of a page that nobody looks at shows trouble too.
+// A tab in the background shows trouble too.
 function showTitle() {
   const worst = lost_s ? "gone" : (state.findings[0] || {}).severity;
   const trouble = worst === "gone" || worst === "stuck" || worst === "wrong" ? worst.toUpperCase() : "";
