@@ -66,7 +66,7 @@ def make_config(
     """One server, the policy, whose engines release their memory in each step."""
     engine = {"kind": "embedded", "cpus": 1, "options": ENGINE_OPTIONS} | engine
     group = {"num_engines": args.engines, "engine": engine}
-    model_path = str(find_model(args))
+    model_path = str(find_model(args).resolve())
     server = {"model_path": model_path, "weights": weights or {}, "groups": {"main": group}}
     return rollout.RolloutConfig.from_dict(
         {"run_id": run_id, "log_dir": str(args.out / "logs"), "servers": {"policy": server}}

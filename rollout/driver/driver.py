@@ -18,7 +18,6 @@ from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
-from rollout.core.shown_samples import MOST, shown_samples
 from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blocking, started
 from rollout.driver.client.completer import Completer
 from rollout.driver.client.generation_client import GenerationClient
@@ -33,6 +32,7 @@ from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_log
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
+from rollout.driver.stream.shown_samples import MOST, shown_samples
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
 from rollout.driver.stream.stream import Stream
 

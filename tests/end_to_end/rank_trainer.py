@@ -98,7 +98,8 @@ class Trainer:
         self.manifest = manifest
         self.model_path = Path(model_path)
         self.megatrons: MegatronShards | None = None
-        self.pusher: Pusher = rollout.connect(run)["policy"].pusher(rank_timeout_s=TIMEOUT_S)
+        self.policy = rollout.connect(run)["policy"]
+        self.pusher: Pusher = self.policy.pusher(rank_timeout_s=TIMEOUT_S)
 
     def whole(self, seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -375,6 +376,13 @@ class Trainer:
     def stays_away(self, rank: int) -> Any:
         """One rank does not call push before the others have given up."""
         return self.late(rank, 2 * TIMEOUT_S)
+
+    def leaves(self, rank: int) -> Any:
+        """One rank raises in the block of a pusher, outside of a call; the others would wait long."""
+        with self.policy.pusher(rank_timeout_s=60.0) as pusher:
+            if self.rank == rank:
+                raise ValueError("a bad batch")
+            return pusher.push(self.whole(1))
 
     def generator_raises(self, rank: int, at: int, is_before_gather: bool = False) -> Any:
         """The generator of one rank raises, after or before the gather of a tensor.

@@ -63,6 +63,18 @@ def test_a_rank_that_never_comes_ends_the_push_on_the_other(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_outside_of_a_call_ends_the_next_push_of_the_other(
+    run: DeploymentHandle, ranks: Ranks, rank: int
+) -> None:
+    said = ranks.do("leaves", rank=rank)
+    assert "a bad batch" in said[rank]["error"]
+    assert f"rank {rank} has left: ValueError: a bad batch" in said[1 - rank]["error"]
+    assert said[1 - rank]["seconds"] < 30
+    assert run["policy"].status().result(30).gate == "open"
+    the_next_push_works(run, ranks, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_late_inside_a_bucket_ends_the_push(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -24,8 +24,9 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
-from rollout.core.shown_samples import SHOWN_SAMPLES
 from rollout.router.http.routes import COMPLETION_PATHS
 
 if TYPE_CHECKING:
@@ -181,6 +182,32 @@ def metrics_text(proxy: Proxy) -> bytes:
     return generate_latest(registry)
 
 
+_Text = Annotated[str, Field(max_length=2400)]
+_Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class ShownSample(TypedDict):
+    """One sample that people read, on the page and in the report of a run.
+
+    Attributes:
+        prompt: its text, or its first ids.
+        tokens: of the reply.
+        engines, versions: that generated it.
+        status: why it is not whole; empty if it is.
+    """
+
+    prompt: _Text
+    reply: _Text
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None
+    tokens: _Number
+    engines: Annotated[list[_Text], Field(max_length=16)]
+    versions: Annotated[list[_Number], Field(max_length=16)]
+    status: _Text
+
+
+_SAMPLES = TypeAdapter(Annotated[list[ShownSample], Field(max_length=16)])
+
+
 class StepMetrics:
     """The last steps that drivers reported, oldest first; each has a serial number.
 
@@ -210,7 +237,7 @@ class StepMetrics:
             "metrics": _numbers(report.get("metrics", {})),
             "lengths": _numbers(report.get("lengths", {})),
             "logprob_gaps": _histograms(report.get("logprob_gaps", {})),
-            "samples": SHOWN_SAMPLES.validate_python(report.get("samples", [])),
+            "samples": _SAMPLES.validate_python(report.get("samples", [])),
         }
         self._num_reported += 1
         about = {"serial": self._num_reported, "at_s": round(time.time(), 3), "step": step}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rollout.core.arguments import RankTimeout, checked, wrong
@@ -29,6 +30,7 @@ class Pusher:
     """Pushes a trainer's weights from all of its ranks; ``ServerHandle.pusher`` makes it.
 
     Every rank calls ``push`` with the same arguments, and gets the same report or the same error.
+    If a rank leaves its ``with`` block with an error, the next call of the others ends with it.
 
     Args:
         server: the calls of a push to its server, which the handle makes, too.
@@ -200,8 +202,20 @@ class Pusher:
     def __enter__(self) -> Pusher:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if error is not None and not self._is_closed:
+            self._leave(error)
         self.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """Report it to the other ranks, which would wait for this one in their next call."""
+        for call in ("push", "offload"):
+            round_ = self._round(call)
+            self._num_rounds -= 1  # it is the same call, whatever its name
+            with suppress(Exception):
+                self.link.run(round_.leave(error), lambda step: None)
 
     def _forget(self, round_: PushRound) -> None:
         """Delete the messages of earlier calls."""

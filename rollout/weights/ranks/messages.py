@@ -200,10 +200,12 @@ class Failed:
 
     Attributes:
         has_waited: a gather of it was late, so most of the time is over.
+        has_lost_rank: the connection to another rank broke, which has ended and reports nothing.
     """
 
     error: ErrorText
     has_waited: bool = False
+    has_lost_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)

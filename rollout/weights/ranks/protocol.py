@@ -67,6 +67,8 @@ T = TypeVar("T")
 
 # While rank 0 waits, it says so this often within the others' deadline.
 _SIGNS_OF_LIFE = 4
+# In the errors of gloo and NCCL.
+_LOST = ("connection closed by peer", "connection reset by peer", "remote process exited")
 # A rank that is late has at most these messages of rank 0 to read.
 _MOST_UNREAD = 4 * _SIGNS_OF_LIFE
 
@@ -281,7 +283,8 @@ class PushRound:
 
         It waits for all of them, also after an error: where one rank has died in a collective, the
         others report errors, and only the silent one is the cause.  If a gather of rank 0 was late,
-        it waits only for the rest of the time.
+        it waits only for the rest of the time; if the connection to a rank broke, only until the
+        others have had time to report that too.
         """
         keys = tuple(self._key(self._round, rank) for rank in range(1, self.num_ranks))
         if has_waited := isinstance(own, Failed) and own.has_waited:
@@ -292,6 +295,8 @@ class PushRound:
             if all(answer is not None for answer in others):
                 break
             yield from self._send(Wait())
+            if any(isinstance(one, Failed) and one.has_lost_rank for one in (own, *others)):
+                break
         answers = [own, *others]
         reported = [one.error.error() for one in answers if isinstance(one, Failed)]
         if missing := [rank for rank, answer in enumerate(answers) if answer is None]:
@@ -330,6 +335,14 @@ class PushRound:
         reported = [self._key(index, rank) for index in rounds for rank in range(1, self.num_ranks)]
         return (*sent, *reported)
 
+    def leave(self, error: BaseException) -> Steps[None]:
+        """Report, in the place of this call, that the rank has failed outside of it."""
+        text = ErrorText.of(error, f"rank {self.rank} has left: ")
+        if self.rank:
+            yield Put(self._key(0, self.rank), Failed(text))
+        else:
+            yield Claim(self._sent(0), Stop(text))
+
     # -- the other ranks --------------------------------------------------------------------
 
     def follow(self, own: Answer) -> Steps[StepReport]:
@@ -355,7 +368,8 @@ class PushRound:
             if self.num_ranks == 1 and not isinstance(error, RankFailure):
                 raise
             text = ErrorText.of(error, f"rank {self.rank}: ")
-            return Failed(text, has_waited=isinstance(error, TimeoutError))
+            has_lost = any(words in str(error).lower() for words in _LOST)
+            return Failed(text, isinstance(error, TimeoutError), has_lost)
         return answer
 
     def _listen(self, own: Answer) -> Steps[Any]:

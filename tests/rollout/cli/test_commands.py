@@ -25,7 +25,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.control.server.journal import ServerJournal, read
 from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample, SampleGroup
-from rollout.core.shown_samples import shown_samples
+from rollout.driver.stream.shown_samples import shown_samples
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.runtime.preflight import push_sizes

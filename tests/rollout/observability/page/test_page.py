@@ -14,8 +14,8 @@ from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
 from rollout.control.server.server import RolloutServer
 from rollout.core.samples import Sample, SampleGroup
-from rollout.core.shown_samples import shown_samples
 from rollout.driver.logprobs.gap_figures import GapSums
+from rollout.driver.stream.shown_samples import shown_samples
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind

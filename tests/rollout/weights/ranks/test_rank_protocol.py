@@ -17,10 +17,12 @@ import pytest
 from rollout.config import WeightUpdate
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.types import StepReport
+from rollout.weights.ranks.link import RankLink
 from rollout.weights.ranks.messages import (
     BroadcastDone,
     EnginesNotNeeded,
     ErrorText,
+    Failed,
     Fits,
     FreeMemory,
     MakeBucket,
@@ -47,6 +49,7 @@ from rollout.weights.ranks.protocol import (
     gather_timeout_s,
 )
 from rollout.weights.routes.route import BroadcastTask, PushTerms
+from tests.support.thread_ranks import Messages
 
 TIMEOUT_S = 30.0
 NUM_BUCKETS = 3
@@ -611,3 +614,50 @@ def test_a_rank_that_has_failed_stops_a_silent_rank_0_with_its_own_error() -> No
     assert isinstance(claim, Claim)
     with pytest.raises(RankFailure, match=r"^rank 1: ValueError: no weights"):
         steps.send(claim.message)
+
+
+def test_a_broken_connection_shortens_the_wait_for_the_rank_that_has_ended() -> None:
+    """Ranks 0 and 1 lose rank 2 in a gather; it reports nothing."""
+    steps = PushRound("p", 0, 3, TIMEOUT_S)._collect(
+        Failed(ErrorText("RankFailure", "lost"), has_lost_rank=True), "bucket 0"
+    )
+    get = next(steps)
+    assert isinstance(get, Get)
+    assert get.timeout_s == TIMEOUT_S / 4
+    lost = Failed(ErrorText("RankFailure", "rank 1: Connection reset by peer"), has_lost_rank=True)
+    claim = steps.send([lost, None])
+    assert isinstance(claim, Claim)
+    with pytest.raises(RankFailure, match=r"^rank 2 did not report bucket 0 .*rank 1: Connection"):
+        steps.send(claim.message)
+
+
+def test_an_error_of_gloo_about_a_lost_rank_is_known_as_one() -> None:
+    for text, is_lost in [
+        ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
+        ("Connection reset by peer", True),
+        ("CUDA out of memory", False),
+    ]:
+        steps = PushRound("p", 1, 2, TIMEOUT_S)._own(MakeBucket(0))
+        next(steps)
+        with pytest.raises(StopIteration) as ended:
+            steps.throw(RuntimeError(text))
+        assert ended.value.value.has_lost_rank is is_lost
+
+
+@pytest.mark.parametrize("call", ["push", "offload"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_left_ends_the_next_call_of_the_others_at_once(
+    rank: int, call: str
+) -> None:
+    messages = Messages()
+    links = [RankLink(number, 2, messages) for number in range(2)]
+    gone = PushRound(f"{call}-1", rank, 2, 600.0, call)
+    links[rank].run(gone.leave(ValueError("a bad batch")), lambda step: None)
+    other = 1 - rank
+    round_ = PushRound(f"{call}-1", other, 2, 600.0, call)
+    if other:
+        steps = round_.follow(ready(1) if call == "push" else EnginesNotNeeded())
+    else:
+        steps = round_.lead(ready(0)) if call == "push" else round_.lead_offload()
+    with pytest.raises(RankFailure, match=f"^rank {rank} has left: ValueError: a bad batch"):
+        links[other].run(steps, lambda step: pytest.fail(f"{step} was carried out"))
