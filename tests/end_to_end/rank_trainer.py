@@ -378,7 +378,7 @@ class Trainer:
         return self.late(rank, 2 * TIMEOUT_S)
 
     def leaves(self, rank: int) -> Any:
-        """One rank raises in the block of a pusher, outside of a call; the others would wait long."""
+        """One rank raises in the block of a pusher, outside of a call."""
         with self.policy.pusher(rank_timeout_s=60.0) as pusher:
             if self.rank == rank:
                 raise ValueError("a bad batch")
