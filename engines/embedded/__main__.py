@@ -40,6 +40,11 @@ def main() -> None:
         give_up(f"cannot be imported by {sys.executable}: {first_line(error)}")
     try:
         serve(config, listener)
+    except MemoryError as error:
+        give_up(
+            f"no memory for {config.model_path} with max-total-tokens {config.max_total_tokens}: "
+            f"{first_line(error)}; lower that option, or run fewer engines here"
+        )
     except (OSError, ValueError) as error:
         give_up(f"cannot serve {config.model_path}: {first_line(error)}")
 

@@ -180,7 +180,7 @@ def bind(host: str, port: int, *, what: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"{what} cannot bind {host}:{port}: {error.strerror or error}; "
-            "give a free port, or 0 for any",
+            f"set {what}.port of this server to a free port, or to 0 for any",
             setting=f"{what}.port",
             value=port,
         ) from error

@@ -13,7 +13,7 @@ from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.server_pushes import ServerPushes
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, WeightPush
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors, NameMap
@@ -111,7 +111,7 @@ class OffloadWindow:
 
     def push(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: NamedTensors | Push | WeightPush,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,
@@ -121,13 +121,17 @@ class OffloadWindow:
         """Copy these tensors now; they are sent when the block ends.
 
         Args:
-            named_tensors, version, name_map, adapter, is_base: see ``PhaseCommands.make_push``.
+            named_tensors, version, name_map, adapter, is_base: see ``PhaseCommands.make_push``.  An
+                existing push has its own version, and is sent as it is.
 
         Raises:
             WeightMismatch: they do not fit the model.
             LifecycleError: the block has already pushed, has ended or did not begin.
         """
         chosen = self._version_of_first(version)
+        if isinstance(named_tensors, Push | WeightPush):
+            self._push = self._pushes.push_of(named_tensors)
+            return
         self._push = self._pushes.make(
             PushRequest(named_tensors, chosen, name_map, adapter=adapter, is_base=is_base)
         )

@@ -116,6 +116,16 @@ def test_a_window_that_raises_frees_its_push(run: DeploymentHandle) -> None:
     policy.serve_weights(weights()).result(TIMEOUT_S)
 
 
+def test_a_window_sends_a_push_that_was_made_before_it(run: DeploymentHandle) -> None:
+    policy = run["policy"]
+    made = policy.phases.make_push(weights(), 7)
+    with policy.offloaded() as window:
+        window.push(made)
+    assert window.report.weight_version == 7
+    assert made.is_closed
+    assert is_free(policy)
+
+
 def test_a_transaction_frees_all_its_pushes_also_with_expected_log_probs(
     run: DeploymentHandle,
 ) -> None:

@@ -58,6 +58,17 @@ def test_an_unknown_architecture_is_one_line_and_status_2(tmp_path: Path) -> Non
     assert "no_such_model" in one_line(run("--model-path", str(tmp_path), "--port", "0"))
 
 
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_a_cache_that_does_not_fit_names_the_option(tmp_path: Path) -> None:
+    from rollout.testing.tiny_model import make_tiny_model
+
+    model = str(make_tiny_model(tmp_path / "tiny"))
+    line = one_line(run("--model-path", model, "--port", "0", "--max-total-tokens", "9000000000"))
+    assert "with max-total-tokens 9000000000: " in line
+    assert "lower that option" in line
+
+
 def test_a_taken_port_is_one_line_and_status_2(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
