@@ -6,9 +6,11 @@ Always true: a mark without a generator, or a generator without a mark in any pa
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +30,9 @@ from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
 from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]
+_PYTHON = "reference/python.md"
+# A name that mkdocstrings documents, with its options.
+_DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 _TYPES = {
     "string": "text",
@@ -40,9 +45,63 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 _UNITS = {"_seconds": "seconds", "_bytes": "bytes", "_nats": "nats", "_ratio": "0 to 1"}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_config(config: Any) -> None:
+    """MkDocs calls this first: each name of the Python reference has a page of its own."""
+    sections: list[Any] = [_PYTHON]
+    for title, names in python_reference().items():
+        sections.append({title: [{_short(name): _page_of(name)} for name in names]})
+    reference = next(one["Reference"] for one in config.nav if "Reference" in one)
+    reference[reference.index(_PYTHON)] = {"Python": sections}
+
+
+def on_files(files: Any, config: Any) -> None:
+    """MkDocs calls this with the files of ``docs``; the pages of names are added."""
+    from mkdocs.structure.files import File  # other functions here are called without MkDocs
+
+    for names in python_reference().values():
+        for name, options in names.items():
+            content = f"# {_short(name)}\n\n::: {name}\n{options}"
+            files.append(File.generated(config, _page_of(name), content=content))
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """MkDocs calls this for every page."""
+    if page.file.src_uri == _PYTHON:
+        markdown = _DIRECTIVE.sub(lambda found: _entry(found[1]), markdown)
     return _MARK.sub(lambda mark: GENERATORS[mark[1]](), markdown)
+
+
+def python_reference() -> dict[str, dict[str, str]]:
+    """Section -> name -> options of mkdocstrings, as ``reference/python.md`` has them."""
+    text = (ROOT / "docs" / _PYTHON).read_text()
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
+    return {
+        title: {found[1]: found[2] for found in _DIRECTIVE.finditer(part)}
+        for title, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def _entry(name: str) -> str:
+    """The line of a name on the page that lists all of them."""
+    about = inspect.getdoc(_object_at(name)) or ""
+    first = " ".join(about.partition("\n\n")[0].split())
+    return f"- [`{_short(name)}`](python/{_short(name)}.md): {first}\n"
+
+
+def _object_at(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(_object_at(module), attribute)
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _page_of(name: str) -> str:
+    return f"reference/python/{_short(name)}.md"
 
 
 def folders() -> str:

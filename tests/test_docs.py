@@ -11,6 +11,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -505,6 +506,21 @@ def test_the_python_reference_begins_with_what_users_call_and_has_every_name() -
     for name in rollout.__all__:
         is_named = any(path.endswith(f".{name}") for path in documented)
         assert is_named or getattr(rollout, name).__module__ in documented, name
+
+
+def test_each_name_of_the_python_reference_has_a_page_and_a_line(hooks: Any) -> None:
+    text = text_of("docs/reference/python.md")
+    names = [name for of_section in hooks.python_reference().values() for name in of_section]
+    assert names == re.findall(r"^::: ([\w.]+)", text, re.M)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/python.md"))
+    lines = re.findall(r"^- \[`(\w+)`\]\((.+)\): (.+)$", hooks.on_page_markdown(text, page), re.M)
+    assert [name for name, _, _ in lines] == [name.rpartition(".")[2] for name in names]
+    assert ("Push", "python/Push.md") in [line[:2] for line in lines]
+    config = SimpleNamespace(nav=[{"Reference": ["reference/python.md", "reference/engines.md"]}])
+    hooks.on_config(config)
+    sections = config.nav[0]["Reference"][0]["Python"]
+    assert sections[0] == "reference/python.md"
+    assert {"OffloadWindow": "reference/python/OffloadWindow.md"} in sections[2]["Handles"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

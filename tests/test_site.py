@@ -4,6 +4,7 @@ Needs the extra ``docs``, Playwright and chromium; ``make test-slow`` installs t
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,10 @@ class Loads(HTMLParser):
 def test_every_page_is_built_and_names_no_other_host(site: Path) -> None:
     pages = {str(path.relative_to(site).with_suffix("")) for path in site.rglob("*.html")}
     sources = (path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md"))
-    assert pages == {str(path.with_suffix("")) for path in sources} | {"404"}
+    names = re.findall(r"^::: \S*?(\w+)$", (ROOT / "docs/reference/python.md").read_text(), re.M)
+    assert len(set(names)) == len(names) > 40
+    of_names = {f"reference/python/{name}" for name in names}
+    assert pages == {str(path.with_suffix("")) for path in sources} | of_names | {"404"}
     for path in site.rglob("*.html"):
         page = Loads(path.read_text())
         assert [address for address in page.found if address.startswith(("http", "//"))] == []
