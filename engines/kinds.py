@@ -97,6 +97,7 @@ _VLLM = Kind(
     is_numbered_at_start=False,
     why_open=vllm_features.why_open,
     why_undrivable=vllm_features.why_undrivable,
+    known_options=_options_in("engines.vllm"),
     can_attach=True,
     modules=("vllm",),
     plugin="engines",

@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rollout.core.arguments import Positive, Seconds, options
@@ -28,7 +29,10 @@ GroupFilter = Callable[[SampleGroup], bool | str]
 PostProcess = Callable[[list[SampleGroup]], None]
 OnSample = Callable[[Sample], None]
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+)
 
 
 @options
@@ -172,6 +176,6 @@ def _failing(hook: str, samples: Iterable[Sample]) -> Iterator[None]:
 
 def _place(error: Exception) -> str:
     """File and line of an error: the last that is of no library."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

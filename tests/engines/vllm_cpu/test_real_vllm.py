@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,9 @@ import httpx
 import pytest
 
 from engines.cpu.vllm.recipe import RECIPE
+from engines.kinds import KINDS
+from engines.process.cached_environment import CachedEnvironment
+from engines.protocol.spec import spelled
 from rollout.router.continuation.reply import Reply
 from rollout.testing.tiny_model import make_tiny_model
 from tests.engines.embedded.reference import greedy
@@ -38,6 +42,20 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 KV_BYTES = RECIPE.engine_options["kv-cache-memory-bytes"]
 # The model has 9.6 MB of weights; what else the processes take meanwhile is less than the rest.
 WEIGHT_BYTES = 8 << 20
+
+
+def test_the_options_that_are_known_are_those_of_the_pinned_server() -> None:
+    code = (
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "words = [word for one in parser._actions for word in one.option_strings]\n"
+        "print(*(word[2:] for word in words if word.startswith(chr(45) * 2)))"
+    )
+    python = CachedEnvironment(RECIPE).require()
+    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    known = {spelled(word) for word in printed.stdout.splitlines()[-1].split()} - {"help"}
+    assert KINDS["vllm"].known_options() == known
 
 
 @pytest.fixture(scope="module")
