@@ -125,7 +125,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     meant = _OTHER_NAMES.get(name, "")
     near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-    return f"there is no argument {name!r}{hint}"
+    return f"got an unexpected keyword argument {name!r}{hint}"
 
 
 def checked_as(adapter: TypeAdapter[T], value: Any, *name: str) -> T:

@@ -174,7 +174,7 @@ def test_the_parameters_of_users_are_checked_when_they_are_made(
     [("max_tokens", "max_new_tokens"), ("seed", "sampling_seed"), ("temprature", "temperature")],
 )
 def test_a_name_of_vllm_or_openai_gets_the_name_that_is_meant(theirs: str, ours: str) -> None:
-    with pytest.raises(TypeError, match=f"no argument '{theirs}'; did you mean '{ours}'"):
+    with pytest.raises(TypeError, match=f"argument '{theirs}'; did you mean '{ours}'"):
         rollout.SamplingParams(**{theirs: 1})
 
 

@@ -169,6 +169,8 @@ def test_pushes_are_events_and_changes_of_the_gate_are_folded(
     first = policy.status().result(30).weight_version + 1
     step(policy, first)
     opened.wait_for_selector(f"#events li:has-text('pushed version {first}')")
+    assert not opened.locator("#events li.gate").count()
+    opened.check("#with-gate")
     folded = opened.locator("#events li.gate details").first
     assert not folded.locator("p").first.is_visible()
     folded.locator("summary").click()
