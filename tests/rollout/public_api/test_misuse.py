@@ -36,7 +36,8 @@ SAFE_FOR = {
         EngineSlot.num_gpus EngineSlot.shares EvalResult.line LogprobReport.metrics Pending.done
         PhaseReport.failures PhaseReport.freed_bytes PromptData.epoch PromptData.state_dict
         Push.is_closed Push.version PushStage.gib_per_s Replay.rollout_ids RolloutConfig.conflicts
-        RolloutDriver.weight_version RolloutDriver.why_waiting Sample.is_unfinished Sample.mask Sample.versions
+        RolloutDriver.weight_version RolloutDriver.why_waiting
+        Sample.is_unfinished Sample.mask Sample.versions
         SampleGroup.has_zero_std SampleGroup.rewards SamplingParams.can_continue
         SamplingParams.to_wire Session.num_left WeightChecks.canary_prompts
     """,
