@@ -44,6 +44,7 @@ def measure(
     model = folder / name
     model.mkdir()
     rows["tensors"], rows["bytes"] = make_checkpoint(model, name, is_tiny=is_tiny)
+    gpu.settle()  # a program that has ended may have been on it
     before = _used_by_others(gpu)
     with _policy(gpu, model, folder, num_tokens) as (policy, pusher):
         pushing = _Pushing(policy, pusher)
