@@ -173,7 +173,7 @@ async def test_sigterm_ends_it_promptly_even_paused_with_requests(
             began = time.monotonic()
             await asyncio.to_thread(server.stop)
             assert time.monotonic() - began < 5
-            assert server.process.exit_status == 0
+            assert server.process.report.exit_status == 0
             with contextlib.suppress(httpx.TransportError):
                 assert (await held)["meta_info"]["finish_reason"]["type"] == "abort"
     finally:
