@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from rollout.cli.main import app
 from rollout.config.run_dir import RunFolder
+from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import GapSums
+from rollout.driver.stream.shown_samples import shown_samples
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.browser import open_page, shot
@@ -45,9 +47,13 @@ def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHa
     policy = deployment["policy"]
     version = policy.status().result(30).weight_version + 1
     step(policy, version)
-    figures = {"step": version, "metrics": {"rollout/reward/mean": 0.625}}
+    samples = shown_samples([SampleGroup(0, [Sample([7], text="<i>four</i>", reward=0.5)])], 4)
+    metrics = {"rollout/reward/mean": 0.625, "rollout/seconds": 2.0}
+    figures = {"step": version, "metrics": metrics, "samples": samples}
     httpx.post(f"{policy.url}/figures", json=figures).raise_for_status()
     opened.wait_for_selector(f"#version:text-is('{version}')")
+    opened.wait_for_selector("#sample-rows td:has-text('<i>four</i>')")
+    assert "ids 7" in text(opened, "#sample-rows")
     opened.wait_for_selector("#curves figcaption:has-text('Reward')")
     assert "0.625" in text(opened, "#curves")
     assert text(opened, "#phase") == "serving"
@@ -61,6 +67,28 @@ def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHa
     )
     assert drawn > 1000
     shot(opened, "two-groups")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_healthy_step_moves_nothing_on_the_page(
+    browser: Any, deployment: DeploymentHandle, width: int
+) -> None:
+    policy = deployment["policy"]
+    version = policy.status().result(30).weight_version + 1
+    with open_page(browser, url_of(deployment), width=width) as page:
+        page.evaluate(
+            "() => { const tops = window.tops = new Set();"
+            " const look = () => { tops.add(document.getElementById('lanes-box')"
+            ".getBoundingClientRect().top + window.scrollY); requestAnimationFrame(look); };"
+            " look(); }"
+        )
+        policy.give_memory().result(30)
+        page.wait_for_selector("#phase:has-text('offloaded'), #phase:has-text('mixed')")
+        step(policy, version)
+        page.wait_for_selector(f"#version:text-is('{version}')")
+        page.wait_for_selector("#phase:has-text('serving')")
+        assert len(page.evaluate("() => [...window.tops]")) == 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_the_report_of_a_run_has_the_same_charts(
@@ -252,6 +280,8 @@ def test_when_the_server_is_gone_the_page_is_grey_and_says_since_when(
         page.wait_for_selector("#phase:text-is('paused')")
         assert not page.locator("body.gone").count()
     page.wait_for_selector("body.gone #link:has-text('last heard')")
+    assert page.title().startswith("GONE · policy")
+    assert page.get_attribute("#icon", "href") == "icon-trouble.svg"
     first = text(page, "#link")
     page.wait_for_function(
         "said => document.querySelector('#link').textContent !== said", arg=first
