@@ -5,7 +5,9 @@ Always true:
 - No request is admitted unless the gate is open and an engine serves.  Choice, weight version and
   admission are one step: no other event comes between them.
 - A held request is admitted in order of arrival, refused with a reason, or its client leaves.
-- While the gate is open no request is held.
+- While the gate is open a request is held only behind others that were, until its turn comes.
+- What is decided for many requests is carried out for some of them at a time, and by one caller:
+  what a request does then leads to no decision about another one within it.
 - A gate that was opened holds while no engine serves and recovery may bring one back.
 - An error in the callback of one request reaches neither the caller nor another request.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +33,10 @@ from rollout.rules.load_balancing import LeastInFlight
 from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, InFlight, RoutingPolicy
 
 logger = logging.getLogger(__name__)
+
+# In bytes of a body: a request costs as much as the copies of so many.
+_WORK_PER_REQUEST = 64 << 10
+_WORK_AT_ONCE = 1 << 20
 
 
 class GateState(StrEnum):
@@ -120,6 +127,7 @@ class Gate:
         base_version: of the base under an adapter; without one, the same.
         adapter: name of the LoRA adapter that was pushed; empty: there is none now; None: the
             server takes none.
+        call_soon: of the event loop, for what is left of a decision; None: nothing is left.
 
     Args:
         max_held: requests that may wait; one more is refused.
@@ -148,7 +156,10 @@ class Gate:
         self.adapter: str | None = None
         self._since_s = clock()
         self._spent_s = dict.fromkeys(GateState, 0.0)
+        self.call_soon: Callable[[Callable[[], None]], object] | None = None
         self._waiters: dict[Waiter, None] = {}
+        self._lost: deque[tuple[Admission, str]] = deque()  # to be evicted, and why
+        self._is_carrying_out = False
         self._held_bytes = 0
         self._max_held = max_held
         self._max_held_bytes = max_held_bytes
@@ -199,8 +210,7 @@ class Gate:
             self._spent_s[self.state] += now_s - self._since_s
             self._since_s = now_s
         self.state = state
-        if state is not GateState.HOLDING:
-            self._decide_all()
+        self._carry_out()
 
     def set_members(self, epoch: int, members: Sequence[Backend]) -> bool:
         """Use this full set of engines from now on; False if its epoch is not newer.
@@ -212,36 +222,57 @@ class Gate:
             return False
         for waiter in self._waiters:
             waiter.excluded_engine = ""  # the newer set says which engines serve
-        self._settle()
-        for admission in list(self.in_flight):
+        for admission in self.in_flight:
             why = self.members.why_lost(admission.member)
             if not why and admission.partner is not None:
                 why = self.members.why_lost(admission.partner)
-            if why and admission.on_evicted is not None:
-                try:
-                    admission.on_evicted(why)
-                except Exception:
-                    logger.exception("request %s failed as it was evicted", admission.rid)
+            if why:
+                self._lost.append((admission, why))
+        self._settle()
         return True
 
     def still_serves(self, admission: Admission) -> bool:
         """Its engine has served without a break since its admission."""
         return self.members.serves_since(admission.member) <= admission.epoch
 
-    def _decide_all(self) -> None:
-        waiters, self._waiters, self._held_bytes = list(self._waiters), {}, 0
-        for waiter in waiters:
-            decision: Admission | Refusal
+    def _carry_out(self) -> None:
+        """Evict who has lost an engine, and release who is held, unless the gate holds."""
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out, left = True, _WORK_AT_ONCE
+        try:
+            while self._lost or (self._waiters and self.state is not GateState.HOLDING):
+                if left <= 0 and self.call_soon is not None:
+                    self.call_soon(self._carry_out)
+                    break
+                left -= _WORK_PER_REQUEST
+                if self._lost:
+                    self._evict(*self._lost.popleft())
+                else:
+                    waiter = next(iter(self._waiters))
+                    left -= waiter.num_bytes
+                    self._release(waiter)
+        finally:
+            self._is_carrying_out = False
+
+    def _evict(self, admission: Admission, why: str) -> None:
+        if admission.on_evicted is not None:
             try:
-                decision = self._admit_or_refuse(
-                    waiter.rid, waiter.excluded_engine, waiter.hint, waiter.is_for_base
-                )
-            except Exception as error:
-                logger.exception("held request %s could not be admitted", waiter.rid)
-                decision = Refusal(
-                    describe(error, with_type=True), self.state, is_router_error=True
-                )
-            self._decide(waiter, decision)
+                admission.on_evicted(why)
+            except Exception:
+                logger.exception("request %s failed as it was evicted", admission.rid)
+
+    def _release(self, waiter: Waiter) -> None:
+        self._remove_waiter(waiter)
+        decision: Admission | Refusal
+        try:
+            decision = self._admit_or_refuse(
+                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.is_for_base
+            )
+        except Exception as error:
+            logger.exception("held request %s could not be admitted", waiter.rid)
+            decision = Refusal(describe(error, with_type=True), self.state, is_router_error=True)
+        self._decide(waiter, decision)
 
     def _decide(self, waiter: Waiter, decision: Admission | Refusal) -> None:
         waiter.decision = decision
@@ -269,10 +300,10 @@ class Gate:
             excluded_engine: an engine that must not be chosen.
             is_for_base: the base shall answer, not the adapter.
         """
-        if self.state is not GateState.HOLDING:
+        if self.state is not GateState.HOLDING and not self._waiters:
             return self._admit_or_refuse(rid, excluded_engine, hint, is_for_base)
         if len(self._waiters) >= self._max_held:
-            return self._refuse(f"{len(self._waiters)} requests are already held")
+            return self._refuse_more()
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
         waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint, is_for_base)
@@ -286,7 +317,9 @@ class Gate:
             return None
         if self.state is GateState.HOLDING and len(self._waiters) < self._max_held:
             return None
-        decision = self.enter()
+        if self.state is GateState.HOLDING:
+            return self._refuse_more()
+        decision = self._admit_or_refuse("", "", NO_HINT, is_for_base=False)
         return decision if isinstance(decision, Refusal) else None
 
     def expire(self, waiter: Waiter) -> None:
@@ -487,6 +520,9 @@ class Gate:
     def _refuse(self, message: str) -> Refusal:
         self._num_refused += 1
         return Refusal(message, self.state, self.reason, self.phase)
+
+    def _refuse_more(self) -> Refusal:
+        return self._refuse(f"{len(self._waiters)} requests are already held")
 
     def _remove_waiter(self, waiter: Waiter) -> bool:
         if waiter not in self._waiters:

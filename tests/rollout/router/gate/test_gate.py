@@ -596,3 +596,95 @@ def test_a_request_may_go_to_an_avoided_engine_rather_than_to_the_one_that_it_lo
     gate = gate_with("a", "b")
     fail(gate, "a")
     assert gate.enter(excluded_engine="b").member.engine_id == "a"
+
+
+# -- decisions about many requests, some at a time -----------------------------------------------
+
+
+def gate_with_loop(*engine_ids: str, **options) -> tuple[Gate, list]:
+    """A gate that holds, and what it wants its event loop to call."""
+    gate, calls = gate_with(*engine_ids, state=HOLDING, **options), []
+    gate.call_soon = calls.append
+    return gate, calls
+
+
+def test_many_held_requests_are_released_some_at_a_time_in_order():
+    gate, calls = gate_with_loop("a")
+    heard = []
+    for number in range(100):
+        park(gate, heard, rid=f"{number:03}")
+    gate.set_state(OPEN)
+    sizes = [len(heard)]
+    late = park(gate, heard, rid="late")  # it comes while others wait, so behind them
+    while calls:
+        calls.pop()()
+        sizes.append(len(heard))
+    assert 0 < sizes[0] < 100
+    assert len(sizes) > 4
+    assert [rid for rid, _ in heard] == [*(f"{number:03}" for number in range(100)), "late"]
+    assert isinstance(late.decision, Admission)
+    assert isinstance(gate.enter(), Admission)
+
+
+@pytest.mark.parametrize(("state", "kind"), [(HOLDING, None), (CLOSED, Refusal)])
+def test_a_gate_that_shuts_while_it_releases_admits_no_more(state, kind):
+    gate, calls = gate_with_loop("a")
+    heard = []
+    for number in range(100):
+        park(gate, heard, rid=str(number))
+    gate.set_state(OPEN)
+    num = len(heard)
+    gate.set_state(state)
+    while calls:
+        calls.pop()()
+    assert {type(decision) for _, decision in heard[:num]} == {Admission}
+    assert {type(decision) for _, decision in heard[num:]} == ({kind} if kind else set())
+    assert gate.num_held == (0 if kind else 100 - num)
+
+
+def test_long_bodies_are_released_one_by_one():
+    gate, calls = gate_with_loop("a")
+    heard = []
+    for _ in range(3):
+        park(gate, heard, num_bytes=4 << 20)
+    gate.set_state(OPEN)
+    assert len(heard) == 1
+    calls.pop()()
+    assert len(heard) == 2
+
+
+def test_requests_of_a_lost_engine_are_evicted_some_at_a_time():
+    gate, calls = gate_with_loop("a")
+    gate.set_state(OPEN)
+    evicted = []
+    for number in range(100):
+        admission = gate.enter(rid=str(number))
+        admission.on_evicted = lambda why, rid=admission.rid: evicted.append(rid)
+    gate.set_members(2, [])
+    num = len(evicted)
+    assert 0 < num < 100
+    gone = next(one for one in gate.in_flight if one.rid not in evicted)
+    gone.on_evicted = None  # it ended meanwhile
+    while calls:
+        calls.pop()()
+    assert sorted([*evicted, gone.rid], key=int) == [str(number) for number in range(100)]
+
+
+def test_what_a_released_request_does_is_decided_after_it():
+    """A request that loses its engine as it is sent does not decide on the next ones within it."""
+    gate, heard = gate_with("a", "b", state=HOLDING), []
+
+    def fail(decision):
+        heard.append("begun")
+        gate.report_failure(decision, "POST /generate", "connection reset")
+        gate.leave(decision)
+        park(gate, heard, rid="again", excluded_engine=decision.member.engine_id)
+        heard.append("over")
+
+    first = gate.enter()
+    first.on_decision = fail
+    park(gate, heard, rid="second")
+    gate.set_state(OPEN)
+    assert [one if isinstance(one, str) else one[0] for one in heard] == [
+        *("begun", "over", "second", "again")
+    ]
